@@ -92,7 +92,7 @@ class RunOptions:
     def checkpoint_folder(cls, flags: list[str]) -> Path:
         """Return the --checkpoint_dir of a command line, before it is parsed: --resume auto looks
         there for a checkpoint, which brings options along."""
-        return Path(flag_value(flags, "checkpoint_dir") or cls.checkpoint_dir)  # or the default
+        return Path(flag_value(flags, "checkpoint_dir") or cls.checkpoint_dir)
 
     def to_dict(self) -> dict:
         """Return the resolved options as plain values, for checkpoints and config.json."""
@@ -343,7 +343,7 @@ class ResolvedTrainConfig(ResolvedOptions, TrainConfig):
 
     @property
     def last_update(self) -> int:
-        return self.max_steps - 1  # of the last step: updates count from 0
+        return self.max_steps - 1
 
 
 def resolve_from_recipe(options: TrainConfig, recipe: Recipe) -> ResolvedTrainConfig:

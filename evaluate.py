@@ -7,8 +7,8 @@
 
 Prints a table for each task as soon as it is scored, with standard errors, beside published values
 of OpenAI's GPT-2, and writes its results as JSON beside the checkpoint: model_best_hellaswag.json.
-Of several tasks one that cannot be scored is named at the end, and the exit code is 1. Batch size
-changes scores up to rounding, and the number of processes changes none.
+If several tasks are given, one that cannot be scored is named at the end, and the exit code is 1.
+Batch size changes scores up to rounding, and the number of processes changes none.
 """
 
 import json
@@ -245,7 +245,7 @@ def main(config: EvalConfig) -> None:
     results: list[Result] = []
     examples: list[dict] = []  # a row for each example of the tasks so far, for --dump
     for task, score_task in score_tasks.items():
-        bar.reset()  # to 0 rows
+        bar.reset()
         bar.set_description(task)
         try:
             # All processes score their share, and get the same results, or raise the same error.

@@ -102,7 +102,7 @@ def main() -> None:
     try:
         while True:
             # once in a while: save and evaluate; every process takes part
-            step = state.step  # steps done
+            step = state.step
             if saver.due(step):  # every --save_every steps, and before the first
                 saver.save_last()
             if method.held_out and (run.ended or is_due(options.eval_every, step)):
@@ -176,7 +176,7 @@ def train_step(
     seed_step(options.seed, state.step, process.rank)  # of dropout
 
     # forward and backward, micro-batch by micro-batch: the gradients add up
-    shares: dict[str, Tensor] = {}  # by metric: () that this process adds to the mean over the step
+    shares: dict[str, Tensor] = {}  # by metric, (): this process's part of the mean
     num_tokens = 0  # of this process
     for batch in prepared.batches:  # as many on every process
         is_last = batch is prepared.batches[-1]

@@ -12,7 +12,7 @@ import utils.environment  # noqa: F401 (first: it says what to type without PyTo
 from evaluation.figure import draw
 from utils.cli import start_script
 
-# OpenAI's names of its models by their number of parameters
+# OpenAI's names by build-nanogpt's names of the sizes
 NICKNAMES = {"124M": "gpt2", "350M": "gpt2-medium", "774M": "gpt2-large", "1558M": "gpt2-xl"}
 
 

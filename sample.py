@@ -192,7 +192,7 @@ def main(config: SampleConfig) -> None:
 
     writer = Writer(model, load_tokenizer(tokenizer_spec), config)
     prompt = sys.stdin.read() if config.prompt == "-" else config.prompt
-    with autocast(device, dtype):  # for attention and, on a GPU, the head
+    with autocast(device, dtype):  # casts what prepare_for_inference has not
         if config.chat and not prompt:
             writer.converse()
         else:

@@ -106,8 +106,8 @@ def read_documents(
     beginning on; threads tokenize them. `state` is that of the manifest, State() in a new one."""
 
     def tokenize_batch(batch: Batch, start: State) -> list[Document]:
-        """Return the documents of a batch, from that of `start` on. In the shards are those before
-        it, and its own first `start.tokens` tokens."""
+        """Return the documents of a batch, beginning with the one at `start`. Earlier ones, and the
+        first `start.tokens` tokens of this one, are in the shards already."""
         documents: list[Document] = []
         for row, text in enumerate(batch.rows):
             # rows before start.documents are in the shards; a Skipped one is in the ledger only

@@ -193,8 +193,9 @@ def assign_places(shares: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
     corpus_of_place = np.empty(period, np.int64)
     rank_of_place = np.empty(period, np.int64)
     for place in range(period):
-        # Corpora with floor(c * P / share) <= place, c = counts[i], in whole numbers. There always
-        # is one: counts add up to `place`, what corpora are to have after it to one more.
+        # Corpora that may have this place: floor(c * P / share) <= place, in whole numbers, for
+        # c = counts[i]. There is always one: the counts add up to `place`, and what is due after
+        # it to one more.
         allowed = [i for i, share in enumerate(shares) if counts[i] * period < (place + 1) * share]
         next_corpus = min(allowed, key=deadline)  # of equal deadlines the first corpus
         corpus_of_place[place] = next_corpus

@@ -159,8 +159,8 @@ class Sharder:
         self.max_shards = max_shards
         self.shard_size = settings.shard_size  # tokens
         self.min_val_tokens = min(MIN_VAL_TOKENS, max(1, self.shard_size // 4))
-        """Validation tokens below which `divide_last` holds out more. At most a full shard: where
-        one gets full between the last documents, a run that continues there holds out no more."""
+        """Validation tokens below which `divide_last` holds out more. At most a quarter of a shard,
+        so that once a validation shard is full, a run that continues never finds too few."""
         # the smallest that holds the ids; little-endian on any machine, as the headers say
         self.dtype = "<u2" if settings.vocab_size <= 2**16 else "<u4"
         self.writers: dict[str, ShardWriter] = {}

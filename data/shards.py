@@ -102,7 +102,7 @@ def inspect_datatrove(path: Path) -> Shard:
     first_line, num_tokens = metadata.splitlines()[:2]  # num_tokens in digits
     tokenizer, _, token_size = first_line.rpartition("|")  # as "gpt2", "|" and "2"
     # The file of a local path, as datatrove takes it, is not looked for there: this may be another
-    # machine. Without this check, tokens of any tokenizer would be taken for GPT-2's.
+    # machine. Without this check, tokens of about as many ids would be taken for GPT-2's.
     if tokenizer not in GPT2_NAMES and not path.with_name(TOKENIZER_FILE).exists():
         raise UserError(f"{path} holds tokens of {tokenizer}: put its {TOKENIZER_FILE} beside it")
     return Shard(path, 0, int(num_tokens), np.dtype(f"<u{token_size}"))  # 0: no header

@@ -388,7 +388,8 @@ class Source:
 
         datasets.disable_progress_bars()  # one a file, between the lines of our own
         # fsspec would need another package for zstd, which reads the first frame only
-        register_compression("zstd", open_zstd, "zst", force=True)  # force: also in place of that
+        # force: replace fsspec's own opener, if it has one
+        register_compression("zstd", open_zstd, "zst", force=True)
         # a dataset may change on the hub between two runs; its commit does not
         revision = position.revision or HfApi().dataset_info(name).sha
         # an IterableDataset, which downloads a file when its rows are due

@@ -50,7 +50,7 @@ class TokenizerConfig:
 def read_pieces(source: Source, share: float) -> Iterator[str]:
     """Yield a share (0 to 1, or above for all) of the pieces of all texts, chosen by a hash: always
     the same ones."""
-    for batch in source.batches():  # from the beginning on
+    for batch in source.batches():
         for text in batch.rows:
             if isinstance(text, Skipped):  # a row without text
                 continue

@@ -241,7 +241,7 @@ class FewShotTasks(Benchmark):
 
 def download_bundle() -> Path:
     """Return the folder of CORE's 22 tasks; download it at the first call."""
-    from torch.hub import download_url_to_file  # here, as plot.py does without PyTorch
+    from torch.hub import download_url_to_file  # here, as plot.py needs no PyTorch
 
     if BUNDLE.exists():
         return BUNDLE
@@ -256,4 +256,5 @@ def download_bundle() -> Path:
         # have been faster
         with contextlib.suppress(OSError):
             os.rename(Path(temporary, "eval_bundle"), BUNDLE)
+    assert BUNDLE.exists(), "the archive holds no eval_bundle"
     return BUNDLE

@@ -29,7 +29,7 @@ from utils.errors import UserError
 Content = TypeVar("Content")
 
 SUBSET_EXAMPLES = 500  # of each benchmark, scored without --eval_full
-SAMPLE_TOKENS = 128  # length of a sample
+SAMPLE_TOKENS = 128
 SAMPLE_TEMPERATURE = 0.8  # a bit below 1: a small model's least likely tokens are mostly errors
 
 
@@ -65,7 +65,7 @@ def open_benchmark(
     UserError for what cannot be read or scored, now and not in the middle of a run."""
     # dicts of the file; of CORE pairs of a task and its rows
     rows = read_on_all(partial(benchmark.read, path, limit), scorer.process)
-    # raises UserError for an example that is longer than the context
+    # raises UserError for a continuation that is empty or longer than the context
     benchmark.check(rows, scorer.tokenizer, scorer.model.config.block_size)
     return partial(benchmark.score, rows, scorer.score, protocols)
 
@@ -151,7 +151,8 @@ class Evaluator:
             yield name, figures
 
     def sample(self, step: int) -> str | None:
-        """Return a short text written from an empty prompt; None if no sample is due."""
+        """Return a short text written from an empty prompt; None if none is due, or if the
+        tokenizer of the shards is not known."""
         scorer = self.scorer
         # 0 steps: noise. At the last step everything is due, even with --sample_every 0.
         is_asked = step > 0 and self.config.sample_every > 0 and self.due(step, "sample")

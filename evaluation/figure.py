@@ -57,7 +57,7 @@ def read_run(path: Path) -> Run:
     label = str(path).removesuffix("/logs")
     if len(label) > 41:  # the ends tell most: folder above, options and seed of a sweep
         label = f"{label[:20]}…{label[-20:]}"
-    # None: the file with the metrics has another name, so that its folder counts as none of a log
+    # None, so {}, where the file has another name than metrics.jsonl
     return Run(label, log, logged_run(find_metrics(path).parent) or {})
 
 

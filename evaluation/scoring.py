@@ -133,8 +133,9 @@ def score_targets(
     weight (V, C): the target's log-probability in nats, whether it is the argmax of all ids, and
     whether it is the argmax of those that are not banned. The argmax is the first of equal logits.
     """
-    # a slice at a time, as for the loss in training: a hidden state has V logits of 4 bytes
-    num_rows = rows_within(chunk_bytes(x.device), 4 * len(weight))
+    # A slice at a time: a hidden state has V logits of 4 bytes. Half of what the loss in training
+    # takes, as its chunks have 2 bytes a logit on a GPU.
+    num_rows = rows_within(chunk_bytes(x.device) // 2, 4 * len(weight))
     logprobs, is_argmax, is_allowed_argmax = [], [], []  # tensors (n,), one of each slice
     # In float32: many of V bfloat16 logits are equal, and ties would decide what is greedy.
     weight = weight.float()

@@ -51,8 +51,8 @@ def complete_questions(
     tokenizer = encoder.tokenizer  # of the model and of the questions
     prompts = [question.prompt_ids for question in questions]  # of different lengths
     model.eval()  # without dropout
-    # every 16 tokens all_done asks all processes whether they are done, and raises Stopped if one
-    # got a signal: so a run ends within seconds
+    # every TOKENS_PER_CHECK tokens all_done asks all processes whether they are done, and raises
+    # Stopped if one got a signal: so a run ends within seconds
     with autocast(process.device, dtype):
         # token ids without the end, and its id; None where max_new_tokens came first
         texts = complete(model, prompts, tokenizer.end_ids, sampling, process.all_done)

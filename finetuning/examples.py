@@ -216,8 +216,8 @@ class Batch:
 def collate_padded(
     texts: list[Example], block_size: int, process: Process, compiled: bool = False
 ) -> Batch:
-    """Return a batch of texts, each of at most `block_size` tokens; `compiled` keeps the number of
-    different T small, for a model that is.
+    """Return a batch of texts, each of at most `block_size` tokens. For a `compiled` model T is a
+    power of 2, or block_size, so that few shapes are compiled.
 
     The text "a b c", of which the first token does not count in the loss, becomes
 

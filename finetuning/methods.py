@@ -78,8 +78,8 @@ class Method(ABC):
         the one to train, as DDP or FSDP2 has wrapped it, or in an evaluation the plain one."""
 
     def divisor(self, examples: list) -> int:
-        """Return the number by which sums over these examples become means: theirs, for sft that of
-        their targets."""
+        """Return the number to divide sums over these examples by: the number of examples, for sft
+        of targets."""
         return len(examples)
 
     def prepare(self, model: GPT, step: int, example_ids: np.ndarray) -> PreparedStep:
@@ -92,8 +92,8 @@ class Method(ABC):
         return PreparedStep(batches, self.divisor(examples))
 
     def micro_batches(self, examples: list) -> list[list]:
-        """Return the examples of a step, of all processes together, in lists of micro_batch_size.
-        For grpo these are the numbers of the step's completions, from 0 on."""
+        """Return examples in lists of micro_batch_size, for all processes together: those of a step
+        (for grpo the places of its completions), or all that are to be rated."""
         return batched(examples, self.config.micro_batch_size)
 
     def of_process(self, micro_batches: list) -> list:

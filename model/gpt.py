@@ -364,8 +364,9 @@ class SkipInit(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         """Do nothing for functions of torch.nn.init, whose results no module here uses, and call
         every other function of PyTorch as usual."""
-        if getattr(func, "__module__", None) != "torch.nn.init":
-            return func(*args, **kwargs or {})
+        if getattr(func, "__module__", None) == "torch.nn.init":
+            return None
+        return func(*args, **kwargs or {})
 
 
 def build_without_weights(

@@ -78,7 +78,7 @@ LLAMA_WEIGHTS = {
 }
 EMBEDDING = "transformer.wte.weight"
 LLAMA_EMBEDDING = "model.embed_tokens.weight"
-HEAD = "lm_head.weight"  # the same name everywhere; a tied head may be missing, and is in ours
+HEAD = "lm_head.weight"  # in all formats; files may leave out a tied head, ours always do
 TABLES = (EMBEDDING, HEAD)  # with a row for each token
 # OpenAI's code multiplies x @ W, so it stores the matrices of a block as (in, out); ours (out, in)
 TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
@@ -234,7 +234,7 @@ def model_from_hf(
         if name in TABLES:  # append the padded rows: (V, C) -> (padded V, C)
             x = F.pad(x, (0, 0, 0, config.padded_vocab_size - config.vocab_size))
         weights[name] = x
-    # tensors that filled no parameter; `reading` of the callers makes an assert one sentence
+    # tensors that filled no parameter
     for hf_name, x in hf_weights.items():
         assert is_redundant(hf_name, x, config), f"it has {hf_name}, which this model lacks"
     model.load_state_dict(weights, assign=True)  # assign: `model` is on the device "meta"

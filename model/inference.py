@@ -61,7 +61,7 @@ def prepare_for_inference(
         head_weight = model.head_weight[: model.config.vocab_size]
         model.inference_head = OneDNNLinear(head_weight, None, dtype, rows)
     elif device.type == "cuda":
-        # in place; autocast then finds nothing to cast in the blocks
+        # in place: autocast then casts the inputs of these layers alone, and no weights
         for module in blocks.modules():
             if isinstance(module, nn.Linear):
                 module.to(dtype)

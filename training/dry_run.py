@@ -78,8 +78,8 @@ def print_forecast(
     tokens = options.total_batch_size * steps
     print(f"{flops:.3g} FLOPs for {tokens:,} tokens{describe_time(flops, hardware, mfu)}")
 
-    # loss, of a new model that reads GPT-2's tokens, as those of the fit did; it had no rows of
-    # n-grams, which are parameters that a token hardly uses
+    # Loss, only of a new model with GPT-2's tokens, as the models of the fit had them; and without
+    # n-grams, as a token uses few of their many parameters.
     has_gpt2_tokens = shape.vocab_size == TOKENIZERS["gpt2"].vocab_size
     if options.init_from is None and has_gpt2_tokens and shape.ngrams == 1:
         print(describe_loss(model.num_parameters(), options.total_batch_size * options.max_steps))

@@ -57,8 +57,9 @@ def make_optimizers(
     if not has_muon:  # else they are Muon's, below
         adamw_groups.append({"params": matrices, "lr_scale": 1.0, "weight_decay": adamw_decay})
 
-    # An optimizer for each group, as float16's scaler unscales all gradients of an optimizer in one
-    # operation, which needs them on one mesh.
+    # An optimizer for each group: float16's scaler unscales all gradients of an optimizer in one
+    # operation, which needs them on one mesh. It reduces infinities over that mesh, and its update
+    # adds up those of all optimizers: so processes that share a block keep one scale.
     betas = (options.beta1, options.beta2)
     optimizers: list[torch.optim.Optimizer] = []
     for group in adamw_groups:

@@ -168,7 +168,7 @@ def find_recipe(options: TrainConfig, checkpoint: Checkpoint | None) -> Recipe:
     if checkpoint is None:
         return parse_recipe(options.recipe)
     earlier_recipe = Recipe(**checkpoint["recipe"])
-    if options.recipe == checkpoint["config"]["recipe"]:  # the name, which is one of the flags
+    if options.recipe == checkpoint["config"]["recipe"]:  # --recipe as it was given then
         return earlier_recipe
     recipe = parse_recipe(options.recipe)
     # state is empty in a converted checkpoint, and before the first step

@@ -332,7 +332,7 @@ class Run(Generic[Config]):
         elif self.process.is_main:
             best = ""
             best_path = self.config.checkpoint_dir / BEST
-            if best_path.exists():  # not without validations
+            if best_path.exists():  # there is none in a run that never validated
                 saved = load_checkpoint(best_path)  # its tensors are not read
                 best = (
                     f", the best with a validation loss of {saved['best_loss']:.4f} at step "

@@ -80,7 +80,7 @@ class Saver:
         a run begins with are never the best. Every process must call it."""
         self.wait()
         state = self.run.state
-        # `write` takes over the new best_loss into the state when the file is there
+        # `write` copies the new best_loss into the state once the file is there
         self.save(BEST, loss < state.best_loss and state.step > 0, best_loss=loss)
 
     def save(self, name: str, condition: bool, **changes: object) -> None:
@@ -167,7 +167,7 @@ class Saver:
         # Not one collective that lasts until then: on a slow disk it would outlast TIMEOUT of
         # utils/distributed.py. Not `join`: interrupted by a signal, it takes the thread for ended
         # in Python 3.11, and finish_writing would not wait for it.
-        # on processes other than the main one `thread` never starts
+        # Other processes than the main one never start a thread; under sharding none does.
         while not self.run.process.all_agree(not self.thread.is_alive()):
             time.sleep(POLL_SECONDS)
 

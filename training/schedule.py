@@ -71,7 +71,7 @@ def set_rates(
     A group's "lr_scale" (training/optim.py) multiplies it: recipes give embeddings their own rate.
     """
     lr = learning_rate(step, options)  # the same on every process
-    for optimizer in optimizers:  # AdamW, and Muon if the recipe has it
+    for optimizer in optimizers:  # an AdamW for each group, and Muon if the recipe has it
         for group in optimizer.param_groups:
             group["lr"] = lr * group["lr_scale"]
     return lr

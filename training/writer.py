@@ -5,6 +5,7 @@ the place of the tensors, and then each fills in the rows that it holds. When to
 which names, is training/saver.py's; the format of a file stands in training/checkpoint.py.
 """
 
+import contextlib
 import os
 from collections.abc import Mapping
 from dataclasses import replace
@@ -76,7 +77,9 @@ def save_checkpoint(
                 replace_file(temporary, path)
         except Exception:
             if process.is_main:
-                temporary.unlink(missing_ok=True)
+                # an error here would hide why the save failed
+                with contextlib.suppress(OSError):
+                    temporary.unlink()
             raise
 
 

@@ -262,7 +262,7 @@ def count_shards(
             f"--shard_across {shard_across} has to divide the {num_processes} processes, and to be "
             f"a multiple of the {per_machine} of a machine"
         )
-    return shard_across // tensor_parallel  # a copy is divided by both factors
+    return shard_across // tensor_parallel  # a tensor group holds one shard
 
 
 def start(
@@ -280,7 +280,7 @@ def start(
     if the device is not there, or is one that several processes cannot share, and if the processes
     do not divide.
     """
-    # torchrun's names count all processes, those of Process below the parts of the data
+    # RANK and WORLD_SIZE count processes; rank and world_size of Process count parts of the data.
     number = launched("RANK")  # 0 without a launcher
     local_rank = launched("LOCAL_RANK")  # number of the process on its machine
     num_processes = launched("WORLD_SIZE", 1)
