@@ -48,80 +48,82 @@ from utils.throughput import StepTimer
 
 
 def main() -> None:
-    # options: flags, then recipe and device for those that nobody gave, which `derived` names
-    # checkpoint: content of the file of --resume, None for a new run
+    # Options come from the flags; those not given follow from the recipe and the device, and
+    # `derived` names them. `checkpoint` is the content of the file of --resume, None for a new run.
     given_options, derived, checkpoint = read_options(TrainConfig, "train.py", sys.argv[1:])
     options, recipe = resolve_options(given_options, derived, checkpoint)
     if options.dry_run:
         return print_forecast(options, recipe, checkpoint)
-    process = start_process(options)  # joins the process group, and catches signals from here on
+    process = start_process(options)  # signals are remembered from here on
 
     # data: shards cut into sequences; the batch of a step is a pure function of (seed, step)
     train_data = Mixture(options.data_dir, "train", options.block_size)
     val_data = Mixture(options.data_dir, "val", options.block_size)
 
-    # model: new, pre-trained or resumed; `wrapped` shares its weights and synchronizes gradients
+    # The model is new, pre-trained or resumed. run.distribute gives it memory and fills in its
+    # weights, which are mapped from a file or drawn from the seed row by row (model/rows.py).
     start = open_start(options, checkpoint, process)  # None for random weights
-    # weights: tensors by parameter name, mapped from a file or drawn row by row (model/rows.py)
-    model, weights = build_model(options, recipe, train_data.stream, start)  # without memory yet
+    model, weights = build_model(options, recipe, train_data.stream, start)
     options = resolve_on_device(options, recipe, model.config, process)  # dtype and micro-batch
-    began_from = init_checksum(options, checkpoint, start, process)  # of --init_from, else None
+    began_from = init_checksum(options, checkpoint, start, process)
     entries = checkpoint_entries(options, derived, recipe, train_data, val_data, began_from)
-    run = Run.start(options, checkpoint, process, entries)  # locks the folders of the run
-    state = run.state  # step, tokens, lowest loss, ...: those of the checkpoint, or of a new run
-    wrapped, optimizers = run.distribute(model, weights, recipe, checkpoint)  # gives it memory
+    run = Run.start(options, checkpoint, process, entries)  # locks the run's folders
+    state = run.state  # step, tokens, lowest loss, ...
+    # `wrapped` shares the weights of `model` and synchronizes gradients
+    wrapped, optimizers = run.distribute(model, weights, recipe, checkpoint)
     del start, weights, checkpoint  # closes the file from which their tensors are mapped
 
     # batches, evaluation, log, checkpoints; a resumed run goes on with the data of its next step
-    num_sequences = options.sequences_per_step(process.world_size)  # in a step of all processes
+    num_sequences = options.sequences_per_step(process.world_size)  # in a global batch
     slicing = Slicing(num_sequences, options.sequences_per_pass, process.rank, process.world_size)
     steps = range(state.step, options.max_steps)
-    micro_batches = train_batches(train_data, slicing, options.seed, steps)  # NumPy, of this rank
-    batches = prefetch(process.to_device(micro_batches))  # tensors; a thread reads ahead
+    micro_batches = train_batches(train_data, slicing, options.seed, steps)
+    batches = prefetch(process.to_device(micro_batches))  # a thread reads ahead
     evaluator = Evaluator(options, model, val_data, process, run.dtype)
     timer = StepTimer(model.flops_per_token(), process.device, run.dtype, process.num_processes)
     run.open_log(model.config)
-    run.validate_on(evaluator.validation_id)  # forgets the lowest loss of another text
+    run.validate_on(evaluator.validation_id)
     saver = Saver(run, model, optimizers)
     print_summary(run, model, train_data, slicing)
 
     try:
         while True:
-            # once in a while: save, evaluate, score and sample; every process takes part
+            # every so often: save, evaluate, score and sample
             step = state.step
             if saver.due(step):
                 saver.save_last()
             if evaluator.due(step):
                 scores = evaluator.validate()  # {"loss": nats per token, ...}
                 run.logger.log_scores("val", scores, step)
-                saver.save_if_best(scores["loss"])  # as model_best.pt
-            for task, scores in evaluator.benchmarks(step):  # those that are due
+                saver.save_if_best(scores["loss"])
+            for task, scores in evaluator.benchmarks(step):
                 run.logger.log_scores(task, scores, step)
             text = evaluator.sample(step)  # None if it is not due
             if text is not None:
                 run.logger.log_sample(text, step)
-            if run.ended:  # the last step is taken, saved and evaluated
+            if run.ended:
                 break
 
             # one step, then its log
             timer.start()
             result = train_step(run, wrapped, optimizers, batches, slicing.micro_steps)
-            figures = result.figures | timer.stop(options.total_batch_size)  # adds mfu, ms, ...
+            figures = result.figures | timer.stop(options.total_batch_size)
             if result.skip_reason is None:
                 run.logger.log_train(figures, state.step)
             else:
-                # ids of all sequences in the step: which data did it, to look at or to leave out
+                # The log names the sequences of a skipped step, to look at or to leave out.
                 ids = train_data.step_ids(step, num_sequences, options.seed)
                 run.logger.log_skip(result.skip_reason, ids.tolist(), state.step)
             saver.end_after_patience()  # raises UserError after several skipped steps in a row
-            if result.got_signal:  # on any process
+            if result.got_signal:
                 raise Stopped
-    except Stopped:  # after a signal; a resumed run does the evaluation of this step again
+    except Stopped:
+        # A signal may have interrupted an evaluation; a resumed run does it again.
         run.stopping = True
         saver.save_last()
 
-    saver.finish()  # waits for the last write
-    run.finish(["sample.py --checkpoint", "evaluate.py --tasks val --checkpoint"])  # to type next
+    saver.finish()
+    run.finish(["sample.py --checkpoint", "evaluate.py --tasks val --checkpoint"])
 
 
 def train_step(
@@ -137,50 +139,50 @@ def train_step(
     options = run.config
     process = run.process
     state = run.state
-    lr = set_rates(optimizers, options, state.step)  # warmup and decay, in training/schedule.py
-    seed_step(options.seed, state.step, process.rank)  # dropout's random numbers
+    lr = set_rates(optimizers, options, state.step)
+    seed_step(options.seed, state.step, process.rank)  # for dropout
 
-    # forward and backward, micro-batch by micro-batch: gradients add up, and so do shares of the
-    # loss, in the end to the mean of this process in nats per token
+    # Forward and backward, micro-batch by micro-batch. The gradients add up, and loss_sum becomes
+    # the mean loss of this process in nats per token.
     loss_sum = torch.zeros((), device=process.device)
     for micro_step in range(micro_steps):
+        # One of several processes must not leave the step alone: the others would wait for it.
         if process.num_processes == 1:
-            process.end_if_stopped()  # with more processes one alone must not leave the step
+            process.end_if_stopped()
         idx, targets = next(batches)  # token ids (B, T) each
         is_last = micro_step == micro_steps - 1
-        # under none and zero1 processes reduce gradients in the last micro-batch, else in each
+        # DDP and zero1 reduce gradients in the last micro-step, zero2 and zero3 in each.
         with sync_gradients(wrapped, options.sharding, last=is_last):
             # A forward pass casts each weight once: keeping the copies would only take memory.
             with autocast(process.device, run.dtype, keep_weights=False):
-                # divided, so that the gradients of all micro-steps sum up to that of their mean
+                # divided, so that gradients add up to the gradient of the mean loss
                 loss = wrapped(idx, targets) / micro_steps
             run.scaler.scale(loss).backward()
         loss_sum += loss.detach()  # stays on the device: no wait for a GPU
 
-    # clip the gradient; in float16 the loss was scaled up, and the gradient is scaled down before
+    # In float16 the loss was scaled up: scale the gradients down before they are clipped.
     for optimizer in optimizers:
         run.scaler.unscale_(optimizer)  # records infinities, too, for scaler.update below
-    # norm before clipping, of the gradient of all processes, and the same on each of them
-    grad_norm = clip_grad_norm(wrapped, options.grad_clip)
+    grad_norm = clip_grad_norm(wrapped, options.grad_clip)  # norm before clipping
 
-    # means over processes; at `tolist` the CPU waits for the GPU, in float16 at get_scale again
-    signals = torch.full_like(loss_sum, float(process.signal != 0))  # 1 if this process got one
+    # Means over processes. At `tolist` the CPU waits for the GPU, in float16 at get_scale again.
+    signals = torch.full_like(loss_sum, float(process.signal != 0))
     sums = process.sum(torch.stack([loss_sum, grad_norm, signals]))
     mean_loss, mean_norm, share_of_signals = (sums / process.world_size).tolist()
 
-    # Update, unless loss or norm is not finite: both are means, so that all processes update, or
-    # none. With scaler.step each process would decide by its own shard of the gradients.
-    skip_reason = reason_to_skip(mean_loss, mean_norm)  # None: update
+    # Update, unless loss or norm is not finite. Both are means, so that all processes update, or
+    # none: with scaler.step each process would decide by its own shard of the gradients.
+    skip_reason = reason_to_skip(mean_loss, mean_norm)  # None if both are finite
     figures = {"loss": mean_loss, "lr": lr, "grad_norm": mean_norm}
     if run.scaler.is_enabled():
-        figures["scale"] = run.scaler.get_scale()  # of this step
+        figures["scale"] = run.scaler.get_scale()  # before `update` changes it
     for optimizer in optimizers:
         if skip_reason is None:
             optimizer.step()
-        optimizer.zero_grad(set_to_none=True)  # also of a skipped step
-    run.scaler.update()  # a lower scale after infinities, a higher one after 2,000 steps without
+        optimizer.zero_grad(set_to_none=True)
+    run.scaler.update()  # lowers the scale after infinities, raises it after 2,000 steps without
     state.advance(options.total_batch_size, skip_reason)
-    figures["tokens"] = state.tokens  # of all steps so far, skipped ones included
+    figures["tokens"] = state.tokens  # all tokens of the run so far
     return StepResult(figures, skip_reason, got_signal=share_of_signals > 0)
 
 
@@ -193,11 +195,12 @@ def build_model(
     execution = Execution(options.activation_checkpointing, options.use_torch_compile)
     if start is None:
         model = build_without_weights(options.model_config(recipe, stream.vocab_size), execution)
-        # drawn when their rows are read
+        # random numbers, drawn when their rows are read
         return model, model.initial_weights(options.seed, zero_init=recipe.zero_init)
 
-    check_tokenizer(stream, options.source, start.tokenizer)  # the shards' tokens are the model's
-    # that of the weights; a smaller --block_size drops the last positions of the table
+    check_tokenizer(stream, options.source, start.tokenizer)
+    # The architecture of the weights. Only dropout may differ, and a new run's context may be
+    # shorter: the position table then loses its last rows.
     shape = model_shape(options, recipe, start.shape)
     return build_without_weights(shape, execution), start.weights
 
@@ -215,18 +218,18 @@ def checkpoint_entries(
     return {
         "script": "train.py",
         "command": sys.argv,
-        "derived": derived,  # options that follow from others: a resumed run derives them again
+        "derived": derived,  # a resumed run derives these options again
         "recipe": asdict(recipe),
         "tokenizer": train_data.stream.tokenizer,  # its spec, see data/tokenizer.py
         "corpus": train_data.title,
-        # what the batch of a step follows from, beside the step
+        # the batch of a step is a function of these values and the step
         "data_order": {
             "total_batch_size": options.total_batch_size,
             "seed": options.seed,
             "weights of --data_dir": train_data.weights,
             "checksum of --data_dir": train_data.stream.digest,
         },
-        "val_checksum": val_data.stream.digest,  # of the shards' lengths and checksums
+        "val_checksum": val_data.stream.digest,
         "init_checksum": began_from,
     }
 
