@@ -25,9 +25,8 @@ WARMUP_STEPS = 715  # of GPT-3 at 524,288 tokens a step (Brown et al. 2020: 375M
 # run does not take them over.
 PER_LAUNCH = ("run_dir", "config", "resume", "overwrite", "dry_run")
 
-# Options that follow from others, from the recipe or from the device where nobody gives them, or
-# gives "auto". A resumed run derives them again, except for its warmup: another --max_lr brings its
-# --min_lr, another device its compiler.
+# Options that follow from other options, the recipe or the device if they are not given, or are
+# "auto". A resumed run derives them again, except for its warmup: a new --max_lr changes --min_lr.
 DERIVED = (
     "log_dir",
     "max_lr",
@@ -39,7 +38,7 @@ DERIVED = (
     "use_torch_compile",
 )
 
-Resolved = TypeVar("Resolved", bound="ResolvedOptions")  # those of train.py or of finetune.py
+Resolved = TypeVar("Resolved", bound="ResolvedOptions")
 
 
 @dataclass(frozen=True)
@@ -100,9 +99,10 @@ class RunOptions:
         for name, value in vars(self).items():
             if name in PER_LAUNCH:
                 continue
-            if isinstance(value, Path):  # no type of JSON, nor of torch.load(weights_only=True)
+            # neither JSON nor torch.load(weights_only=True) has paths
+            if isinstance(value, Path):
                 value = str(value)
-            elif isinstance(value, tuple):  # --data_dir
+            elif isinstance(value, tuple):  # --data_dir: a tuple of Paths
                 value = [str(folder) for folder in value]
             values[name] = value
         return values
@@ -122,7 +122,7 @@ class DataOptions:
     @property
     def sequences_per_pass(self) -> int:
         """--micro_batch_size, once a number is found for "auto"."""
-        assert self.micro_batch_size != "auto"  # resolve_on_device of training/options.py found it
+        assert self.micro_batch_size != "auto"
         return self.micro_batch_size
 
 
@@ -170,7 +170,6 @@ class ModelOptions:
         n_layer, n_head, n_embd = SIZES[self.model_type]
         # n_embd, block_size, vocab_size, and the fields that the recipe sets, such as "position"
         shape = recipe.shape(self.n_embd or n_embd, self.context, vocab_size)
-        # an option that was given wins over the named size; an option of None was not given
         return GPTConfig(
             n_layer=self.n_layer or n_layer,
             n_head=self.n_head or n_head,
@@ -292,10 +291,9 @@ class TrainConfig(
     def sequences_per_step(self, world_size: int) -> int:
         """Return the sequences in a global batch, which are those of `world_size` parts of the
         data. Raises UserError for a batch that is no whole number of micro-steps."""
-        # tokens of one micro-step: a micro-batch for each part of the data
+        # tokens of one micro-step of all processes
         tokens_together = self.sequences_per_pass * self.context * world_size
         if self.total_batch_size % tokens_together:
-            # the nearest multiple, at least one micro-step
             nearest = max(1, round(self.total_batch_size / tokens_together)) * tokens_together
             raise UserError(
                 f"--total_batch_size {self.total_batch_size:,} does not divide by the micro-batch, "
@@ -309,7 +307,7 @@ class TrainConfig(
 class ResolvedOptions(MachineOptions, SaveOptions, OptimizerOptions, RunOptions, ABC):
     """Options of a run of train.py or finetune.py, with what was derived in place of None."""
 
-    # declared again, without the None of those who did not give them
+    # declared again with types that exclude None
     log_dir: Path
     max_steps: int
     max_lr: float
@@ -350,8 +348,9 @@ def resolve_from_recipe(options: TrainConfig, recipe: Recipe) -> ResolvedTrainCo
     """Return the options with the learning rates, the schedule and the folder of the log, as far as
     nobody gave them, from the recipe and from other options."""
     assert options.max_steps is not None  # its default is a number
-    max_lr = recipe.max_lr if options.max_lr is None else options.max_lr  # 0 is a rate, too
-    # defaults: `resolve` takes them only for options of None
+    # `is None`, not `or`: --max_lr 0 is a rate, too
+    max_lr = recipe.max_lr if options.max_lr is None else options.max_lr
+    # `resolve` uses these values only for options that are None
     return resolve(
         ResolvedTrainConfig,
         options,
@@ -368,7 +367,7 @@ def resolve_from_recipe(options: TrainConfig, recipe: Recipe) -> ResolvedTrainCo
 def resolve(resolved_class: type[Resolved], options: RunOptions, **defaults: object) -> Resolved:
     """Return the options as `resolved_class`, with these values in place of those that are None."""
     given = {name: value for name, value in vars(options).items() if value is not None}
-    # of equal names the last wins: what was given, then its default, then None
+    # later dicts win: a given value over its default, a default over None
     return resolved_class(**vars(options) | defaults | given)
 
 

@@ -33,8 +33,9 @@ from utils.distributed import Process, launched
 from utils.errors import UserError
 from utils.throughput import NAMED_GPUS
 
-Options = TypeVar("Options", bound=RunOptions)  # TrainConfig or FinetuneConfig
-Machine = TypeVar("Machine", bound=MachineOptions)  # ResolvedTrainConfig or FinetuneConfig
+# TrainConfig or FinetuneConfig before options are resolved, ResolvedTrainConfig or FinetuneConfig
+Options = TypeVar("Options", bound=RunOptions)
+Machine = TypeVar("Machine", bound=MachineOptions)
 
 
 def read_options(
@@ -47,37 +48,37 @@ def read_options(
     --resume becomes the path of that checkpoint; "auto" where there is none to continue. Raises
     UserError for options that cannot be used together.
     """
-    # Of equal flags the parser takes the last one: so those of the command line stand last, those
-    # of --config before them, and those of the run that is resumed first.
-    flags = expand_run_dir(command_line)  # "--max_lr", "6e-4"; others are added in front
-    config_file = flag_value(flags, "config")  # the value of --config, None without it
+    # The parser takes the last of equal flags. So the order is: flags of the run that is resumed,
+    # of --config, of the command line.
+    flags = expand_run_dir(command_line)
+    config_file = flag_value(flags, "config")
     if config_file is not None:
         flags = expand_run_dir(to_flags(read_file(Path(config_file)))) + flags
 
     checkpoint = None
     resume = flag_value(flags, "resume")  # a file, a folder, "auto", or None
-    path = find_resumed(config_class, resume, flags)  # the file; None: a new run
+    path = find_resumed(config_class, resume, flags)  # None for a new run
     if path is not None:
-        checkpoint = load_checkpoint(path)  # mapped from disk: the tensors are read later
+        checkpoint = load_checkpoint(path)
         if checkpoint["script"] != script:
             raise UserError(
                 f"{path} is of {checkpoint['script']}: begin from it by --init_from {path}"
             )
-        # Options that follow from others are derived anew, on this machine: in place of the value
-        # that was computed comes what was given for it, None or "auto".
+        # Derived options are derived anew, on this machine: None or "auto", which was given for
+        # them, replaces the value that was computed.
         saved_options = checkpoint["config"] | checkpoint["derived"]
-        # the folders are those where the file lies now: it may have been copied or moved
+        # The file may have been copied or moved: the run goes on in the folder where it lies now.
         saved_options |= {"checkpoint_dir": path.parent, "log_dir": None}
-        # But not the warmup, at most a tenth of a run: it would grow with a larger --max_steps, and
-        # the run would warm up again.
+        # The warmup stays, which is at most a tenth of a run: it would grow with a larger
+        # --max_steps, and the run would warm up again.
         saved_options["warmup_steps"] = checkpoint["config"]["warmup_steps"]
         flags = to_flags(saved_options) + flags
-        resume = str(path)  # of the file, also where a folder or "auto" was given
+        resume = str(path)
 
-    # --checkpoint_dir; finetune.py names its folder after --method if that is not given
+    # finetune.py names its folder after --method if --checkpoint_dir is not given
     folder = config_class.checkpoint_folder(flags)
     options = replace(parse(config_class, flags), resume=resume, checkpoint_dir=folder)
-    # --overwrite removes the other checkpoints of the folder when the log is opened
+    # --overwrite removes other checkpoints from the folder when the log is opened
     if options.overwrite and options.init_from:
         weights_folder = checkpoint_folder(Path(options.init_from)).resolve()
         if weights_folder.is_relative_to(options.checkpoint_dir.resolve()):
@@ -85,7 +86,7 @@ def read_options(
                 "--overwrite would remove the weights of --init_from: give another --checkpoint_dir"
             )
 
-    # the number of a resumed run is among the flags: the parser has checked it
+    # `int` cannot fail, as the parser has checked the flags
     max_steps = flag_value(flags, "max_steps")
     if checkpoint and max_steps and checkpoint["step"] > int(max_steps):
         raise UserError(f"{path} is at step {checkpoint['step']}, after --max_steps {max_steps}")
@@ -129,11 +130,11 @@ def find_resumed(config_class: type[Options], resume: str | None, flags: list[st
     if resume is None:
         return None
     if resume == "auto":
-        # --checkpoint_dir, from the flags: they are parsed later, with those of the checkpoint
+        # The flags are parsed later, together with the options of the checkpoint.
         return find_newest(config_class.checkpoint_folder(flags))
     path = Path(resume)
     if not path.is_dir():
-        return path  # a file, or nothing: load_checkpoint raises OSError
+        return path  # if the file is absent, load_checkpoint raises OSError
     newest = find_newest(checkpoint_folder(path))
     if newest is None:
         raise UserError(f"--resume {resume}: the folder holds no checkpoint")
@@ -147,15 +148,15 @@ def resolve_options(
     the recipe."""
     recipe = find_recipe(options, checkpoint)
     resolved = resolve_compile(resolve_from_recipe(options, recipe), derived)
-    # --tensor_parallel has to divide the heads: check it here, before processes connect. With
-    # --init_from, parallelize of training/tensor_parallel.py does, when the file is open.
+    # Check before processes connect that --tensor_parallel divides the heads. With --init_from
+    # `parallelize` of training/tensor_parallel.py checks it, after the file is opened.
     if checkpoint is not None:
         check_divides(GPTConfig(**checkpoint["model_config"]), resolved.tensor_parallel)
     elif resolved.init_from is None:
         # any vocabulary will do, as heads and MLP do not depend on it
         check_divides(resolved.model_config(recipe, GPTConfig.vocab_size), resolved.tensor_parallel)
-    # Nobody gave a number: resolve_on_device finds one that fits a GPU's memory. On CPUs the
-    # default of config.py is as fast.
+    # On GPUs resolve_on_device finds a micro-batch that fits the memory if none was given. On CPUs
+    # the default of config.py is as fast.
     if "micro_batch_size" in derived and is_on_gpu(options.device):
         resolved = replace(resolved, micro_batch_size="auto")
     return resolved, recipe
@@ -168,10 +169,10 @@ def find_recipe(options: TrainConfig, checkpoint: Checkpoint | None) -> Recipe:
     if checkpoint is None:
         return parse_recipe(options.recipe)
     earlier_recipe = Recipe(**checkpoint["recipe"])
-    if options.recipe == checkpoint["config"]["recipe"]:  # --recipe as it was given then
+    if options.recipe == checkpoint["config"]["recipe"]:
         return earlier_recipe
     recipe = parse_recipe(options.recipe)
-    # state is empty in a converted checkpoint, and before the first step
+    # optimizer state is empty in a converted checkpoint, and before the first step
     if checkpoint["optimizer"] and recipe.optimizer != earlier_recipe.optimizer:
         raise UserError(
             f"{options.resume} has the state of another optimizer, {earlier_recipe.optimizer}: "
@@ -189,12 +190,13 @@ def resolve_compile(options: Machine, derived: dict[str, str | None]) -> Machine
     """Return the options with --use_torch_compile: by default on CUDA alone, and on GPUs only with
     a C compiler."""
     on_gpu = is_on_gpu(options.device)
-    # nobody gave it: not on CPUs, where a small model takes longer to compile than to train
+    # By default not on CPUs, where a small model takes longer to compile than to train.
     compiled = on_gpu if "use_torch_compile" in derived else options.use_torch_compile
-    # Triton needs one for a GPU; a GPU that --dry_run names need not be in this machine
+    # On a GPU torch.compile uses Triton, which needs a C compiler. A GPU in NAMED_GPUS is planned
+    # for by --dry_run, and need not be in this machine.
     if compiled and on_gpu and options.device not in NAMED_GPUS and not has_c_compiler():
         compiled = False
-        if launched("RANK") == 0:  # the main process, before there is a Process to print by
+        if launched("RANK") == 0:  # main process; there is no Process yet
             print("warning: training is not compiled: install gcc, or name a C compiler by CC")
     return replace(options, use_torch_compile=compiled)
 
@@ -204,7 +206,7 @@ def resolve_dtype(options: Machine, process: Process) -> Machine:
     dtypes could not be summed. Every process must call it. Raises UserError for a dtype that a GPU
     lacks."""
     dtype = pick_dtype(options.dtype, process.device, process.all_agree)
-    name = str(dtype).removeprefix("torch.")  # "bfloat16", for checkpoints and config.json
+    name = str(dtype).removeprefix("torch.")  # "bfloat16"
     return replace(options, dtype=name)  # type: ignore[arg-type]  # PyTorch names them alike
 
 
@@ -216,11 +218,10 @@ def resolve_on_device(
     options = resolve_dtype(options, process)
     if options.micro_batch_size != "auto":
         return options
-    # device, dtype and free memory of this process, in bytes
     hardware = Hardware.of(options)
     # The process with the least memory decides for all, as they need equal micro-batches.
     hardware = replace(hardware, free=process.min(hardware.free))
-    # sequences of the largest micro-batch that fits by forecast, and why, for the user
+    # the largest micro-batch that should fit, in sequences, and a sentence for the user
     size, sentence = choose_micro_batch(options, recipe, shape, hardware)
     process.print(sentence)
     return replace(options, micro_batch_size=size)
@@ -240,16 +241,16 @@ def model_shape(options: ResolvedTrainConfig, recipe: Recipe, saved_shape: GPTCo
     if options.resumed is None:
         shape = replace(shape, block_size=options.block_size)
 
-    # Options that were not given ask for GPT-2's shape. With --init_from these say nothing: the
-    # architecture is that of the weights. Others must agree with it.
+    # With --init_from the architecture is that of the weights. Options that ask for GPT-2's shape
+    # are taken for defaults that nobody gave; any other shape must agree with the weights.
     options_shape = options.model_config(recipe, shape.vocab_size)
     gpt2_shape = GPTConfig(options.block_size, shape.vocab_size, dropout=options.dropout)
     if options.init_from is not None and options_shape == gpt2_shape:
-        # of a resumed run, whose context is that of the file, a shorter --block_size is refused
+        # in a resumed run a shorter --block_size is still a difference, and refused below
         options_shape = replace(shape, block_size=options.block_size)
     if options_shape == shape:
         return shape
-    # name what differs, weights (options): "n_layer 12 (here 6)"
+    # "n_layer 12 (here 6)": value of the weights (of the options)
     changes: list[str] = []
     for name, value in vars(shape).items():
         if getattr(options_shape, name) != value:
