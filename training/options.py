@@ -33,9 +33,8 @@ from utils.distributed import Process, launched
 from utils.errors import UserError
 from utils.throughput import NAMED_GPUS
 
-# TrainConfig or FinetuneConfig before options are resolved, ResolvedTrainConfig or FinetuneConfig
-Options = TypeVar("Options", bound=RunOptions)
-Machine = TypeVar("Machine", bound=MachineOptions)
+Options = TypeVar("Options", bound=RunOptions)  # TrainConfig or FinetuneConfig
+Machine = TypeVar("Machine", bound=MachineOptions)  # ResolvedTrainConfig or FinetuneConfig
 
 
 def read_options(

@@ -49,13 +49,14 @@ from utils.errors import UserError
 from utils.files import atomic_write, lock_folder
 from utils.logger import CONFIG, Logger, logged_run
 
-Config = TypeVar("Config", bound=ResolvedOptions)  # of train.py or of finetune.py
+Config = TypeVar("Config", bound=ResolvedOptions)
 
-PATIENCE = 5  # steps in a row without finite loss and gradient that end a run
-# ends the sentences that refuse to write over another run
+PATIENCE = 5  # skipped steps in a row that end a run
+# last words of each error that refuses to write over another run
 REMEDY = "continue that one by --resume, give another --run_dir, or --overwrite it"
-# In float16 small gradients become 0, so the loss is scaled up.
-FIRST_LOSS_SCALE = 2.0**10  # low: from PyTorch's 2^16 the first steps overflow, and are skipped
+# In float16 small gradients become 0, so the loss is scaled up. PyTorch begins at 2^16, where the
+# first steps overflow and are skipped.
+FIRST_LOSS_SCALE = 2.0**10
 
 
 @dataclass(frozen=True)
@@ -95,15 +96,14 @@ class TrainState:
         """Return the state of a new run, or that in the checkpoint that is resumed."""
         if checkpoint is None:
             return cls()
-        # its fields are keys of a checkpoint; a Mapping, as mypy wants literal keys of a TypedDict
+        # a Mapping, as mypy wants literal keys for a TypedDict
         progress: Mapping[str, Any] = checkpoint
         return cls(**{name: progress[name] for name in asdict(cls())})
 
     def advance(self, tokens: int, skip_reason: str | None) -> None:
         """Count one step of `tokens` tokens, and the steps in a row that were skipped."""
-        self.step += 1  # skipped steps count, too, so that a step always reads the same data
+        self.step += 1  # also if skipped, so that a step always reads the same data
         self.tokens += tokens
-        # PATIENCE of them end the run
         self.bad_steps = 0 if skip_reason is None else self.bad_steps + 1
 
 
@@ -140,12 +140,12 @@ def claim_folders(
 ) -> None:
     """Keep other runs out of the folders of this one until its process ends. Raises UserError on
     every process if the folders hold another run. Every process must call it."""
-    # The main process alone writes, so it alone looks; `together` raises its error on the others.
+    # Only the main process writes, so only it checks; `together` raises its error on the others.
     with process.together():
         if process.is_main:
-            # a set, as both may be one folder, which is locked once
+            # a set, as both may be one folder, which can be locked only once
             for folder in {options.checkpoint_dir.resolve(), options.log_dir.resolve()}:
-                # until the process ends: nobody closes the descriptor that is returned
+                # locked until the process ends: nobody closes the descriptor that is returned
                 lock_folder(folder, activity="writing to")
             check_folders(options, checkpoint)
 
@@ -155,35 +155,36 @@ def check_folders(options: ResolvedOptions, checkpoint: Checkpoint | None) -> No
     ones."""
     if options.overwrite:
         return
-    # None is the id of no run: any files in the folders are then those of another run
+    # None matches no file: a new run has no id yet, and a branch, which resumes a checkpoint of
+    # another folder, gets a new one.
     run_id = None
-    step = 0  # at which this run begins
+    step = 0
     if checkpoint is not None and not options.is_branch:
-        # not of a branch, which resumes a checkpoint of another folder and gets an id of its own
         run_id = checkpoint["run_id"]
         step = checkpoint["step"]
 
-    # checkpoints first: they are worth more than a log; model_last.pt comes first
     saved = [load_checkpoint(path) for path in newest_first(options.checkpoint_dir)]
     for content in saved:
         if content["run_id"] != run_id:
             raise UserError(
                 f"{options.checkpoint_dir} holds the checkpoints of another run; {REMEDY}"
             )
-    # Resumed from an earlier file: the later ones would be mixed with new ones. model_best.pt alone
-    # may be later than model_last.pt, after a kill, and the run comes to its step again.
+    # A run that resumes an earlier file would mix its new checkpoints with the later ones. Only
+    # model_last.pt, the first, counts: after a kill model_best.pt may be later, and the run comes
+    # to that step again.
     if saved and saved[0]["step"] > step:
         raise UserError(
             f"{options.checkpoint_dir} holds a checkpoint of step {saved[0]['step']}, after step "
             f"{step}; {REMEDY}"
         )
 
-    # config.json of the log in the folder: None without a log, {} if it cannot be read
+    # content of config.json: None without a log, {} if it cannot be read
     log = logged_run(options.log_dir)
-    if log is None or log.get("run_id", "") == run_id:  # "", as a new run's id is None here
+    # The default is "", as the run_id of a new run is None here.
+    if log is None or log.get("run_id", "") == run_id:
         return
-    # A run that was killed in its first seconds, before its first checkpoint, begins anew by
-    # --resume auto; its log is the one of these checkpoints.
+    # With --resume auto, a run that was killed before its first checkpoint begins anew, and may
+    # write over its log, which names the same checkpoint folder.
     its_checkpoints = Path(log.get("config", {}).get("checkpoint_dir", ""))
     if options.resume != "auto" or its_checkpoints != options.checkpoint_dir:
         raise UserError(f"{options.log_dir} holds the log of another run; {REMEDY}")
@@ -198,7 +199,7 @@ def remove_checkpoints(folder: Path, state: TrainState) -> None:
         except UserError:  # damaged
             is_earlier = False
         if not is_earlier:
-            path.unlink()  # called with --overwrite alone
+            path.unlink()
 
 
 # a run
@@ -236,13 +237,13 @@ class Run(Generic[Config]):
         compare_processes(options, checkpoint, entries, process)
         warn_of_order(process, checkpoint, entries["data_order"])
         dtype = getattr(torch, options.dtype)  # "bfloat16" to torch.bfloat16
-        # disabled in other dtypes: scale(loss) is then the loss itself
         scaler = GradScaler(process.device.type, FIRST_LOSS_SCALE, enabled=dtype is torch.float16)
         if checkpoint is not None and checkpoint["scaler"]:  # {} unless it trained in float16
             scaler.load_state_dict(checkpoint["scaler"])
         state = TrainState.start(checkpoint)
-        if options.is_branch:  # a checkpoint of another folder is resumed
-            state.run_id = uuid.uuid4().hex  # the run there may go on under its own id
+        if options.is_branch:
+            # the run in the other folder may go on under its own id
+            state.run_id = uuid.uuid4().hex
         # "device NVIDIA H100 80GB HBM3, torch 2.13.0+cu130, matmuls torch.bfloat16"
         machine = ", ".join(f"{name} {x}" for name, x in describe(process.device).items())
         process.print(f"{machine}, matmuls {dtype}")
@@ -264,13 +265,12 @@ class Run(Generic[Config]):
         train, which shares them and synchronizes gradients, and its optimizers, with the state in
         the checkpoint that is resumed. Every process must call it; raises UserError for a damaged
         file."""
-        # DDP around the model; the model itself under sharding, in place, or for one process
+        # DDP around the model, or the model itself: under sharding, and with one process
         wrapped = wrap(model, weights, self.process, self.config.sharding, self.dtype)
-        # After it, as sharding replaces the parameters of `model`, which DDP shares.
+        # after `wrap`, as sharding replaces the parameters of the model
         optimizers = make_optimizers(model, self.config, recipe, self.dtype)
         if checkpoint is not None:
-            assert self.config.resumed is not None  # the path that `checkpoint` was read from
-            # a CRC-32 of all that is read; it differs for a damaged file, and `verify` raises
+            assert self.config.resumed is not None
             with reading_checkpoint(self.config.resumed):
                 total = checksum_together(flatten(checkpoint["optimizer"]), self.process)
                 verify(checkpoint, "optimizer", total)
@@ -290,18 +290,18 @@ class Run(Generic[Config]):
         checkpoints that --overwrite replaces."""
         options = self.config
         state = self.state
-        # Read before it is written anew below: the config.json of the log there, None without one.
+        # The config.json in the folder, read before it is written anew below; None without a log.
         log = logged_run(options.log_dir)
-        # only the log of this very run goes on
+        # rows are appended to a log of the same run only
         begins_empty = log is None or log.get("run_id") != state.run_id
         if self.process.is_main:
             if options.overwrite:
                 remove_checkpoints(options.checkpoint_dir, state)
-            # config.json first: by its run_id a run that is killed here finds its log again
+            # Before the Logger opens its files: by run_id a run that is killed here finds its log.
             content = {
                 "run_id": state.run_id,
                 **self.entries,
-                # name and checksum, not the megabytes of JSON that its spec may be
+                # name or checksum: the spec itself may be megabytes of JSON
                 "tokenizer": tokenizer_identity(self.entries["tokenizer"]),
                 "config": options.to_dict(),
                 "model_config": asdict(shape),
@@ -316,10 +316,10 @@ class Run(Generic[Config]):
             is_main=self.process.is_main,
             begins_empty=begins_empty,
         )
-        # getattr, as finetune.py has no such option
+        # getattr, as finetune.py has no --wandb
         if self.process.is_main and getattr(options, "wandb", False):
             logger = self.logger
-            # None after an error, of which call_wandb warns: the run goes on without
+            # None after an error: call_wandb prints a warning, and the run goes on
             logger.wandb_run = logger.call_wandb(open_wandb, options, state.run_id)
 
     def finish(self, next_commands: list[str]) -> None:
@@ -332,8 +332,8 @@ class Run(Generic[Config]):
         elif self.process.is_main:
             best = ""
             best_path = self.config.checkpoint_dir / BEST
-            if best_path.exists():  # there is none in a run that never validated
-                saved = load_checkpoint(best_path)  # its tensors are not read
+            if best_path.exists():
+                saved = load_checkpoint(best_path)  # tensors are mapped, not read
                 best = (
                     f", the best with a validation loss of {saved['best_loss']:.4f} at step "
                     f"{saved['step']:,}"
@@ -345,7 +345,7 @@ class Run(Generic[Config]):
             for command in next_commands:
                 print(f"  python {command} {folder}")
             print(f"  python plot.py --log {shlex.quote(str(self.config.log_dir))}")
-        distributed.stop()  # leaves the process group
+        distributed.stop()
         if self.stopping:
-            # SIGTERM on a process that ends because another one got a signal
+            # `signal` is 0 on a process that stops because another one got a signal
             sys.exit(128 + (self.process.signal or signal.SIGTERM))
