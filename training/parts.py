@@ -35,20 +35,20 @@ def placements_of(x: DTensor) -> dict[str, Placement]:
 def held_rows(model: GPT, name: str, x: Tensor) -> Tensor:
     """Return the indices, int64 (r,), of the rows that this process holds of the parameter `name`,
     or of `x` of its optimizer state, in the order in which it holds them."""
-    # of the whole tensor; tensor parallelism holds those of c_attn in another order
+    # all rows; tensor parallelism reorders the rows of c_attn and of SwiGLU's c_fc
     rows = model_rows(model, name, x.size(0))
     if not isinstance(x, DTensor):
         return rows
-    # tensor parallelism has divided the rows first, and FSDP2 what it left
+    # Tensor parallelism divided the rows first, and FSDP2 then divided each process's part.
     placements = placements_of(x)
     for dimension in ("tensor", "shard"):
         placement = placements.get(dimension, Replicate())
-        if placement.is_replicate() or placement.is_shard(1):  # all rows, or columns of them
+        if placement.is_replicate() or placement.is_shard(1):  # not divided by rows
             continue
-        # as DTensor divides rows: by `chunk`, which may return fewer chunks than it is asked for
+        # DTensor divides rows by `chunk`, too, which may return fewer chunks than it is asked for:
+        # of a tensor of few rows the last processes hold none.
         chunks = rows.chunk(x.device_mesh[dimension].size())
         rank = x.device_mesh.get_local_rank(dimension)
-        # a tensor of few rows leaves nothing to the last processes
         rows = chunks[rank] if rank < len(chunks) else rows[:0]
     return rows
 
@@ -57,11 +57,11 @@ def held_rows(model: GPT, name: str, x: Tensor) -> Tensor:
 def fill(model: GPT, name: str, x: Tensor, whole: Rows) -> None:
     """Fill in, in place, what this process holds of `x`: the parameter `name`, or a tensor of its
     optimizer state. `whole` may have more rows than `x`: the last ones are left out."""
-    if x.dim() == 0:  # AdamW's "step", a Tensor in files, too
+    if x.dim() == 0:  # AdamW's "step"
         assert isinstance(whole, Tensor)
         x.copy_(whole)
         return
-    values = whole[held_rows(model, name, x)]  # (r, columns) or (r,): read from a file, or drawn
+    values = whole[held_rows(model, name, x)]  # (r, columns) or (r,)
     if not isinstance(x, DTensor):
         x.copy_(values)
         return
@@ -75,9 +75,9 @@ def fill(model: GPT, name: str, x: Tensor, whole: Rows) -> None:
 def fill_model(model: GPT, weights: Mapping[str, Rows], device: torch.device) -> None:
     """Give a model on the device "meta" memory on a device, and fill in what this process holds of
     its weights."""
-    model.to_empty(device=device)  # memory of any content, which every `fill` below overwrites
+    model.to_empty(device=device)  # uninitialized memory
     state = model.state_dict()  # the tensors themselves, not copies
-    assert weights.keys() == state.keys()  # none is left unfilled, and none has no use
+    assert weights.keys() == state.keys()
     for name, x in state.items():
         # a shorter context drops the last rows of the table of positions, "wpe"
         assert weights[name].shape == x.shape or "wpe" in name
@@ -87,9 +87,9 @@ def fill_model(model: GPT, weights: Mapping[str, Rows], device: torch.device) ->
 def optimizer_state(
     model: GPT, optimizers: list[torch.optim.Optimizer]
 ) -> dict[str, dict[str, Tensor]]:
-    """Return the state of optimizers by the name of the parameter and its own, such as "exp_avg":
-    the tensors themselves, not copies. New optimizers get their state here, by a step of PyTorch's
-    with a learning rate of 0."""
+    """Return the state of optimizers by the names of the parameter and of the state, such as
+    "exp_avg": the tensors themselves, not copies. For new optimizers PyTorch creates the state
+    here, by a step with a learning rate of 0."""
     return get_optimizer_state_dict(model, optimizers)["state"]  # type: ignore[return-value]
 
 
@@ -107,7 +107,8 @@ def fill_optimizers(
 
 @dataclass
 class Piece:
-    """Rows of a whole tensor that this process writes to a file; none, if another one does."""
+    """Rows of a whole tensor that this process writes to a file; no rows if another one writes
+    them."""
 
     shape: torch.Size
     """Shape of the whole tensor."""
@@ -122,18 +123,17 @@ def copy_piece(model: GPT, name: str, x: Tensor, process: Process) -> Piece:
     """Return a copy of what this process writes of the parameter `name`, or of `x` of its optimizer
     state. Of several processes that hold the same rows, one writes them. Every process must call
     it where tensors are divided."""
-    is_writer = process.is_main  # of a tensor that every process has whole, as without sharding
-    vector = is_vector(x.shape)  # also a number, such as AdamW's "step"
+    is_writer = process.is_main  # of plain tensors, which every process has whole
+    vector = is_vector(x.shape)  # True for a number, too, such as AdamW's "step"
     if isinstance(x, DTensor):
-        # Gather columns, so that rows are whole, and the elements of vectors, which are small. What
-        # is divided by rows, Shard(0), stays with its process.
+        # Gather columns, so that rows are whole, and vectors, which are small. Rows stay divided.
         placements: list[Placement] = []
         for placement in x.placements:
             placements.append(Replicate() if vector or placement.is_shard(1) else placement)
         x = x.redistribute(placements=placements)
-        # Of the processes that hold the same rows the first one writes: rank 0 along each dimension
-        # that replicates. Parameters outside of the four layers of tensor parallelism have a mesh
-        # without "tensor": the processes that share a block hold the same rows of these.
+        # If several processes hold the same rows, the first one writes: rank 0 along each dimension
+        # that replicates. Parameters outside the four linear layers of a block have a mesh without
+        # "tensor": all processes that share the block hold the same rows.
         is_writer = "tensor" in placements_of(x) or process.tensor_rank == 0
         for dimension, placement in placements_of(x).items():
             if placement.is_replicate() and x.device_mesh.get_local_rank(dimension) > 0:
@@ -142,13 +142,13 @@ def copy_piece(model: GPT, name: str, x: Tensor, process: Process) -> Piece:
     shape = x.shape  # of a DTensor, the shape of the whole tensor
     values = x.to_local() if isinstance(x, DTensor) else x
     if vector:
-        # one row (1, n), whose elements argsort brings into the order of the model
+        # one row (1, n); argsort inverts the order of tensor parallelism
         values = values.view(1, -1)[:, rows.argsort().to(values.device)]
         rows = torch.zeros(1, dtype=torch.int64)
     if not is_writer:
         rows = rows[:0]
         values = values[:0]
-    # a copy also on a CPU, as training goes on while a thread writes it
+    # copy=True: on a CPU, too, training goes on while a thread writes
     return Piece(shape, rows, values.to("cpu", copy=True))
 
 
@@ -161,8 +161,8 @@ def copy_state(
     weights: dict[str, Piece] = {}
     for name, x in model.state_dict().items():
         weights[name] = copy_piece(model, name, x, process)
-    moments: dict[str, dict[str, Piece]] = {}  # AdamW's "exp_avg", "exp_avg_sq" and "step", ...
-    # Before the first step there is no state, and PyTorch would make some by a step of its own.
+    moments: dict[str, dict[str, Piece]] = {}  # "exp_avg", "exp_avg_sq" and "step" of AdamW, ...
+    # Before the first step there is no state, and PyTorch would create it by a step of its own.
     if optimizers and optimizers[0].state:
         for name, values in optimizer_state(model, optimizers).items():
             moments[name] = {}

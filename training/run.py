@@ -301,7 +301,7 @@ class Run(Generic[Config]):
             content = {
                 "run_id": state.run_id,
                 **self.entries,
-                # name or checksum: the spec itself may be megabytes of JSON
+                # a short name: the spec itself may be megabytes of JSON
                 "tokenizer": tokenizer_identity(self.entries["tokenizer"]),
                 "config": options.to_dict(),
                 "model_config": asdict(shape),

@@ -31,7 +31,7 @@ from utils.errors import UserError
 # Ends of the names of options and entries that may differ between the machines of a run: their own
 # folders, files and devices. Checksums of the folders' and files' content are compared instead.
 PER_MACHINE = ("_dir", "data", "device", "init_from", "command", "corpus")
-# the message where processes would train together on different things
+# error of a run whose processes would train together on different things
 DIFFERENT = (
     "the processes have different options, checkpoints, weights of --init_from, tokenizers or "
     "data: give all machines the same, as in folders that they share"
@@ -62,7 +62,7 @@ class SavedModel:
 def checksum_together(tensors: Mapping[str, Rows], process: Process) -> int:
     """Return the checksum of whole tensors, of which each process reads a part of the rows. Every
     process must call it."""
-    own = checksum(tensors, process.rank, process.world_size)  # of this process's rows
+    own = checksum(tensors, process.rank, process.world_size)
     # by rank: processes that share a rank have read the same rows, which count once
     return sum(process.merge({process.rank: own}).values())
 
@@ -77,9 +77,9 @@ def open_start(
     """Return the model that a run begins with: that of the checkpoint that is resumed, or that of
     --init_from, None without both. Every process must call it; raises UserError for a damaged file.
     """
-    if checkpoint is None:  # a new run
+    if checkpoint is None:
         return open_saved(options.init_from, process) if options.init_from else None
-    # `checkpoint` is open already; its path, used in messages alone, may hold a later save by now
+    # `checkpoint` is open already. Its path serves error messages only: it may hold a later save.
     assert options.resumed is not None
     return saved_model(options.resumed, checkpoint, process, is_reward_model=is_reward_model)
 
@@ -90,9 +90,9 @@ def init_checksum(
     """Return the checksum of the weights of --init_from that a run began from, which `start` holds
     if the run is new; None for random ones. Raises UserError if a resumed run is given other
     weights by --init_from than it began from. Every process must call it."""
-    if checkpoint is None:  # a new run; it reads all weights once more
+    if checkpoint is None:
         return start.checksum(process) if start is not None else None
-    # Another path is given on some machine: it may hold the same weights in another place.
+    # Another path, even on one machine only, may hold the same weights: compare checksums.
     if not process.all_agree(options.init_from == checkpoint["config"]["init_from"]):
         open_original(options, checkpoint, process)
     return checkpoint["init_checksum"]
@@ -103,7 +103,7 @@ def open_original(
 ) -> Mapping[str, Rows]:
     """Return the weights of --init_from for a resumed run; raise UserError unless it began from
     them. Every process must call it."""
-    assert options.init_from is not None  # that of the checkpoint, or another one that is given
+    assert options.init_from is not None
     original = open_saved(options.init_from, process)
     if original.checksum(process) != checkpoint["init_checksum"]:
         raise UserError(
@@ -118,7 +118,7 @@ def open_saved(name: str | Path, process: Process) -> SavedModel:
     path = find_checkpoint(name)  # None for a model of another project
     if path is not None:
         return saved_model(path, load_checkpoint(path), process)
-    model, tokenizer = open_pretrained(name)  # on the CPU, and the tokenizer's spec
+    model, tokenizer = open_pretrained(name)  # model on the CPU, tokenizer spec
     return SavedModel(model.config, model.state_dict(), tokenizer, {})
 
 
@@ -127,15 +127,14 @@ def saved_model(
 ) -> SavedModel:
     """Return the model of an open checkpoint. Every process must call it; raises UserError for a
     damaged file."""
-    check_head(path, checkpoint, is_reward_model)  # raises UserError for the other kind of model
-    # Each process reads a part of the file below, so they must have the same one. The CRC-32 of its
-    # checksums stands for the file.
+    check_head(path, checkpoint, is_reward_model)
+    # Each process reads a part of the rows below, so all must have the same file. The CRC-32 of its
+    # checksums identifies it.
     if not process.all_equal(digest(checkpoint["checksums"])):
         raise UserError(DIFFERENT)
     with reading_checkpoint(path):
-        weights = float32_weights(checkpoint)  # joined from the two parts when rows are read
+        weights = float32_weights(checkpoint)  # reads nothing yet
         for part in ("model", "model_low"):
-            # ValueError, here a UserError, where the bytes on the disk have changed
             verify(checkpoint, part, checksum_together(checkpoint[part], process))
         shape = GPTConfig(**checkpoint["model_config"])
     return SavedModel(shape, weights, checkpoint["tokenizer"], checkpoint)
@@ -159,7 +158,7 @@ def compare_processes(
     for name, value in {**entries, **options.to_dict()}.items():
         if not name.endswith(PER_MACHINE):
             common[name] = value
-    # which of the folder's files each machine resumes
+    # with --resume FOLDER each machine picks a file, which has to be the same
     if checkpoint is not None:
         common |= {"step": checkpoint["step"], "checksums": checkpoint["checksums"]}
     if not process.all_equal(digest(common)):
@@ -169,7 +168,7 @@ def compare_processes(
 def warn_of_order(process: Process, checkpoint: Checkpoint | None, data_order: dict) -> None:
     """Warn where the batch of a step follows from other data or options, `data_order` of this run,
     than in the checkpoint that is resumed."""
-    # Without optimizer state no step has read data yet; a converted checkpoint has no data_order.
+    # No optimizer state: no step has read data yet. A converted checkpoint has no data_order.
     if checkpoint is None or not checkpoint["optimizer"]:
         return
     earlier_order = checkpoint["data_order"]
