@@ -19,7 +19,7 @@ from utils.cli import flag_value
 from utils.errors import UserError
 from utils.ranges import BelowOne, Count, Natural, NonNegative
 
-WARMUP_STEPS = 715  # of GPT-3 at 524,288 tokens a step (Brown et al. 2020: 375M tokens)
+WARMUP_STEPS = 715  # GPT-3's 375M tokens at 524,288 a step (Brown et al. 2020)
 
 # Options of one start of a script: neither checkpoints nor config.json hold them, so that a resumed
 # run does not take them over.

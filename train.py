@@ -82,7 +82,7 @@ def main() -> None:
     evaluator = Evaluator(options, model, val_data, process, run.dtype)
     timer = StepTimer(model.flops_per_token(), process.device, run.dtype, process.num_processes)
     run.open_log(model.config)
-    run.validate_on(evaluator.validation_id)
+    run.validate_on(evaluator.validation_id)  # forgets the lowest loss on another text
     saver = Saver(run, model, optimizers)
     print_summary(run, model, train_data, slicing)
 
@@ -115,14 +115,14 @@ def main() -> None:
                 ids = train_data.step_ids(step, num_sequences, options.seed)
                 run.logger.log_skip(result.skip_reason, ids.tolist(), state.step)
             saver.end_after_patience()  # raises UserError after several skipped steps in a row
-            if result.got_signal:
+            if result.got_signal:  # on any process
                 raise Stopped
     except Stopped:
         # A signal may have interrupted an evaluation; a resumed run does it again.
         run.stopping = True
         saver.save_last()
 
-    saver.finish()
+    saver.finish()  # waits for the last write
     run.finish(["sample.py --checkpoint", "evaluate.py --tasks val --checkpoint"])
 
 
@@ -139,7 +139,7 @@ def train_step(
     options = run.config
     process = run.process
     state = run.state
-    lr = set_rates(optimizers, options, state.step)
+    lr = set_rates(optimizers, options, state.step)  # warmup and decay
     seed_step(options.seed, state.step, process.rank)  # for dropout
 
     # Forward and backward, micro-batch by micro-batch. The gradients add up, and loss_sum becomes

@@ -31,16 +31,17 @@ from training.pretrained import open_pretrained
 from utils.errors import UserError, reading
 
 FORMAT_VERSION = 6
-LAST = "model_last.pt"  # of the last save
-BEST = "model_best.pt"  # of the lowest validation loss
-NUMBERED = "model_step_{:06d}.pt"  # of --keep_last
-# the head that finetune.py --method reward puts in the place of the logits
+LAST = "model_last.pt"
+BEST = "model_best.pt"  # lowest validation loss
+NUMBERED = "model_step_{:06d}.pt"  # with --keep_last
+# head of a reward model (finetune.py --method reward), in place of the head for logits
 REWARD_HEAD = "reward_head.weight"
 
 
 class Checkpoint(TypedDict, total=False):
-    """Content of a file, by the keys of docs/FORMATS.md; {} for a model of another project. Those
-    from `command` on are not in the files of convert.py, `recipe` and `corpus` are train.py's."""
+    """Content of a file, with the keys of docs/FORMATS.md; {} for a model of another project. Files
+    of convert.py lack the keys from `command` on, and only files of train.py have `recipe` and
+    `corpus`."""
 
     format_version: int
     versions: dict[str, str]
@@ -84,31 +85,31 @@ class Checkpoint(TypedDict, total=False):
 def split_float32(x: Tensor) -> tuple[Tensor, Tensor]:
     """Split float32 into bfloat16, the upper half of its bits, and an int16 that restores the rest.
 
-    The bits are rounded half up as an integer, and the int16 is the difference to the rounded ones:
-    so it always fits, from -2^15 to 2^15 - 1. Every NaN becomes the same one, as rounding would
-    turn some into infinity.
+    The 32 bits, taken as an integer, are rounded half up, so that the difference always fits into
+    the int16, from -2^15 to 2^15 - 1. Every NaN becomes the same one, as rounding would turn some
+    into infinity.
     """
-    # a view: the same 32 bits of each number, read as an integer
+    # `view` reads the 32 bits of each number as an integer
     bits = x.masked_fill(x.isnan(), torch.nan).contiguous().view(torch.int32)
-    high = ((bits + 0x8000) >> 16).to(torch.int16)  # 0x8000 is half of a unit of the upper half
-    # what is left: positive where it was rounded down, negative where up
+    high = ((bits + 0x8000) >> 16).to(torch.int16)  # 0x8000: half a unit of the upper half
+    # the remainder: positive where `high` was rounded down, negative where up
     low = (bits - (high.to(torch.int32) << 16)).to(torch.int16)
     return high.view(torch.bfloat16), low
 
 
 def join_float32(high: Tensor, low: Tensor) -> Tensor:
     """Return the float32 of the two halves of split_float32, bit for bit."""
-    # as int32: int16 is too short for `<< 16`, and `low` may be negative
+    # int32, as int16 is too short for `<< 16`; `low` may be negative
     bits = (high.contiguous().view(torch.int16).to(torch.int32) << 16) + low.to(torch.int32)
     return bits.view(torch.float32)
 
 
 class Float32Rows:
-    """Float32 weight of a file, which has its two halves: the rows that are read are joined."""
+    """Float32 weight of a file, which holds its two halves; rows are joined when they are read."""
 
     def __init__(self, high: Tensor, low: Tensor) -> None:
         self.high = high  # bfloat16, mapped from the file
-        self.low = low  # int16, likewise
+        self.low = low  # int16, mapped from the file
         self.shape = high.shape
 
     def __getitem__(self, rows: Tensor | slice) -> Tensor:
@@ -126,7 +127,7 @@ def flatten(part: Mapping) -> dict:
     two, the parameter's and its own, such as "exp_avg"."""
     flat = {}
     for name, x in part.items():
-        if isinstance(x, dict):  # state of one parameter
+        if isinstance(x, dict):  # optimizer state of one parameter
             for own_name, value in x.items():
                 flat[f"{name} {own_name}"] = value
         else:
@@ -135,10 +136,11 @@ def flatten(part: Mapping) -> dict:
 
 
 def sum_rows(name: str, rows: Sequence[int], values: Tensor) -> int:
-    """Return the sum of the CRC-32 of some rows of a tensor; `values` (r, columns) are theirs, on
-    the CPU. Their name and index change the CRC-32: so rows that change places change the sum."""
-    start = zlib.crc32(name.encode())  # the CRC-32 of a row goes on from it and from the index
-    # uint8, because NumPy has no bfloat16; a view, not a copy, of rows that are contiguous
+    """Return the sum of the CRC-32 of the rows of a tensor with indices `rows`, whose content is
+    `values` (r, columns), on the CPU. Name and index change the CRC-32 of a row, so that the sum
+    changes if rows change places."""
+    start = zlib.crc32(name.encode())
+    # uint8, because NumPy has no bfloat16
     row_bytes = values.contiguous().view(torch.uint8).numpy()  # (r, bytes of a row)
     total = 0
     for index, row in zip(rows, row_bytes, strict=True):
@@ -147,18 +149,18 @@ def sum_rows(name: str, rows: Sequence[int], values: Tensor) -> int:
 
 
 def checksum(tensors: Mapping[str, Rows], rank: int = 0, num_ranks: int = 1) -> int:
-    """Return the sum of the CRC-32 of the rows of tensors; a vector is one row. Of `num_ranks`
-    processes each may read the rows of its `rank`: the sum of theirs is the checksum."""
+    """Return the sum of the CRC-32 of the rows of tensors; a vector is one row. With `num_ranks`,
+    read only the part of the rows that belongs to `rank`: the checksum is the sum of these results
+    over all ranks."""
     total = 0
     for name, x in tensors.items():
         if is_vector(x.shape):
             if rank == 0:
-                # a Tensor may be a single number, as AdamW's "step", which has no rows to slice
+                # a Tensor may be a single number, such as AdamW's "step", and cannot be sliced
                 vector = x if isinstance(x, Tensor) else x[:]
                 total += sum_rows(name, range(1), vector.reshape(1, -1))
             continue
         num_rows = x.shape[0]
-        # in whole numbers, so that each row belongs to one rank
         first = num_rows * rank // num_ranks
         end = num_rows * (rank + 1) // num_ranks
         total += sum_rows(name, range(first, end), x[first:end])
@@ -184,7 +186,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
     OSError for a file that is absent, UserError for one that is damaged or not a checkpoint of this
     project."""
     with reading_checkpoint(path):
-        # weights_only: pickled code is refused; mmap: tensors are read when they are used
+        # weights_only refuses pickled code; with mmap tensors are read when they are used
         checkpoint: Checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         if checkpoint["format_version"] != FORMAT_VERSION:
             raise ValueError(f"its format is {checkpoint['format_version']}, not {FORMAT_VERSION}")
@@ -207,20 +209,20 @@ def load_model(
     the file. Raises UserError for a reward model unless `model_class` is one, and the other way
     round."""
     checkpoint = load_checkpoint(path)
-    check_head(path, checkpoint, model_class is not GPT)  # then RewardModel, of finetuning/
+    # the only other class is RewardModel
+    check_head(path, checkpoint, model_class is not GPT)
     with reading_checkpoint(path):
-        shape = GPTConfig(**checkpoint["model_config"])  # UserError for a shape that cannot be
+        shape = GPTConfig(**checkpoint["model_config"])
         model = build_without_weights(shape, model_class=model_class)
         verify(checkpoint, "model", checksum(checkpoint["model"]))
-        # bfloat16, mapped from disk, or with `float32` all bits, in memory
-        weights = checkpoint["model"]
+        weights = checkpoint["model"]  # bfloat16, mapped from disk
         if float32:
             low = checkpoint["model_low"]
             verify(checkpoint, "model_low", checksum(low))
             weights = {name: join_float32(high, low[name]) for name, high in weights.items()}
-        # assign: the model is on the device "meta", and takes these tensors for its own
+        # assign: a model on the device "meta" has no memory to copy into
         model.load_state_dict(weights, strict=True, assign=True)
-    return model.eval(), checkpoint  # eval: without dropout
+    return model.eval(), checkpoint
 
 
 # the checkpoints of a folder
@@ -228,15 +230,15 @@ def load_model(
 
 def numbered(folder: Path) -> list[Path]:
     """Return a folder's numbered checkpoints, the newest first."""
-    # by name, as zeros fill the numbers up; from seven digits on a longer name is a later step
-    paths = folder.glob("model_step_*.pt")  # as NUMBERED
+    paths = folder.glob("model_step_*.pt")
+    # by length first: NUMBERED pads steps to six digits, and a longer name is a later step
     return sorted(paths, key=lambda path: (len(path.name), path.name), reverse=True)
 
 
 def newest_first(folder: Path) -> list[Path]:
     """Return the checkpoints of a folder in the order in which they are resumed: the last, the
     numbered ones, the best."""
-    # the best one comes last, as it may be much older than the others
+    # BEST comes last, as it may be much older than the others
     paths = [folder / LAST, *numbered(folder), folder / BEST]
     return [path for path in paths if path.exists()]
 
@@ -248,7 +250,7 @@ def find_newest(folder: Path) -> Path | None:
 
 
 def checkpoint_folder(path: Path) -> Path:
-    """Return the folder of checkpoints in the folder of a run; of another folder itself."""
+    """Return the folder of checkpoints in the folder of a run, or any other folder unchanged."""
     folder = path / "checkpoints"
     return folder if folder.is_dir() else path
 
@@ -257,7 +259,8 @@ def is_own(path: Path) -> bool:
     """Return True for a file that begins as a checkpoint of this project."""
     with open(path, "rb") as file:
         head = file.read(1024)
-    # a zip file that begins with the pickled dict; its first key is this text of 14 bytes
+    # A zip file that begins with the pickled dict. Pickle writes a string as X, its length (14) in
+    # four bytes, and the text.
     return b"X\x0e\0\0\0format_version" in head
 
 
@@ -265,26 +268,27 @@ def find_checkpoint(name: str | Path) -> Path | None:
     """Return the checkpoint of this project that a name stands for; None for a model of another
     project: a file, a Hugging Face folder, or the name of a model on the hub.
 
-    Of a folder that is the best, else the newest, else a file of another name, as convert.py writes
-    it.
+    In a folder it is the best one, else the newest, else a file of any name, such as convert.py
+    writes.
     """
     path = Path(name)
     if path.is_file():
-        return path if is_own(path) else None  # None: of nanoGPT, build-nanogpt or llm.c
+        return path if is_own(path) else None
     if not path.is_dir():
-        # A .pt that is missing is a misspelt checkpoint, and no name of the hub: load_checkpoint
-        # raises OSError for it.
+        # A missing .pt is a misspelt checkpoint and not a name on the hub: load_checkpoint raises
+        # OSError for it.
         return path if path.suffix == ".pt" else None
     folder = checkpoint_folder(path)
-    # in the order of preference: the first one that exists is taken
+    # in order of preference
     files = [folder / BEST, *newest_first(folder), *sorted(folder.glob("*.pt"))]
     for file in files:
         if file.exists() and is_own(file):
-            # which file of the folder, once for all processes; standard output is for results
+            # Only the main process prints, and to stderr, as stdout is for results.
             if os.environ.get("RANK", "0") == "0":
                 print(f"reading {file}", file=sys.stderr)
             return file
-    if (path / "config.json").exists():  # Hugging Face's; a run's own lies in its logs/
+    # a config.json of Hugging Face: a run's own is in its logs/
+    if (path / "config.json").exists():
         return None
     raise UserError(
         f"{folder} holds no checkpoint and no model of Hugging Face's format; of nanoGPT, "
@@ -295,10 +299,10 @@ def find_checkpoint(name: str | Path) -> Path | None:
 def open_model(name: str | Path, *, float32: bool = False) -> tuple[GPT, str, Checkpoint]:
     """Return a model in evaluation mode, its tokenizer's spec, and the content of its checkpoint,
     {} for a model of another project. `name` is a checkpoint of ours, of nanoGPT, build-nanogpt or
-    llm.c, a run's folder, or a Hugging Face folder or name. `float32` takes all bits of ours, else
-    their bfloat16 half is taken.
+    llm.c, a run's folder, or a Hugging Face folder or name. Of our checkpoints only the bfloat16
+    half is read, with `float32` all bits.
     """
-    path = find_checkpoint(name)  # None for a model of another project
+    path = find_checkpoint(name)
     if path is not None:
         model, checkpoint = load_model(path, float32=float32)
         return model, checkpoint["tokenizer"], checkpoint

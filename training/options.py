@@ -49,7 +49,7 @@ def read_options(
     """
     # The parser takes the last of equal flags. So the order is: flags of the run that is resumed,
     # of --config, of the command line.
-    flags = expand_run_dir(command_line)
+    flags = expand_run_dir(command_line)  # ["--max_lr", "6e-4", ...]
     config_file = flag_value(flags, "config")
     if config_file is not None:
         flags = expand_run_dir(to_flags(read_file(Path(config_file)))) + flags
@@ -63,8 +63,8 @@ def read_options(
             raise UserError(
                 f"{path} is of {checkpoint['script']}: begin from it by --init_from {path}"
             )
-        # Derived options are derived anew, on this machine: None or "auto", which was given for
-        # them, replaces the value that was computed.
+        # Derived options are computed anew, on this machine: the None or "auto" that was given for
+        # them replaces their values.
         saved_options = checkpoint["config"] | checkpoint["derived"]
         # The file may have been copied or moved: the run goes on in the folder where it lies now.
         saved_options |= {"checkpoint_dir": path.parent, "log_dir": None}
@@ -90,7 +90,7 @@ def read_options(
     if checkpoint and max_steps and checkpoint["step"] > int(max_steps):
         raise UserError(f"{path} is at step {checkpoint['step']}, after --max_steps {max_steps}")
 
-    # value by option, None for a boolean flag; --no_use_torch_compile gives use_torch_compile
+    # A boolean flag has the value None, and --no_use_torch_compile counts as use_torch_compile.
     given = {name.removeprefix("no_"): value for name, value in named_flags(flags)}
     derived: dict[str, str | None] = {}
     for name in DERIVED:
@@ -118,7 +118,7 @@ def read_file(path: Path) -> dict:
         if path.suffix == ".toml":
             return tomllib.loads(text)
         content = json.loads(text)
-        # the options of that run; None or "auto" where one is to be derived again
+        # options of that run, with None or "auto" in place of derived values
         return content["config"] | content["derived"]
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"--config {path} is no .toml and no run's config.json: {error}") from error
@@ -234,8 +234,8 @@ def model_shape(options: ResolvedTrainConfig, recipe: Recipe, saved_shape: GPTCo
             f"{options.source} has a context of {saved_shape.block_size}: give that --block_size, "
             "or a smaller one"
         )
-    # Dropout is no part of the weights, and fewer positions of a longer context can be trained; but
-    # a resumed run has data and optimizer state of its context.
+    # Dropout is not part of the weights, and a new run may train the first positions of a longer
+    # context. A resumed run may not: its data order and optimizer state belong to its context.
     shape = replace(saved_shape, dropout=options.dropout)
     if options.resumed is None:
         shape = replace(shape, block_size=options.block_size)

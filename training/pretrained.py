@@ -19,17 +19,17 @@ def open_pretrained(name: str | Path) -> tuple[GPT, str]:
     """Return the model of a file, or of a Hugging Face folder or name, and the spec of its
     tokenizer. Raises UserError for a model of another kind, or whose tokenizer does not fit or is
     not known."""
-    path = find_folder(str(name))  # the path itself, or the folder of a download from the hub
-    # float32 on the CPU; a file is one of nanoGPT, build-nanogpt or llm.c
+    path = find_folder(str(name))  # a local path, or the folder of a download from the hub
+    # A file is of nanoGPT, build-nanogpt or llm.c. The model is float32, on the CPU.
     model = load_peer(path) if path.is_file() else load_pretrained(name)
-    num_rows = model.config.vocab_size  # of the embedding, those of padding included
+    num_rows = model.config.vocab_size  # rows of the embedding, padding included
     tokenizer_spec = pretrained_tokenizer(path, num_rows)
     num_tokens = count_tokens(tokenizer_spec)
     if num_tokens > num_rows:
         raise UserError(
             f"{name} has a tokenizer of {num_tokens:,} tokens, its model only {num_rows:,}"
         )
-    # Cut off padding, as 50,304 rows for GPT-2's 50,257 tokens have: sampling could draw it.
+    # Cut off padding, which sampling could draw: some models have 50,304 rows for 50,257 tokens.
     if num_tokens < num_rows:
         model = rebuild(model, replace(model.config, vocab_size=num_tokens))
     return model, tokenizer_spec

@@ -20,8 +20,8 @@ from utils.distributed import ALONE, Process
 from utils.errors import UserError
 from utils.files import link_or_copy, sync_folder
 
-THREAD = "saver"  # name of the thread that writes, by which finish_writing finds it
-POLL_SECONDS = 0.05  # between two times that all processes ask whether it is writing
+THREAD = "saver"  # name by which finish_writing finds the thread
+POLL_SECONDS = 0.05  # between two checks of `wait`
 
 
 def finish_writing() -> None:
@@ -46,33 +46,32 @@ class Saver:
     """The trained model itself, without DDP around it."""
     optimizers: list[torch.optim.Optimizer]
     last_step: int = -1
-    """Step of the model_last.pt that this process has written, -1 before: so the first save
-    writes it. Only the main process knows."""
+    """Step of the model_last.pt that this process has written, -1 before the first one, so that the
+    first save writes it. Known to the main process only."""
     is_first: bool = True
     """True until model_last.pt was saved once, on all processes alike."""
     thread: threading.Thread = field(init=False, default_factory=threading.Thread)
-    """The thread that writes, or that wrote last; one that never ran before the first save."""
+    """The thread that writes or wrote last; before the first save, one that was never started."""
     error: Exception | None = None
-    """Why a write failed that no later model_last.pt has made up for."""
+    """Error of the last failed write; None again after a later model_last.pt."""
 
-    # State follows the files. What lies on the disk is known after `wait`, and to the main process
-    # alone, which decides for all.
-
+    # last_step and best_loss change when a file is on the disk. They are known after `wait`, and
+    # only to the main process, which decides for all.
     def due(self, step: int) -> bool:
         """Return True if model_last.pt is due after `step` steps: every --save_every steps, at the
         end, and before the first step of this process, so that a killed run can be continued."""
-        save_every = self.run.config.save_every  # 0: after the last step, or a signal, alone
+        save_every = self.run.config.save_every
         is_regular = save_every > 0 and (self.is_first or step % save_every == 0)
         return self.run.ended or is_regular
 
     def save_last(self) -> None:
         """Save model_last.pt, unless it is of this step already. Every process must call it."""
-        self.wait()  # last_step and best_loss are those of finished writes
+        self.wait()
         self.save(LAST, self.last_step != self.run.state.step)
-        # Training goes on while a file is written, but not before the first one is there: a run
-        # that is killed could not be continued.
+        # Training goes on while a file is written, except for the first one: without it a run that
+        # is killed could not be continued.
         if self.is_first:
-            self.finish()  # raises UserError if that write failed: the run ends before it trains
+            self.finish()  # raises UserError if the write failed
             self.is_first = False
 
     def save_if_best(self, loss: float) -> None:
@@ -80,7 +79,7 @@ class Saver:
         a run begins with are never the best. Every process must call it."""
         self.wait()
         state = self.run.state
-        # `write` copies the new best_loss into the state once the file is there
+        # `write` sets state.best_loss after the file is written
         self.save(BEST, loss < state.best_loss and state.step > 0, best_loss=loss)
 
     def save(self, name: str, condition: bool, **changes: object) -> None:
@@ -88,13 +87,13 @@ class Saver:
         if the condition of the main process holds. Every process must call it, as sharded state is
         written by all; and `wait` before: a second copy would take memory on a slow disk."""
         process = self.run.process
-        # the others agree to what the main process decides
+        # the main process decides: the others always agree
         if not process.all_agree(condition or not process.is_main):
             return
         is_sharded = self.run.config.sharding != "none" and process.num_processes > 1
         if not is_sharded and not process.is_main:
             return  # the main process has all of the state
-        # copies on the CPU, which later steps do not change; moments are the optimizer state
+        # copies on the CPU; `moments` is the optimizer state
         weights, moments = copy_state(self.model, self.optimizers, process)
         entries = {
             "config": self.run.config.to_dict(),
@@ -102,14 +101,14 @@ class Saver:
             **self.run.entries,
             **asdict(self.run.state),  # step, tokens, best_loss, ...
             "scaler": self.run.scaler.state_dict(),  # {} unless in float16
-            **changes,  # the new best_loss, in place of that of the state
+            **changes,  # overwrites the state's best_loss
         }
         if is_sharded:
-            # Training waits: a thread's collectives would meet those of the next step.
+            # Not in a thread, whose collectives would mix with those of the next step.
             self.write(name, weights, moments, entries, process)
             return
-        # daemon: a process that ends on an error does not wait for it without end, but as long as
-        # finish_writing does
+        # daemon: after an error the process waits for the thread only in finish_writing, which has
+        # a time limit
         self.thread = threading.Thread(
             target=self.write, args=(name, weights, moments, entries), name=THREAD, daemon=True
         )
@@ -127,16 +126,16 @@ class Saver:
         its names, and only then count it in last_step and best_loss. Runs in the thread of the main
         process, or under sharding on every process."""
         folder = self.run.config.checkpoint_dir
-        keep = self.run.config.keep_last  # numbered checkpoints
+        keep = self.run.config.keep_last
         step = entries["step"]
         names = [name]  # the first one is written, the others are links to it
-        # model_last.pt is saved before the validation of its step. Where that makes it the best, it
-        # becomes the same file as model_best.pt, which knows its validation loss: a resumed run
-        # would take a worse model for the best otherwise.
+        # model_last.pt is saved before the validation of its step. If that step turns out the best,
+        # model_last.pt becomes a link to model_best.pt, which holds the new best_loss: otherwise a
+        # resumed run would take a worse model for the best.
         if name == BEST and step == self.last_step:
             names.append(LAST)
-        # The name LAST comes last: a run that is killed before resumes an earlier step, and saves
-        # this one again.
+        # The name LAST is given last: a run that is killed before that resumes an earlier step, and
+        # saves this one again.
         if LAST in names and keep > 0 and step > 0:
             names.insert(-1, NUMBERED.format(step))
         try:
@@ -144,30 +143,30 @@ class Saver:
             if not self.run.process.is_main:
                 return
             if name == BEST:
-                self.run.state.best_loss = entries["best_loss"]  # the file is there
-            # a link costs no space, and stays when model_last.pt is replaced by a new file
+                self.run.state.best_loss = entries["best_loss"]
+            # a link takes no space, and keeps its content when model_last.pt is replaced
             for further_name in names[1:]:
                 link_or_copy(folder / names[0], folder / further_name)
             if LAST in names:
                 self.last_step = step
             if keep > 0:
-                for path in numbered(folder)[keep:]:  # newest first: all but the newest `keep`
+                for path in numbered(folder)[keep:]:  # newest first
                     path.unlink()
-            sync_folder(folder)  # the links
+            sync_folder(folder)  # makes the links survive a power cut
             if LAST in names:
-                self.error = None  # an earlier failure is made up for
+                self.error = None
         except Exception as error:  # an exception of a thread would get lost
-            # save_checkpoint raises on all processes what one of them raised
+            # Under sharding every process comes here, as save_checkpoint raises the error on all.
             if self.run.process.is_main:
                 self.error = error
             self.run.logger.print(f"{error}; the run continues, and the next save tries again")
 
     def wait(self) -> None:
         """Wait until nothing is being written. Every process must call it."""
-        # Not one collective that lasts until then: on a slow disk it would outlast TIMEOUT of
-        # utils/distributed.py. Not `join`: interrupted by a signal, it takes the thread for ended
-        # in Python 3.11, and finish_writing would not wait for it.
-        # Other processes than the main one never start a thread; under sharding none does.
+        # Only the main process may have a thread. The others call short collectives meanwhile: a
+        # single one may exceed TIMEOUT of utils/distributed.py on a slow disk. Not `join`: a signal
+        # that interrupts it in Python 3.11 marks the thread as ended, and finish_writing would not
+        # wait for it.
         while not self.run.process.all_agree(not self.thread.is_alive()):
             time.sleep(POLL_SECONDS)
 
@@ -176,7 +175,7 @@ class Saver:
         state = self.run.state
         if state.bad_steps < PATIENCE:  # the same on every process
             return
-        state.bad_steps = 0  # a run that resumes this checkpoint has its patience again
+        state.bad_steps = 0  # saved, so that a resumed run can skip PATIENCE steps again
         self.save_last()
         self.finish()
         raise UserError(
@@ -187,6 +186,6 @@ class Saver:
     def finish(self) -> None:
         """Wait on all processes for the last write; raise UserError if it failed."""
         self.wait()
-        # `error` is None on all but the main process: these raise a sentence without the reason
+        # Only the main process has an `error`; the others raise a general sentence.
         if not self.run.process.all_agree(self.error is None):
             raise UserError(str(self.error or "the main process could not save")) from self.error

@@ -10,29 +10,30 @@ from training.run import Run
 from utils.devices import seconds_on_cpu
 from utils.errors import UserError
 
-SLOW_RUN_SECONDS = 3600  # a run on a CPU that takes longer is announced
+SLOW_RUN_SECONDS = 3600  # above this the user is told how long a run on a CPU takes
 
 
 def check_tokenizer(stream: TokenStream, source: Path | str | None, tokenizer: str) -> None:
     """Raise UserError unless the shards hold the tokens of the model of `source`, whose tokenizer
-    has the spec `tokenizer`. The shards' takes over its chat template, which checkpoints save."""
-    identity = tokenizer_identity(tokenizer)  # equal for equal tokens: a name or a checksum
+    has the spec `tokenizer`. Set that spec in `stream`, for checkpoints to save: it may hold a chat
+    template."""
+    identity = tokenizer_identity(tokenizer)
     if identity != stream.tokenizer_identity:
         raise UserError(
             f"{source} takes tokens of {identity}, the shards hold those of "
             f"{stream.tokenizer_identity}"
         )
-    stream.tokenizer = tokenizer  # equal tokens, but the spec may hold a chat template, too
+    stream.tokenizer = tokenizer
 
 
 def print_summary(
     run: Run[ResolvedTrainConfig], model: GPT, train_data: Mixture, slicing: Slicing
 ) -> None:
-    """Print the size of model and data, the steps, and how a step is cut into micro-batches; before
-    it, a warning of each folder of train shards whose sharding was interrupted or still runs."""
+    """Print the size of model and data, the steps, and how a step is cut into micro-batches. Before
+    that, warn of each folder of train shards whose sharding was interrupted or still runs."""
     options = run.config
-    # logger.print, on the main process alone, writes above the progress bar
-    for folder in train_data.stream.unfinished:  # paths
+    # logger.print writes above the progress bar, on the main process only
+    for folder in train_data.stream.unfinished:
         run.logger.print(f"warning: {folder} holds a part of its text: run the sharding to its end")
     tokens_per_step = options.total_batch_size
     # "0.53 epochs"
@@ -43,15 +44,15 @@ def print_summary(
         f"{options.block_size} x micro-batch {options.micro_batch_size} x micro-steps "
         f"{slicing.micro_steps} x parts of the data {run.process.world_size}"
     )
-    if run.state.step > 0:  # of the checkpoint
+    if run.state.step > 0:
         text += f"; resumed at step {run.state.step}"
     if options.use_torch_compile:
         text += "; the first step compiles"
     run.logger.print(text)
 
     if run.process.device.type == "cpu":
-        # Measured by a matmul, as a progress bar shows nothing before the first step ends, which
-        # may take minutes.
+        # Estimated from the speed of a matmul: a progress bar shows nothing before the first step
+        # ends, which may take minutes.
         step_seconds = seconds_on_cpu(tokens_per_step * model.flops_per_token(), run.dtype)
         run_seconds = step_seconds * (options.max_steps - run.state.step)
         if run_seconds > SLOW_RUN_SECONDS:

@@ -13,13 +13,13 @@ def open_wandb(options: RunOptions, run_id: str) -> Any:
 
     wandb_run = wandb.init(
         project=os.environ.get("WANDB_PROJECT", "gpt2"),
-        id=run_id,  # of TrainState, which a resumed run keeps: its charts go on
+        id=run_id,  # TrainState.run_id, which a resumed run keeps
         dir=str(options.log_dir),
         config=options.to_dict(),
-        resume="allow",  # go on with the run of this id if there is one
+        resume="allow",  # continue the run of this id if it exists
     )
-    # The charts have the step of training as their axis. The service's own step only grows: it
-    # would drop the rows of steps that a resumed run does again.
+    # The charts use the training step as their axis. The service's own step only grows, and would
+    # drop the rows of steps that a resumed run repeats.
     wandb_run.define_metric("step")
     wandb_run.define_metric("*", step_metric="step")
     return wandb_run

@@ -34,50 +34,51 @@ def save_checkpoint(
     state: `path` is the old file or the whole new one. Every process must call it; those that have
     rows need the same folder. Raises UserError if it cannot be written, as on a full disk."""
     high: dict[str, Piece] = {}  # bfloat16
-    low: dict[str, Piece] = {}  # int16, the rest of the bits
+    low: dict[str, Piece] = {}  # int16
     for name, piece in weights.items():
         high_values, low_values = split_float32(piece.values)
         high[name] = replace(piece, values=high_values)
         low[name] = replace(piece, values=low_values)
     parts: dict[str, dict] = {"model": high, "model_low": low, "optimizer": moments}
 
-    # each process sums up its rows; a row that several of them hold is in the Piece of one
+    # A checksum is a sum over rows: each process adds up its own, and each row is in the Piece of
+    # one process only.
     checksums: dict[str, int] = {}
     for part, pieces in parts.items():
         total = 0
         for name, piece in flatten(pieces).items():
             total += sum_rows(name, piece.rows.tolist(), piece.values)
-        checksums[part] = sum(process.merge({process.number: total}).values())  # of all processes
+        checksums[part] = sum(process.merge({process.number: total}).values())
 
     content = {
-        "format_version": FORMAT_VERSION,  # first, as find_checkpoint looks for it
+        "format_version": FORMAT_VERSION,  # first, where `is_own` of checkpoint.py looks for it
         "versions": {"torch": str(torch.__version__)},
         **entries,
         "checksums": checksums,
     }
-    # several processes write into it, until it is whole and gets its name
+    # several processes write into this file; it is renamed when it is complete
     temporary = path.with_name(path.name + ".tmp")
-    # the main process puts where tensors begin under its number, 0, and `merge` sends it to all
+    # The main process puts the offsets of the tensors under its number, 0, for `merge` to send.
     offsets: dict[int, dict[str, dict[str, int]]] = {}
     with writing(path):  # any error becomes a UserError that names the path
         if process.num_processes == 1:
             with atomic_write(path) as file:
-                # tree_map: the same nested dicts, with a Tensor in the place of each Piece
+                # tree_map returns the same nested dicts, with a Tensor in place of each Piece
                 torch.save(content | tree_map(whole_tensor, parts), file)
             return
         try:
-            # `together`: an error of one process is raised on all, which then give up alike
+            # `together` raises an error of one process on all, so that none waits for the others
             with process.together():
                 if process.is_main:
                     offsets[0] = lay_out(temporary, parts, content)
             offsets = process.merge(offsets)
             with process.together():
-                write_pieces(temporary, parts, offsets[0])  # on the disk when it returns
+                write_pieces(temporary, parts, offsets[0])
             if process.is_main:
                 replace_file(temporary, path)
         except Exception:
             if process.is_main:
-                # an error here would hide why the save failed
+                # an error of `unlink` would hide why the save failed
                 with contextlib.suppress(OSError):
                     temporary.unlink()
             raise
@@ -91,13 +92,14 @@ def whole_tensor(piece: Piece) -> Tensor:
 def lay_out(path: Path, parts: dict[str, dict], content: dict) -> dict[str, dict[str, int]]:
     """Write a checkpoint whose tensors are gaps, which take no disk space until they are filled.
     Return where they begin in the file, in bytes, by part and name."""
-    with FakeTensorMode():  # tensors of a shape and a dtype, without memory
-        gaps = tree_map(empty_tensor, parts)  # in the place of Pieces
-    # skip_data: torch.save leaves empty space in the place of a tensor's bytes
+    with FakeTensorMode():  # tensors with a shape and a dtype, without memory
+        gaps = tree_map(empty_tensor, parts)
+    # skip_data: torch.save leaves empty space in place of a tensor's bytes
     with torch.serialization.skip_data(materialize_fake_tensors=True):
         torch.save(content | gaps, path)
 
-    with FakeTensorMode():  # torch.load reads no tensors then, but notes where they lie
+    # In this mode torch.load reads no tensors and sets _checkpoint_offset, their place in the file.
+    with FakeTensorMode():
         layout = torch.load(path, weights_only=True)
     offsets: dict[str, dict[str, int]] = {}
     for part in parts:
@@ -116,22 +118,21 @@ def empty_tensor(piece: Piece) -> Tensor:
 def write_pieces(path: Path, parts: dict[str, dict], offsets: dict[str, dict[str, int]]) -> None:
     """Write the rows of this process into a file of lay_out, which returned the offsets, and force
     them to disk."""
-    # a replica, whose machine need not have the folder, has Pieces without rows
+    # A process whose rows another one writes has none here, and may lack the folder.
     if sum(len(piece.rows) for piece in tree_leaves(parts)) == 0:
         return
-    # Write-only: else NFS may read a page, and write it back over another machine's rows.
+    # Write-only, or NFS may read a page and write it back over rows of another machine.
     with open(os.open(path, os.O_WRONLY), "wb") as file:
         for part, pieces in parts.items():
             for name, piece in flatten(pieces).items():
                 row_bytes = piece.values.contiguous().view(torch.uint8)  # (r, bytes of a row)
-                # Rows that follow each other in the file are written at once: cut where an index is
-                # not the one before plus 1.
+                # Rows with consecutive indices are written at once: split where one is skipped.
                 breaks = torch.nonzero(piece.rows.diff() != 1).flatten() + 1
                 runs_of_rows = piece.rows.tensor_split(breaks)
                 runs_of_bytes = row_bytes.tensor_split(breaks)
                 for rows, values in zip(runs_of_rows, runs_of_bytes, strict=True):
-                    if len(rows) > 0:  # 0: another process writes this tensor
+                    if len(rows) > 0:  # empty if another process writes this tensor
                         file.seek(offsets[part][name] + int(rows[0]) * values.size(1))
                         file.write(values.numpy())
-        file.flush()  # Python's buffer to the kernel
+        file.flush()
         os.fsync(file.fileno())
