@@ -61,7 +61,7 @@ def main() -> None:
     val_data = Mixture(options.data_dir, "val", options.block_size)
 
     # The model is new, pre-trained or resumed. run.distribute gives it memory and fills in its
-    # weights, which are mapped from a file or drawn from the seed row by row (model/rows.py).
+    # weights, which are read from a file or drawn from the seed row by row (model/rows.py).
     start = open_start(options, checkpoint, process)  # None for random weights
     model, weights = build_model(options, recipe, train_data.stream, start)
     options = resolve_on_device(options, recipe, model.config, process)  # dtype and micro-batch
@@ -114,7 +114,7 @@ def main() -> None:
                 # The log names the sequences of a skipped step, to look at or to leave out.
                 ids = train_data.step_ids(step, num_sequences, options.seed)
                 run.logger.log_skip(result.skip_reason, ids.tolist(), state.step)
-            saver.end_after_patience()  # raises UserError after several skipped steps in a row
+            saver.end_after_patience()  # UserError after 5 skipped steps in a row
             if result.got_signal:  # on any process
                 raise Stopped
     except Stopped:
@@ -180,7 +180,8 @@ def train_step(
         if skip_reason is None:
             optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-    run.scaler.update()  # lowers the scale after infinities, raises it after 2,000 steps without
+    # float16: a lower scale after infinities, a higher one after 2,000 steps without any
+    run.scaler.update()
     state.advance(options.total_batch_size, skip_reason)
     figures["tokens"] = state.tokens  # all tokens of the run so far
     return StepResult(figures, skip_reason, got_signal=share_of_signals > 0)

@@ -161,7 +161,7 @@ def copy_state(
     weights: dict[str, Piece] = {}
     for name, x in model.state_dict().items():
         weights[name] = copy_piece(model, name, x, process)
-    moments: dict[str, dict[str, Piece]] = {}  # "exp_avg", "exp_avg_sq" and "step" of AdamW, ...
+    moments: dict[str, dict[str, Piece]] = {}
     # Before the first step there is no state, and PyTorch would create it by a step of its own.
     if optimizers and optimizers[0].state:
         for name, values in optimizer_state(model, optimizers).items():

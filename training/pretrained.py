@@ -19,8 +19,9 @@ def open_pretrained(name: str | Path) -> tuple[GPT, str]:
     """Return the model of a file, or of a Hugging Face folder or name, and the spec of its
     tokenizer. Raises UserError for a model of another kind, or whose tokenizer does not fit or is
     not known."""
-    path = find_folder(str(name))  # a local path, or the folder of a download from the hub
-    # A file is of nanoGPT, build-nanogpt or llm.c. The model is float32, on the CPU.
+    # A local path, or the folder of a download from the hub. A file is of nanoGPT, build-nanogpt or
+    # llm.c. The model is float32, on the CPU.
+    path = find_folder(str(name))
     model = load_peer(path) if path.is_file() else load_pretrained(name)
     num_rows = model.config.vocab_size  # rows of the embedding, padding included
     tokenizer_spec = pretrained_tokenizer(path, num_rows)

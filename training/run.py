@@ -238,7 +238,8 @@ class Run(Generic[Config]):
         warn_of_order(process, checkpoint, entries["data_order"])
         dtype = getattr(torch, options.dtype)  # "bfloat16" to torch.bfloat16
         scaler = GradScaler(process.device.type, FIRST_LOSS_SCALE, enabled=dtype is torch.float16)
-        if checkpoint is not None and checkpoint["scaler"]:  # {} unless it trained in float16
+        # {} in the checkpoint unless it trained in float16
+        if checkpoint is not None and checkpoint["scaler"]:
             scaler.load_state_dict(checkpoint["scaler"])
         state = TrainState.start(checkpoint)
         if options.is_branch:
@@ -282,7 +283,8 @@ class Run(Generic[Config]):
         losses of different texts cannot be compared, or if its model is not in the folder, as in
         that of a branch."""
         if self.state.best_of != text_id or not (self.config.checkpoint_dir / BEST).exists():
-            self.state.best_loss = math.inf  # so that the next validation saves model_best.pt
+            # the next validation then saves model_best.pt
+            self.state.best_loss = math.inf
         self.state.best_of = text_id
 
     def open_log(self, shape: GPTConfig) -> None:

@@ -51,7 +51,8 @@ def save_checkpoint(
         checksums[part] = sum(process.merge({process.number: total}).values())
 
     content = {
-        "format_version": FORMAT_VERSION,  # first, where `is_own` of checkpoint.py looks for it
+        # the first key: `is_own` of training/checkpoint.py looks for it there
+        "format_version": FORMAT_VERSION,
         "versions": {"torch": str(torch.__version__)},
         **entries,
         "checksums": checksums,
