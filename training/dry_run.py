@@ -75,7 +75,7 @@ def print_forecast(
 
     # time and cost of the remaining steps
     steps = options.max_steps - (checkpoint["step"] if checkpoint else 0)
-    flops = step_flops(options, model) * steps
+    flops = step_flops(options, model) * steps  # on all devices together
     tokens = options.total_batch_size * steps
     print(f"{flops:.3g} FLOPs for {tokens:,} tokens{describe_time(flops, hardware, mfu)}")
 
@@ -168,7 +168,7 @@ def planned_shape(
     if checkpoint is not None:
         return model_shape(options, recipe, GPTConfig(**checkpoint["model_config"]))
     if options.init_from is not None:
-        # ALONE: the other processes of torchrun have returned above.
+        # ALONE: in a dry run only the main process gets here.
         return model_shape(options, recipe, open_saved(options.init_from, ALONE).shape)
     vocab_size = TOKENIZERS["gpt2"].vocab_size
     try:
