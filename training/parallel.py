@@ -125,7 +125,7 @@ def sync_gradients(module: nn.Module, sharding: str, *, last: bool) -> AbstractC
         # Gathered weights stay valid until the optimizer's step, so that they are kept until then;
         # under zero3 only the root's (recurse=False), as it frees its blocks.
         module.set_reshard_after_backward(last, recurse=sharding != "zero3")
-    return nullcontext()
+    return nullcontext()  # FSDP2 keeps these settings in the module
 
 
 def clip_grad_norm(model: nn.Module, max_norm: float) -> Tensor:
@@ -142,6 +142,6 @@ def clip_grad_norm(model: nn.Module, max_norm: float) -> Tensor:
     full_norm = functools.reduce(torch.hypot, norms)  # root of the sum of squares
     if max_norm > 0:
         for parameters in groups:
-            # It multiplies by at most 1, without an `if` on the norm that would make the host wait.
+            # The factor is at most 1: an `if` on the norm would make the host wait.
             nn.utils.clip_grads_with_norm_(parameters, max_norm, full_norm)
     return full_norm

@@ -53,7 +53,7 @@ def row_order(split_sizes: tuple[int, ...], num_ranks: int) -> Tensor:
     are the row counts of the matrices."""
     matrices = torch.arange(sum(split_sizes)).split(split_sizes)  # row indices by matrix
     parts = [rows.view(num_ranks, -1) for rows in matrices]  # (ranks, rows of a rank) each
-    # Each row of the result holds what one process takes: its queries, keys and values.
+    # A row of the concatenation is what one process takes: its queries, keys and values.
     return torch.cat(parts, dim=1).flatten()
 
 
