@@ -111,7 +111,8 @@ def draw(runs: list[Run], groups: list[str], losses: np.ndarray, metric: str, ou
     ddof = min(1, num_seeds - 1)  # as in the table
     picture, panels = figure.make_panels([[metric]])
     axes = panels[metric]
-    colors = colormaps["turbo"](np.linspace(0.1, 0.9, len(groups)))  # blue is best, red is worst
+    # blue for the best group, red for the worst
+    colors = colormaps["turbo"](np.linspace(0.1, 0.9, len(groups)))
     for color, i in zip(colors, losses.mean(axis=1).argsort(), strict=True):
         # (training tokens, losses) of each seed of group i
         curves = [curve(run, "val", metric) for run in runs[num_seeds * i : num_seeds * (i + 1)]]

@@ -55,9 +55,9 @@ def largest_micro_batch(
 def advise(
     options: ResolvedTrainConfig, recipe: Recipe, shape: GPTConfig, hardware: Hardware
 ) -> str:
-    """Return the flags with which a step takes the least time by forecast, of those with which the
-    run fits these devices; of equal ones the first below, which are the plainest. Return where to
-    look if none fit, or if the devices are not known."""
+    """Return the flags with which the run fits these devices and a step takes the least time by
+    forecast; of equally fast combinations the plainest, which comes first below. Return which flags
+    to read about if none fit, or if the devices are not known."""
     model = build_without_weights(shape)  # forecast_step counts its FLOPs
     num_processes = hardware.num_processes
     # values of --shard_across: the processes of two machines, of three, ...

@@ -10,7 +10,8 @@ from model.gpt import GPT
 from training.plan import FLOAT32_BYTES, Hardware, count_weights
 from utils.throughput import NETWORK_BANDWIDTH
 
-MFU = 0.40  # llm.c's 124M on eight H100: 140 ms for 524,288 tokens (modded-nanogpt, 2024-10-13)
+# MFU of llm.c's 124M on eight H100: 140 ms for 524,288 tokens (modded-nanogpt, 2024-10-13).
+MFU = 0.40
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,7 @@ def split_by_link(num_bytes: float, group_size: int, per_machine: int) -> tuple[
     """Return the bytes that a process sends in its machine and between machines in an all-gather or
     a reduce-scatter of `num_bytes` in all, in a group with `per_machine` processes in a machine.
 
-    Each of these takes its part of the bytes through a network card of its own, as NCCL's rings do.
+    Each process sends its part of the bytes through its own network card, as in NCCL's rings.
     """
     num_machines = group_size / per_machine
     # In a ring of P processes each sends (P - 1) / P of the bytes.

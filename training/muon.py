@@ -159,7 +159,7 @@ def orthogonalize(stack: Tensor, split_sizes: tuple[int, ...]) -> Tensor:
     """
     orthogonalized: list[Tensor] = []
     stack = stack.unflatten(1, (-1, sum(split_sizes)))  # (n, processes, rows of each, C)
-    for parts in stack.split(split_sizes, dim=2):  # queries, then keys, then values
+    for parts in stack.split(split_sizes, dim=2):  # such as queries, keys, values
         x = parts.flatten(1, 2)  # (n, rows of all processes, C)
         _, num_rows, num_columns = x.shape
         if num_rows > num_columns:

@@ -217,7 +217,7 @@ def forecast_memory(
     tokens = options.sequences_per_pass * shape.block_size  # in a micro-batch
     checkpointing = options.activation_checkpointing
     per_block = block_activations(shape, itemsize, checkpointing, num_ranks)  # bytes per token
-    final_norm = FLOAT32_BYTES * shape.n_embd  # bytes per token of its input
+    final_norm = FLOAT32_BYTES * shape.n_embd  # bytes of its input per token
     # The backward pass of a block holds its recomputed activations and three float32 gradients of
     # the residual stream. The loss is over by then, so only the larger of the two counts.
     recomputed = block_activations(shape, itemsize, "none", num_ranks) - per_block
