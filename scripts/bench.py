@@ -12,7 +12,8 @@ from functools import partial
 from importlib import util
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # Python puts scripts/ there instead
+# Python puts scripts/ on the path, not the project's folder.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import utils.environment  # noqa: F401 (first: it says what to type without PyTorch)
 
@@ -45,12 +46,12 @@ class BenchOptions(MeasureOptions):
 class BenchConfig(MachineOptions, ModelOptions, BenchOptions):
     """Measure training steps on this machine, beside nanoGPT."""
 
-    block_size: Count = 1024  # as in train.py for GPT-2's sizes, but always a number
+    block_size: Count = 1024  # train.py's default for GPT-2's sizes
 
     @property
     def shape(self) -> GPTConfig:
         """Architecture of this project's model."""
-        # of ModelOptions in config.py: named size, recipe and flags
+        # model_config of ModelOptions: sizes from --model_type or flags, the rest from the recipe.
         return self.model_config(parse_recipe(self.recipe), GPT2Tokenizer.vocab_size)
 
 
@@ -61,9 +62,9 @@ def build_ours(config: BenchConfig) -> Program:
     dtype = pick_dtype(config.dtype, device)
     recipe = parse_recipe(config.recipe)
     execution = Execution(config.activation_checkpointing, config.use_torch_compile)
-    # random weights: their values do not change the time of a step
+    # Random weights: their values do not change the time of a step.
     model = GPT(config.shape, execution).to(device)
-    # The learning rates stay the optimizers' own: they do not change it either.
+    # Nor do the learning rates, which stay at the optimizers' defaults.
     options = OptimizerOptions(weight_decay=recipe.weight_decay)
     return model, make_optimizers(model, options, recipe, dtype), dtype
 
@@ -73,10 +74,11 @@ def build_nanogpt(peer: Path, config: BenchConfig) -> Program:
     dtype of matmuls. It runs in a process of its own, as build_ours."""
     # Load its model.py under another name, as `model` is this project's package.
     spec = util.spec_from_file_location("nanogpt", peer / "model.py")
-    assert spec is not None and spec.loader is not None  # None only for files of an unknown type
+    assert spec is not None and spec.loader is not None  # None for unknown file types
     nanogpt = util.module_from_spec(spec)
-    sys.modules["nanogpt"] = nanogpt  # where torch.compile looks for the globals of its functions
-    spec.loader.exec_module(nanogpt)  # runs the file
+    # torch.compile looks for the globals of nanoGPT's functions there.
+    sys.modules["nanogpt"] = nanogpt
+    spec.loader.exec_module(nanogpt)
 
     # the sizes of this project's model, padding of the vocabulary included
     shape = config.shape
@@ -86,23 +88,23 @@ def build_nanogpt(peer: Path, config: BenchConfig) -> Program:
         n_layer=shape.n_layer,
         n_head=shape.n_head,
         n_embd=shape.n_embd,
-        bias=True,  # as OpenAI's GPT-2 has them
+        bias=True,  # as in OpenAI's GPT-2
     )
-    torch.set_float32_matmul_precision("high")  # its train.py allows TF32
+    torch.set_float32_matmul_precision("high")  # nanoGPT's train.py allows TF32
     device = pick_device(config.device)
     model = nanogpt.GPT(model_config).to(device)
-    # the weight decay, learning rate and betas of its train.py
+    # weight decay, learning rate and betas of nanoGPT's train.py
     optimizer = model.configure_optimizers(0.1, 6e-4, (0.9, 0.95), device.type)
-    if config.use_torch_compile:  # this project's Execution compiles its model
+    if config.use_torch_compile:
         model = torch.compile(model)
-    # it returns logits and loss, where this project's model returns the loss alone: the result of
-    # the hook takes their place
+    # nanoGPT returns logits and loss. The hook's result takes their place: the loss alone, which
+    # this project's model returns.
     model.register_forward_hook(lambda module, inputs, outputs: outputs[1])
     return model, [optimizer], pick_dtype(config.dtype, device)
 
 
 def main(config: BenchConfig) -> None:
-    programs = {"ours": build_ours}  # in the order in which they take turns
+    programs = {"ours": build_ours}
     peer = config.peer
     if peer is not None:
         if not (peer / "model.py").is_file():
@@ -111,32 +113,32 @@ def main(config: BenchConfig) -> None:
                 f"https://github.com/karpathy/nanoGPT {peer}"
             )
         programs["nanogpt"] = partial(build_nanogpt, peer)
-    medians = measure_in_turn(programs, config)  # a Measurement of each, by name
+    medians = measure_in_turn(programs, config)  # a Measurement by name
 
     # Only now: a process that uses a GPU takes some of its memory from the measurements.
     device = pick_device(config.device)
     peak = peak_flops(device, pick_dtype(config.dtype, device))  # FLOP/s, None if unknown
-    # of this project's model: nanoGPT's has the same matmuls
+    # nanoGPT's model has the same matmuls as this project's.
     flops_per_token = build_without_weights(config.shape).flops_per_token()
     measured = {}
     for side, median in medians.items():
         rate = config.micro_batch_size * config.block_size / median.step_seconds  # tokens/s
-        mfu = None  # for CPUs, and GPUs whose peak is not known
+        mfu = None
         if peak is not None:
             mfu = rate * flops_per_token / peak
         measured[side] = {"rate": rate, "peak_bytes": median.peak_bytes, "mfu": mfu}
 
     row: dict[str, object] = {
-        **describe(device),  # names of the device and of PyTorch's version
+        **describe(device),  # device and PyTorch's version
         "unit": "tokens/s",
         "measured": measured,
         "options": vars(config),
     }
     if peer is not None:
-        # of the rates, ours over theirs: the inverse of that of the times
+        # Ours to nanoGPT's: the ratio of rates is the inverse ratio of times.
         row["ratio"] = medians["nanogpt"].step_seconds / medians["ours"].step_seconds
         row["memory_ratio"] = medians["ours"].peak_bytes / medians["nanogpt"].peak_bytes
-    print(json.dumps(row, default=str))  # default: writes a path as text
+    print(json.dumps(row, default=str))  # default=str: for paths
 
 
 if __name__ == "__main__":

@@ -12,27 +12,29 @@ from pathlib import Path
 
 def worked_sum(a: int, b: int) -> str:
     """Return a sum of two numbers below 100, worked from the units: "7+8=15, 2+5+1=8, 85"."""
-    # as by hand: the units, then the tens with what is carried over
-    units = a % 10 + b % 10  # 7 + 8 = 15
-    carry = units // 10  # 1
-    tens = a // 10 + b // 10 + carry  # 2 + 5 + 1 = 8
+    # for 27 + 58: 7 + 8 = 15, carry 1, and 2 + 5 + 1 = 8
+    units = a % 10 + b % 10
+    carry = units // 10
+    tens = a // 10 + b // 10 + carry
     return f"{a % 10}+{b % 10}={units}, {a // 10}+{b // 10}+{carry}={tens}, {a + b}"
 
 
 def write_data(folder: Path, seed: int) -> None:
     """Write texts, dialogs and questions as .jsonl files; no stage sees the sums of the held-out
     questions."""
-    pairs = list(itertools.product(range(10, 100), repeat=2))
-    random.Random(seed).shuffle(pairs)  # 8,100 pairs
-    rows: list[dict[str, str]] = []  # one for each pair: each stage reads the fields that it needs
+    pairs = list(itertools.product(range(10, 100), repeat=2))  # 8,100 pairs
+    random.Random(seed).shuffle(pairs)
+    # One row for each pair; each stage of the demo reads the fields that it needs.
+    rows: list[dict[str, str]] = []
     sums: list[dict[str, str]] = []  # questions in the form of the texts
     for a, b in pairs:
         answer = worked_sum(a, b)
+        # `text` is for pre-training, `completion` for sft, `answer` for grpo and evaluate.py.
         row = {
-            "text": f"{a}+{b}: {answer}",  # for data/fineweb-edu.py
+            "text": f"{a}+{b}: {answer}",
             "prompt": f"What is {a}+{b}?",
-            "completion": answer,  # that sft learns
-            "answer": answer,  # that grpo and evaluate.py compare with
+            "completion": answer,
+            "answer": answer,
         }
         rows.append(row)
         sums.append({"prompt": f"{a}+{b}: ", "answer": answer})
@@ -40,12 +42,12 @@ def write_data(folder: Path, seed: int) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     write_rows(folder / "held_out.jsonl", rows[:200])
     write_rows(folder / "held_out_sums.jsonl", sums[:200])
-    # Pre-training reads six copies a little more than once. So it meets a sum several times, each
-    # time at another place of a sequence.
+    # Pre-training reads six copies a little more than once, so that it meets a sum several times,
+    # each time at another place of a sequence.
     write_rows(folder / "sums.jsonl", 6 * rows[200:])
-    # few dialogs: they teach the form of an answer, and rewards teach to answer
+    # Few dialogs: they teach the form of an answer, and rewards teach to answer.
     write_rows(folder / "dialogs.jsonl", rows[200:208])
-    write_rows(folder / "questions.jsonl", rows[600:])  # 7,500, without those of the dialogs
+    write_rows(folder / "questions.jsonl", rows[600:])  # 7,500, none from the dialogs
 
 
 def write_rows(path: Path, rows: list[dict[str, str]]) -> None:

@@ -15,7 +15,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # Python puts scripts/ there instead
+# Python puts scripts/ on the path, not the project's folder.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import utils.environment  # noqa: F401 (first: it says what to type without PyTorch)
 
@@ -27,16 +28,18 @@ from utils.cli import start_script
 from utils.errors import UserError
 from utils.logger import read_metrics
 
-# The public run's step 250 lies in its warmup of 715 steps, which these 1,430 steps have, too.
+# The public run's step 250 lies in its warmup of 715 steps. A warmup takes at most half of a run,
+# which therefore has 1,430 steps.
 FLAGS_124M = "--max_steps 1430 --warmup_steps 715 --eval_every 250"
 FLAGS_SMALL = (
     "--device cpu --dtype float32 --n_layer 2 --n_head 2 --n_embd 64 --block_size 64 "
     "--micro_batch_size 8 --total_batch_size 512 --max_lr 3e-3 --val_tokens 8192 "
     "--max_steps 200 --warmup_steps 20 --eval_every 50"
 )
-# 20 steps whose rate does not follow from --max_steps
+# A constant learning rate, as the runs that are compared differ in --max_steps.
 FLAGS_RESUME = "--resume auto --eval_every 0 --warmup_steps 0 --max_lr 1e-4 --min_lr 1e-4"
-SMALL_LOSS = 1.206  # validation loss at step 50 of FLAGS_SMALL, in nats per byte, on a CPU
+# Validation loss in nats per byte at step 50 of FLAGS_SMALL, on a CPU.
+SMALL_LOSS = 1.206
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,7 @@ class FirstHourConfig:
 def output(command: str) -> str:
     """Run a script of this project and return its standard output; raise UserError if it fails.
     `command` is its path from the project's folder, and its flags."""
-    # standard error goes to the console: progress, and why a command failed
+    # Standard error goes to the console: progress, and why a command failed.
     done = subprocess.run([sys.executable, *command.split()], stdout=subprocess.PIPE, text=True)
     if done.returncode:
         raise UserError(f"this command failed: python {command}")
@@ -71,14 +74,14 @@ def check_loss(flags: str, run: Path, step: int, expected: float, tolerance: flo
     """Train in the new folder `run`, stop by SIGTERM at the validation of `step`, and check its
     loss. `expected` and `tolerance` are in nats per token."""
     command = [sys.executable, *f"train.py --run_dir {run} --sample_every 0 {flags}".split()]
-    loss = math.nan  # if the run ends before, which the verdict calls wrong
+    loss = math.nan  # if the run ends before `step`
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None  # it is a pipe
-        for line in process.stdout:  # as train.py writes them, up to its end
+        assert process.stdout is not None
+        for line in process.stdout:
             print(line, end="", flush=True)
             if line.startswith(f"step {step}: validation loss "):  # Logger.log_scores
                 loss = float(line.split()[4])
-                process.terminate()  # it saves, and ends
+                process.terminate()  # SIGTERM: it saves and ends
     name = f"validation loss at step {step}"
     return verdict(name, loss, expected - tolerance, expected + tolerance)
 
@@ -87,9 +90,9 @@ def check_resume(flags: str, out: Path, tolerance: float) -> bool:
     """Check the largest difference of a training loss between 20 steps at a stretch, and 10 steps
     and then 10 more."""
     for run, steps in (("whole", 20), ("resumed", 10), ("resumed", 20)):
-        # --resume auto of FLAGS_RESUME: the second start of "resumed" continues its checkpoint
+        # FLAGS_RESUME has --resume auto: "resumed" continues from its checkpoint.
         output(f"train.py --run_dir {out / run} {flags} {FLAGS_RESUME} --max_steps {steps}")
-    # rows of training, one for each of the 20 steps
+    # one row of metrics for each of the 20 steps
     whole = read_metrics(out / "whole")["train"]
     resumed = read_metrics(out / "resumed")["train"]
     gap = max(abs(a["loss"] - b["loss"]) for a, b in zip(whole, resumed, strict=True))
@@ -111,32 +114,32 @@ def check_small(out: Path) -> list[bool]:
 
 def check_124m(out: Path) -> list[bool]:
     """Check 124M on the GPU. Return whether each figure is right."""
-    # two shards of 100M train tokens: 250 steps read 131M
+    # 250 steps read 131M tokens, and a shard has 100M.
     output(f"data/fineweb-edu.py --max_shards 2 --local_dir {out}/shards")
     flags = f"{FLAGS_124M} --data_dir {out}/shards"
     results = [
-        # another order of the data and another dtype differ by less than 0.15
+        # Another data order and another dtype change the loss by less than 0.15.
         check_loss(flags, out / "run", 250, PUBLIC_RUN[250], tolerance=0.15),
-        # the order of a GPU's sums differs from run to run
+        # A GPU adds up in another order from run to run.
         check_resume(flags, out, tolerance=2e-3),
     ]
 
-    # speed, and peak memory of tensors: the last line of bench.py is JSON
+    # speed and peak memory: the last line of bench.py is JSON
     bench = output("scripts/bench.py --device cuda --use_torch_compile --micro_batch_size 16")
     measured = json.loads(bench.splitlines()[-1])["measured"]["ours"]
     if measured["mfu"] is None:
         print("not checked: the MFU, as the peak of this GPU is not known")
-    else:  # MFU: the share of the peak that forecasts assume
+    else:  # forecasts assume the constant MFU
         results.append(verdict("MFU", measured["mfu"], 0.8 * MFU, 1))
     forecast = output("train.py --dry_run --micro_batch_size 16")
-    total = float(forecast.partition("  in all")[0].split()[-1])  # the number before these words
+    total = float(forecast.partition("  in all")[0].split()[-1])  # GB, before "in all"
     results.append(verdict("peak GB", measured["peak_bytes"] / 1e9, 0.85 * total, 1.1 * total))
 
-    # the score of a model whose score is published
+    # a published score
     output(f"evaluate.py --model gpt2 --tasks hellaswag --out {out}/gpt2.json")
     rows = json.loads((out / "gpt2.json").read_text())["results"]
     values = {(row["task"], row["protocol"], row["metric"]): row["value"] for row in rows}
-    key = ("hellaswag", "build-nanogpt", "acc_norm")  # of both tables: task, protocol, metric
+    key = ("hellaswag", "build-nanogpt", "acc_norm")
     score = PUBLISHED[key].values["gpt2"]
     results.append(verdict("HellaSwag of OpenAI's 124M", values[key], score - 2e-3, score + 2e-3))
     return results
@@ -145,11 +148,11 @@ def check_124m(out: Path) -> list[bool]:
 def main(config: FirstHourConfig) -> None:
     if not config.small and not torch.cuda.is_available():
         raise UserError("there is no CUDA GPU here; --small checks a CPU")
-    for run in ("run", "whole", "resumed"):  # of an earlier check
+    for run in ("run", "whole", "resumed"):  # left by an earlier check
         shutil.rmtree(config.out / run, ignore_errors=True)
     config.out.mkdir(parents=True, exist_ok=True)
     check = check_small if config.small else check_124m
-    if not all(check(config.out)):  # all figures have been printed by then
+    if not all(check(config.out)):
         sys.exit(1)
 
 

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # Python puts scripts/ there instead
+# Python puts scripts/ on the path, not the project's folder.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import utils.environment  # noqa: F401 (first: it says what to type without PyTorch)
 
@@ -36,7 +37,7 @@ from utils.cli import start_script
 from utils.devices import pick_device
 from utils.ranges import Count, NonNegative
 
-# each name is a change to the rung before it, and `build` looks for the name
+# Each name is a change to the rung before it; `build` looks for the name.
 RUNGS = [
     "start",
     "padded vocabulary",
@@ -71,7 +72,7 @@ class LadderOptions:
 class LadderConfig(MeasureOptions, LadderOptions):
     """Measure the changes between a tutorial's GPT-2 and this one."""
 
-    # smaller than those of MeasureOptions, so that eight rungs take minutes on two cores
+    # Smaller than the defaults of MeasureOptions, so that eight rungs take minutes on two cores.
     repeats: Count = 3
     seconds: NonNegative = 1.0
     micro_batch_size: Count = 2
@@ -94,7 +95,7 @@ class PlainAttention(nn.Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         # (B, H, T, D) each; `mask` is None in training
         scores = q @ k.mT / q.size(-1) ** 0.5  # (B, H, T, T)
-        # -inf above the diagonal: no token attends to later ones
+        # -inf above the diagonal: no token attends to later tokens
         causal_mask = torch.full_like(scores[0, 0], -torch.inf).triu(1)  # (T, T)
         weights = (scores + causal_mask).softmax(-1)
         return weights @ v  # (B, H, T, D)
@@ -105,7 +106,7 @@ class PlainLoss(nn.Module):
 
     def forward(self, x: Tensor, weight: Tensor, targets: Tensor, reduction: str) -> Tensor:
         # x (N, C), the head's weight (padded V, C), targets (N,)
-        # a bias of -inf takes the padding out of the softmax
+        # A bias of -inf takes the padding out of the softmax.
         bias = weight.new_zeros(len(weight))
         bias[GPT2Tokenizer.vocab_size :] = -torch.inf
         logits = F.linear(x, weight, bias)  # (N, padded V)
@@ -116,18 +117,18 @@ class PlainAdamW(torch.optim.Optimizer):
     """AdamW as in the paper (Loshchilov and Hutter 2019), one parameter after another."""
 
     @torch.no_grad()
-    def step(self) -> None:  # type: ignore[override]  # takes no closure
-        # groups of a torch.optim.AdamW, whose options they hold: lr, betas, eps, weight_decay
+    def step(self) -> None:  # type: ignore[override]
+        # The groups of torch.optim.AdamW bring its lr, betas, eps and weight_decay.
         for group in self.param_groups:
             beta1, beta2 = group["betas"]
             for p in group["params"]:
-                # step, and moving averages of the gradient and of its square: the paper's names
+                # The paper's names: step t, moving averages m of the gradient and v of its square.
                 t, m, v = self.state.get(p, (0, 0, 0))
                 t += 1
                 m = beta1 * m + (1 - beta1) * p.grad
                 v = beta2 * v + (1 - beta2) * p.grad**2
                 self.state[p] = (t, m, v)
-                # the averages began at 0 and are too small at first
+                # Bias correction: the averages begin at 0.
                 m = m / (1 - beta1**t)
                 v = v / (1 - beta2**t)
                 update = m / (v.sqrt() + group["eps"]) + group["weight_decay"] * p
@@ -137,7 +138,7 @@ class PlainAdamW(torch.optim.Optimizer):
 def build(rung: str, config: LadderConfig) -> Program:
     """Return the program of a rung: this project's model, with a plain part for each change that
     comes later. It runs in a process of its own, which training/measure.py starts."""
-    changes = RUNGS[: RUNGS.index(rung) + 1]  # names of this rung's change and of all before it
+    changes = RUNGS[: RUNGS.index(rung) + 1]  # this rung's change and all before
     shape = GPTConfig(
         block_size=config.block_size,
         n_layer=config.n_layer,
@@ -147,10 +148,10 @@ def build(rung: str, config: LadderConfig) -> Program:
     checkpointing = "block" if "activation checkpointing" in changes else "none"
     model = GPT(shape, Execution(checkpointing, "compile" in changes))
     if "padded vocabulary" not in changes:
-        # All rungs begin with the same weights, as torch.manual_seed(0) comes before; this one does
-        # without the rows of the padding.
+        # All rungs begin with the same weights, as training/measure.py seeds before. Here only the
+        # rows of the padding are missing.
         model = rebuild(model, UnpaddedConfig(**vars(shape)))
-    if "fused attention" not in changes:  # attn.attend has no weights to take over
+    if "fused attention" not in changes:
         for block in model.transformer.h:
             block.set_submodule("attn.attend", PlainAttention())
     if "chunked loss" not in changes:
@@ -158,10 +159,10 @@ def build(rung: str, config: LadderConfig) -> Program:
     model.to(pick_device(config.device))
 
     dtype = torch.bfloat16 if "bfloat16" in changes else torch.float32
-    # the default recipe is GPT-2's: AdamW alone
+    # The default recipe is GPT-2's: AdamW alone.
     optimizers = make_optimizers(model, OptimizerOptions(weight_decay=0.1), Recipe())
     if "fused AdamW" not in changes:
-        # the groups, with their options; nothing has taken a step yet
+        # The groups keep their options; there is no state before the first step.
         optimizers = [PlainAdamW(optimizer.param_groups, {}) for optimizer in optimizers]
     return model, optimizers, dtype
 
@@ -178,13 +179,13 @@ def draw(medians: dict[str, Measurement], out: Path) -> None:
 
 
 def main(config: LadderConfig) -> None:
-    # a Measurement of each rung: medians of its repeats
+    # a Measurement by rung
     medians = measure_in_turn({rung: partial(build, rung) for rung in RUNGS}, config)
     loss_before = medians["start"].loss
     print("\n| rung | ms a step | peak GB | loss | change of the loss |")
     print("|---|---|---|---|---|")
     for rung, (step_seconds, peak_bytes, loss) in medians.items():
-        # only rounding may differ: each rung trains the same model on the same batch
+        # Only rounding may change the loss: each rung trains the same model on the same batch.
         change = f"{loss:.6f} | {loss - loss_before:+.6f}"
         print(f"| {rung} | {1000 * step_seconds:.0f} | {peak_bytes / 1e9:.2f} | {change} |")
         loss_before = loss

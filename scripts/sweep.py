@@ -15,7 +15,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # Python puts scripts/ there instead
+# Python puts scripts/ on the path, not the project's folder.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import utils.environment  # noqa: F401 (first: it says what to type without PyTorch)
 
@@ -53,7 +54,7 @@ def list_groups(grid: tuple[str, ...]) -> list[str]:
     settings_of_options: list[list[str]] = []  # such as ["recipe=gpt2", "recipe=modern"]
     for option in grid:
         name, *values = option.split()
-        if not values:  # --grid max_lr 1e-3 without quotes: the shell makes two options of it
+        if not values:  # the shell has split --grid max_lr 1e-3
             raise UserError(f'{name} has no values; write --grid "NAME VALUE VALUE ..."')
         settings_of_options.append([f"{name}={value}" for value in values])
     return [" ".join(settings) for settings in itertools.product(*settings_of_options)]
@@ -64,24 +65,24 @@ def train(config: SweepConfig, name: str) -> Run:
     and return its log. Raises UserError if it fails, or if its folder has a run with other
     options."""
     folder = config.out / name
-    # Of two flags of one name the last one wins: so a --fixed seed or rate changes nothing.
+    # The last of two flags of one name wins, so that grid and seed override --fixed.
     options = list(config.fixed) + name.split()
-    # split: a fixed option has its values after spaces, as in "data_dir data/a:0.7 data/b:0.3"
+    # `split`, as a fixed option may have several values: "data_dir data/a:0.7 data/b:0.3".
     flags = " ".join(f"--{option}" for option in options).split()
     # Without a checkpoint, "auto" is a new run.
     flags += ["--resume", "auto", "--run_dir", str(folder)]
 
-    # The folder's name does not tell --fixed: without this check the table would compare a run of
-    # an earlier sweep, on other data or of another length, with new ones.
-    earlier = logged_run(folder / "logs")  # its config.json; None before a run, {} if it is damaged
-    # without train.py, the first word, and without the last one, as --out may have another spelling
+    # The folder's name lacks --fixed: without this check the table would compare a run of an
+    # earlier sweep, on other data or of another length, with new runs.
+    earlier = logged_run(folder / "logs")  # config.json; None without a log
+    # The first word is train.py. The last one is the folder, as --out may have another spelling.
     if earlier and earlier["command"][1:-1] != flags[:-1]:
         raise UserError(f"{folder} has a run with other options; give another --out")
 
-    print(f"--- {name}", flush=True)  # flush: before what train.py prints
-    # Popen, as subprocess.run kills the run at Ctrl-C: the terminal tells it, too, and it saves
+    print(f"--- {name}", flush=True)  # before the output of train.py
+    # Popen: at Ctrl-C the run is signalled by the terminal and saves; subprocess.run would kill it.
     exit_code = subprocess.Popen([sys.executable, TRAIN, *flags]).wait()
-    if exit_code != 0:  # its error stands above; 128 + the signal if one stopped it
+    if exit_code != 0:  # 128 + the signal if one stopped it
         raise UserError(f"the run {name} has failed: see above; mend it or take it out of --grid")
     return read_run(folder)
 
@@ -91,10 +92,10 @@ def to_markdown(groups: list[str], losses: np.ndarray, metric: str) -> str:
     to the best group: the mean over pairs of runs of one seed, which read the same data in the same
     order."""
     num_seeds = losses.shape[1]
-    ddof = min(1, num_seeds - 1)  # deviations of a sample; of a single seed 0
+    ddof = min(1, num_seeds - 1)  # sample std; 0 for a single seed
     means = losses.mean(axis=1)  # (groups,)
-    order = means.argsort()  # indices of groups, the best first; NaN, of one that diverged, last
-    differences = losses - losses[order[0]]  # (groups, seeds), seed by seed
+    order = means.argsort()  # best group first, NaN last
+    differences = losses - losses[order[0]]  # (groups, seeds)
     lines = [f"| run | validation {metric} | std of {num_seeds} | to the best |", "|---" * 4 + "|"]
     for i in order:
         numbers = f"{means[i]:.4f} | {losses[i].std(ddof=ddof):.4f} | {differences[i].mean():+.4f}"
@@ -108,15 +109,16 @@ def draw(runs: list[Run], groups: list[str], losses: np.ndarray, metric: str, ou
     then of the second, ...; `losses` (groups, seeds) are their last ones, which sort the legend."""
     num_seeds = losses.shape[1]
     ddof = min(1, num_seeds - 1)  # as in the table
-    picture, panels = figure.make_panels([[metric]])  # one panel, by the name of its metric
+    picture, panels = figure.make_panels([[metric]])
     axes = panels[metric]
-    colors = colormaps["turbo"](np.linspace(0.1, 0.9, len(groups)))  # blue is best, red is worst
+    # blue for the best group, red for the worst
+    colors = colormaps["turbo"](np.linspace(0.1, 0.9, len(groups)))
     for color, i in zip(colors, losses.mean(axis=1).argsort(), strict=True):
-        # of each seed of group i: training tokens, and the losses at these
+        # (training tokens, losses) of each seed of group i
         curves = [curve(run, "val", metric) for run in runs[num_seeds * i : num_seeds * (i + 1)]]
-        x = curves[0][0][1:]  # without the untrained models, far above all others
+        x = curves[0][0][1:]  # without the untrained models, which lie far above
         values = np.array([values[1:] for _, values in curves])  # (seeds, validations)
-        mean = values.mean(axis=0)  # over seeds, (validations,)
+        mean = values.mean(axis=0)  # (validations,)
         std = values.std(axis=0, ddof=ddof)
         label = f"{groups[i]}: {losses[i].mean():.4f} ± {losses[i].std(ddof=ddof):.4f}"
         axes.plot(x, mean, color=color, label=label)
@@ -126,14 +128,14 @@ def draw(runs: list[Run], groups: list[str], losses: np.ndarray, metric: str, ou
 
 def main(config: SweepConfig) -> None:
     groups = list_groups(config.grid)
-    runs: list[Run] = []  # of all seeds of the first group, then of the second, ...
+    runs: list[Run] = []  # all seeds of the first group, then of the next, ...
     for group in groups:
         runs += [train(config, f"{group} seed={seed}") for seed in config.seeds]
 
-    # nats per token, or bits per byte where the tokenizers of the groups differ
+    # nats per token, or bits per byte if the groups' tokenizers differ
     metric = comparable_loss(runs)
-    # NaN for shards made elsewhere, which do not tell the bytes of their text
-    last_losses = [run.log["val"][-1].get(metric, np.nan) for run in runs]  # after the last step
+    # NaN for shards made elsewhere, which do not tell the bytes of their text.
+    last_losses = [run.log["val"][-1].get(metric, np.nan) for run in runs]
     losses = np.reshape(last_losses, (len(groups), -1))  # (groups, seeds)
     table = to_markdown(groups, losses, metric)
     (config.out / "table.md").write_text(table, encoding="utf-8")

@@ -40,37 +40,35 @@ def largest_micro_batch(
     """Return the most sequences of a micro-batch whose forecast fits USABLE of the free memory, and
     that forecast in bytes; 0 and that of one sequence if none fits. The sequences divide a
     process's share of a step."""
-    # as many micro-steps of one sequence as a process has sequences in a step
+    # A process has as many sequences in a step as micro-steps of one sequence.
     num_sequences = hardware.count_micro_steps(replace(options, micro_batch_size=1))
-    # the largest first; another size than a divisor would leave a smaller last micro-batch
+    # A size that does not divide them would leave a smaller last micro-batch.
     for size in range(num_sequences, 0, -1):
         if num_sequences % size == 0:
             trial = replace(options, micro_batch_size=size)
-            # forecast_memory: bytes at the peak, by part of the memory
             needed_bytes = sum(forecast_memory(trial, recipe, shape, hardware).values())
             if needed_bytes <= USABLE * hardware.free:
                 return size, needed_bytes
-    return 0, needed_bytes  # of the last trial, one sequence
+    return 0, needed_bytes  # bytes of one sequence, the last trial
 
 
 def advise(
     options: ResolvedTrainConfig, recipe: Recipe, shape: GPTConfig, hardware: Hardware
 ) -> str:
-    """Return the flags with which a step takes the least time by forecast, of those with which the
-    run fits these devices; of equal ones the first below, which are the plainest. Return where to
-    look if none fit, or if the devices are not known."""
-    model = build_without_weights(shape)  # on the device "meta", for its FLOPs
+    """Return the flags with which the run fits these devices and a step takes the least time by
+    forecast; of equally fast combinations the plainest, which comes first below. Return which flags
+    to read about if none fit, or if the devices are not known."""
+    model = build_without_weights(shape)  # forecast_step counts its FLOPs
     num_processes = hardware.num_processes
-    # values of --shard_across, beside None: the processes of two machines, of three, ...
+    # values of --shard_across: the processes of two machines, of three, ...
     several_machines = range(2 * hardware.per_machine, num_processes + 1, hardware.per_machine)
     best_seconds = math.inf
-    advice = "see --activation_checkpointing and --sharding"  # if no combination below fits
-    # Plainest values first: a later combination has to be faster to be taken. The last tuple varies
-    # fastest.
+    advice = "see --activation_checkpointing and --sharding"
+    # Plainest values first: a later combination has to be faster to be taken.
     for checkpointing, tensor_parallel, shard_across, sharding in itertools.product(
         ("none", "cheap", "block"),
         (1, 2, 4, 8),
-        (None, *several_machines),  # None: the processes of each machine divide a copy
+        (None, *several_machines),  # None: a copy in each machine
         ("none", "zero1", "zero2", "zero3"),
     ):
         flags: dict[str, object] = {
@@ -83,15 +81,15 @@ def advise(
             check_divides(shape, tensor_parallel)
             trial = replace(options, **flags)  # type: ignore[arg-type]
             size, _ = largest_micro_batch(trial, recipe, shape, hardware)
-        except UserError:  # they do not divide, or do not go together
+        except UserError:  # the numbers do not divide, or the flags do not go together
             continue
-        if size == 0:  # not even one sequence fits
+        if size == 0:
             continue
-        # None for a device whose speed is not known: the advice stays the general one
+        # None for a device of unknown speed: the advice stays the general one.
         step = forecast_step(replace(trial, micro_batch_size=size), model, hardware)
         if step is not None and step.seconds < best_seconds:
             best_seconds = step.seconds
             flags["micro_batch_size"] = size
-            flags_text = " ".join(to_flags(flags))  # without a --shard_across of None
+            flags_text = " ".join(to_flags(flags))  # leaves out None
             advice = f"the fastest that fits is {flags_text}, {best_seconds:.2f} s a step"
     return advice

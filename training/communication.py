@@ -10,7 +10,8 @@ from model.gpt import GPT
 from training.plan import FLOAT32_BYTES, Hardware, count_weights
 from utils.throughput import NETWORK_BANDWIDTH
 
-MFU = 0.40  # llm.c's 124M on eight H100: 140 ms for 524,288 tokens (modded-nanogpt, 2024-10-13)
+# MFU of llm.c's 124M on eight H100: 140 ms for 524,288 tokens (modded-nanogpt, 2024-10-13).
+MFU = 0.40
 
 
 @dataclass(frozen=True)
@@ -43,11 +44,11 @@ class StepForecast:
 
 def step_flops(options: ResolvedTrainConfig, model: GPT) -> float:
     """Return the FLOPs of a step on all devices."""
-    token_flops: float = model.flops_per_token()  # forward and backward, with one head
+    token_flops: float = model.flops_per_token()
     if options.activation_checkpointing == "block":
-        # forward, forward again and backward, which costs as much as two of them
+        # Recomputation adds a second forward pass; the backward pass costs two.
         token_flops *= 4 / 3
-    # each process that shares the blocks computes the whole head: 6 FLOPs a weight, as above
+    # Each process of a tensor group computes the whole head, which is counted once above.
     token_flops += 6 * model.head_weight.numel() * (options.tensor_parallel - 1)
     return options.total_batch_size * token_flops
 
@@ -63,38 +64,39 @@ def forecast_step(
     num_ranks = options.tensor_parallel  # processes that share each block
     num_parts, num_shards = hardware.count_parts(options)
     micro_steps = hardware.count_micro_steps(options)
-    itemsize = hardware.dtype.itemsize  # bytes of a number in matmuls
+    itemsize = hardware.dtype.itemsize  # bytes per number in matmuls
     shape = model.config
 
-    # Whole tensors: weights of the blocks are gathered in the dtype of matmuls, all others in
-    # float32 and once, gradients are reduced in float32.
+    # FSDP2 gathers the blocks' weights in the dtype of matmuls, all others in float32 and once a
+    # step, and reduces gradients in float32.
     num_matrix_weights, num_other_weights = count_weights(shape)
-    num_matrix_weights //= num_ranks  # from here on, of one process's part of the blocks
+    num_matrix_weights //= num_ranks  # per process from here on
     gradients = FLOAT32_BYTES * (num_matrix_weights + num_other_weights)
     sharded = 0  # bytes of all-gathers and reduce-scatters of a step; 0 under DDP
     if options.sharding != "none":
-        # zero3 frees the blocks after the forward pass and gathers them again for the backward
+        # zero3 frees the blocks after the forward pass and gathers them again for the backward.
         num_gathers = 2 * micro_steps if options.sharding == "zero3" else 1
         num_reductions = 1 if options.sharding == "zero1" else micro_steps
         sharded = num_gathers * itemsize * num_matrix_weights
         sharded += FLOAT32_BYTES * num_other_weights + num_reductions * gradients
-    # The processes of a machine, by number: neighbours share blocks, such groups divide one copy of
-    # the state, and what is left of the machine holds further copies.
-    shards_here = min(num_shards, hardware.per_machine // num_ranks)  # of a copy, in a machine
+    # Processes with consecutive numbers share blocks. Such tensor groups divide one copy of the
+    # state, and a machine with more groups than that holds further copies.
+    shards_here = min(num_shards, hardware.per_machine // num_ranks)
     copies_here = hardware.per_machine // num_ranks // shards_here
     machine_bytes, network_bytes = split_by_link(sharded, num_shards, shards_here)
-    # Each copy has gradients of its own data. An all-reduce of each shard among its copies averages
-    # them; it is a reduce-scatter and an all-gather, so that its bytes count twice.
+    # An all-reduce of each shard averages the gradients of the copies. It is a reduce-scatter and
+    # an all-gather, so that its bytes count twice.
     between_copies = split_by_link(2 * gradients / num_shards, num_parts // num_shards, copies_here)
 
-    # Two all-reduces of (tokens, C) a block: forward in the dtype of matmuls, backward in float32.
+    # Tensor parallelism all-reduces (tokens, C) twice a block in each pass: in the dtype of matmuls
+    # in the forward, in float32 in the backward.
     token_bytes = shape.n_layer * shape.n_embd * (2 * itemsize + 2 * FLOAT32_BYTES)
     if options.activation_checkpointing == "block":
-        # Recomputation repeats that after attention; it ends before that after the MLP, whose
-        # result the backward pass does not need. Under "cheap" the compiler keeps both results.
+        # Recomputation repeats the all-reduce after attention, but stops before the one after the
+        # MLP, whose result the backward pass does not need. The compiler keeps both under "cheap".
         token_bytes += shape.n_layer * shape.n_embd * itemsize
-    activations = options.total_batch_size // num_parts * token_bytes  # in a step
-    activation_bytes, _ = split_by_link(2 * activations, num_ranks, num_ranks)  # in one machine
+    activations = options.total_batch_size // num_parts * token_bytes  # bytes in a step
+    activation_bytes, _ = split_by_link(2 * activations, num_ranks, num_ranks)
     return StepForecast(
         compute_seconds=step_flops(options, model) / (hardware.num_processes * gpu.peak * MFU),
         machine_bytes=machine_bytes + between_copies[0],
@@ -108,10 +110,10 @@ def split_by_link(num_bytes: float, group_size: int, per_machine: int) -> tuple[
     """Return the bytes that a process sends in its machine and between machines in an all-gather or
     a reduce-scatter of `num_bytes` in all, in a group with `per_machine` processes in a machine.
 
-    Each of these takes its part of the bytes through a network card of its own, as NCCL's rings do.
+    Each process sends its part of the bytes through its own network card, as in NCCL's rings.
     """
     num_machines = group_size / per_machine
-    # with P members a ring sends (P - 1) / P of the bytes from each of them
+    # In a ring of P processes each sends (P - 1) / P of the bytes.
     machine_bytes = num_bytes * (per_machine - 1) / per_machine
     network_bytes = num_bytes / per_machine * (num_machines - 1) / num_machines
     return machine_bytes, network_bytes

@@ -19,8 +19,8 @@ from utils.distributed import ALONE, launched
 from utils.errors import UserError
 from utils.throughput import NAMED_GPUS, NETWORK_BANDWIDTH
 
-DOLLARS_PER_GPU_HOUR = 2.50  # about what an H100 rents for; other GPUs count alike
-FEWEST_FITTED_TOKENS = 100_000_000  # of the shortest run that fitted_loss was fitted to
+DOLLARS_PER_GPU_HOUR = 2.50  # rent of an H100, used for all GPUs
+FEWEST_FITTED_TOKENS = 100_000_000  # shortest run that fitted_loss was fitted to
 
 
 def print_forecast(
@@ -28,7 +28,8 @@ def print_forecast(
 ) -> None:
     """Print what would be trained and its forecast; on the main process, for all. `checkpoint` is
     that of --resume, None for a new run."""
-    if launched("RANK") > 0:  # of several processes of torchrun, which do not connect here
+    # Not Process.is_main: a dry run does not connect the processes of torchrun.
+    if launched("RANK") > 0:
         return
     hardware = Hardware.of(options)
     shape = planned_shape(options, recipe, checkpoint)
@@ -38,9 +39,9 @@ def print_forecast(
         options = replace(options, micro_batch_size=size)
 
     # what is trained, on what
-    model = build_without_weights(shape)  # on the device "meta", to count
-    is_named_gpu = options.device in NAMED_GPUS  # such as h100, which need not be here
-    num_parts, _ = hardware.count_parts(options)  # of the data
+    model = build_without_weights(shape)
+    is_named_gpu = options.device in NAMED_GPUS  # such as h100
+    num_parts, _ = hardware.count_parts(options)  # parts of the data
     micro_steps = hardware.count_micro_steps(options)
     device_name = hardware.device.type
     if is_named_gpu:
@@ -55,36 +56,36 @@ def print_forecast(
     # memory
     bytes_by_part = forecast_memory(options, recipe, shape, hardware)
     print("peak memory of one process in GB, without Python, CUDA's context and dropout's masks:")
-    for name, num_bytes in bytes_by_part.items():  # "weights", "gradients", ...
+    for name, num_bytes in bytes_by_part.items():
         print(f"  {num_bytes / 1e9:8.2f}  {name}")
     needed = sum(bytes_by_part.values())
-    fits = needed <= USABLE * hardware.free  # some is left, as the forecast is not exact
+    fits = needed <= USABLE * hardware.free
     fits_text = "fits" if fits else "does not fit"
     print(f"  {needed / 1e9:8.2f}  in all: {fits_text} {hardware.free / 1e9:.2f} GB")
 
-    # bytes sent, and what a person would try
-    step = forecast_step(options, model, hardware)  # None for devices whose speed is not known
+    # bytes sent, and advice
+    step = forecast_step(options, model, hardware)  # None for devices of unknown speed
     mfu = MFU
     if step is not None and hardware.num_processes > 1:
         print_sending(step)
-        # lower by the part of a step in which a GPU waits for what others send
+        # A GPU also waits for what others send.
         mfu *= step.compute_seconds / step.seconds
     if not fits or (step is not None and step.sending_seconds > step.compute_seconds):
         print(f"advice: {advise(options, recipe, shape, hardware)}")
 
-    # time and cost, of the steps that are left
+    # time and cost of the remaining steps
     steps = options.max_steps - (checkpoint["step"] if checkpoint else 0)
-    flops = step_flops(options, model) * steps  # of all devices
+    flops = step_flops(options, model) * steps  # on all devices together
     tokens = options.total_batch_size * steps
     print(f"{flops:.3g} FLOPs for {tokens:,} tokens{describe_time(flops, hardware, mfu)}")
 
-    # Loss, only of a new model with GPT-2's tokens, as the models of the fit had them; and without
-    # n-grams, as a token uses few of their many parameters.
+    # Loss of a new model, if it resembles those of the fit: they had GPT-2's tokens, and no n-gram
+    # embeddings, of whose many parameters a token uses few.
     has_gpt2_tokens = shape.vocab_size == TOKENIZERS["gpt2"].vocab_size
     if options.init_from is None and has_gpt2_tokens and shape.ngrams == 1:
         print(describe_loss(model.num_parameters(), options.total_batch_size * options.max_steps))
-    # train.sh reads these lines, and makes the shards of the default folder unless they are there;
-    # not for another machine, on which train.sh runs again
+    # train.sh reads these lines, and makes missing shards of the default folder. A run on a named
+    # GPU takes place on another machine, where train.sh makes them.
     if not is_named_gpu:
         for folder in options.data_dir:
             print(f"data_dir: {folder}")
@@ -95,7 +96,7 @@ def print_sending(step: StepForecast) -> None:
     """Print the bytes that a GPU sends in a step by link, their time, and that of a step. A link
     that carries nothing, as the network of a run on one machine, gets no line."""
     print(f"a GPU sends in a step, beside {step.compute_seconds:.3f} s of compute:")
-    for num_bytes, bandwidth, destination in (  # in bytes, bytes/s, words
+    for num_bytes, bandwidth, destination in (
         (step.machine_bytes, step.bandwidth, "within its machine"),
         (step.network_bytes, NETWORK_BANDWIDTH, "between machines"),
         (step.activation_bytes, step.bandwidth, "of activations, which the next layer waits for"),
@@ -110,13 +111,13 @@ def describe_time(flops: float, hardware: Hardware, mfu: float) -> str:
     """Return the time in which the devices compute a number of FLOPs, and the cost of GPUs at an
     MFU, to append to a line; "" for a GPU whose peak is not known."""
     if hardware.device.type == "cpu":
-        hours = seconds_on_cpu(flops, hardware.dtype) / 3600  # by a matmul that it times here
+        hours = seconds_on_cpu(flops, hardware.dtype) / 3600  # times a matmul
         # train.sh quotes the text between "about" and "on this processor"
         return f": about {hours:,.1f} hours ({hours / 24:,.0f} days) on this processor"
     if hardware.gpu is None:
         return ""
-    peak = hardware.gpu.peak  # FLOP/s of one GPU
-    gpu_hours = flops / (peak * mfu) / 3600  # of all GPUs together
+    peak = hardware.gpu.peak  # FLOP/s
+    gpu_hours = flops / (peak * mfu) / 3600  # sum over GPUs
     num_gpus = hardware.num_processes
     return (
         f": {gpu_hours / num_gpus:,.2f} hours on {num_gpus} GPUs and "
@@ -139,17 +140,17 @@ def describe_loss(parameters: int, tokens: int) -> str:
         return (
             f"loss to expect: {fit} knows no runs of under {FEWEST_FITTED_TOKENS / 1e6:.0f}M tokens"
         )
-    loss = fitted_loss(parameters, tokens)  # nats per token
+    loss = fitted_loss(parameters, tokens)
     text = (
         f"loss to expect: about {loss:.2f}, by {fit}; it knows C4 and AdamW, and neither other "
         "text nor tokens that are read twice"
     )
-    # Where the product is fixed, the loss is lowest where both terms of the fit are equal:
+    # For a fixed product of both, the loss is lowest where the two terms of the fit are equal:
     # 521 / parameters^a = 1488 / tokens^a, with a = 0.3527.
     best_parameters = (521 / 1488) ** (0.5 / 0.3527) * (parameters * tokens) ** 0.5
     best_tokens = parameters * tokens / best_parameters
     best_loss = fitted_loss(best_parameters, best_tokens)
-    # only a size that is worth changing for, and only within the runs of the fit
+    # Propose only a size that is worth the change and lies within the runs of the fit.
     if loss - best_loss > 0.02 and best_tokens > FEWEST_FITTED_TOKENS:
         text += (
             f"; for the same compute it is lowest, {best_loss:.2f}, with "
@@ -163,17 +164,17 @@ def planned_shape(
 ) -> GPTConfig:
     """Return the architecture of the run, with GPT-2's vocabulary where there are no shards yet.
     Raises UserError for options that ask for another one than that of the weights."""
-    # model_shape: the shape of the weights, if the options agree with it
+    # model_shape returns the shape of the weights, or raises if the options ask for another one.
     if checkpoint is not None:
         return model_shape(options, recipe, GPTConfig(**checkpoint["model_config"]))
     if options.init_from is not None:
-        # ALONE: this process, without others that would open the file, too
+        # ALONE: in a dry run only the main process gets here.
         return model_shape(options, recipe, open_saved(options.init_from, ALONE).shape)
     vocab_size = TOKENIZERS["gpt2"].vocab_size
     try:
         data = Mixture(options.data_dir, "train", options.block_size)
         vocab_size = data.stream.vocab_size
         print(data.describe_epochs(options.max_steps * options.total_batch_size))
-    except UserError as error:  # no shards yet, which a dry run does not need
+    except UserError as error:  # a dry run needs no shards
         print(f"note: {error}")
     return options.model_config(recipe, vocab_size)

@@ -45,8 +45,8 @@ class MeasureOptions(ModelSize):
     """Sequences in a training step."""
 
 
-# a model on its device, which returns the loss of token ids and targets (B, T), its optimizers, and
-# the dtype of matmuls
+# A model on its device that returns the loss for token ids and targets (B, T), its optimizers, and
+# the dtype of matmuls.
 Program = tuple[nn.Module, list[torch.optim.Optimizer], torch.dtype]
 
 
@@ -70,16 +70,16 @@ def measure_in_turn(
     `options.repeats` measurements of each, by name.
     """
     measurements: dict[str, list[Measurement]] = {name: [] for name in programs}
-    # "spawn" starts a new Python; a fork would begin with the memory of this process
+    # "spawn" starts a new Python; a fork would begin with the memory of this process.
     context = multiprocessing.get_context("spawn")
-    for _ in range(options.repeats):  # outside: a slow minute hits all programs
+    for _ in range(options.repeats):
         for name, build in programs.items():
-            # an executor of one process, which ends with the block; an error there is raised here
+            # A pool of one process, which ends with the block. `result` raises the process's error.
             with ProcessPoolExecutor(max_workers=1, mp_context=context) as process:
                 measurement = process.submit(measure, build, options).result()
             print(name, measurement, flush=True)
             measurements[name].append(measurement)
-    # medians of each field by itself: NumPy sees a table (repeats, fields)
+    # The median of each field by itself: NumPy sees a table (repeats, fields).
     return {name: Measurement(*np.median(measurements[name], axis=0)) for name in programs}
 
 
@@ -88,26 +88,27 @@ def measure(build: Callable[..., Program], options: MeasureOptions) -> Measureme
 
     The peak memory is that of the process so far, which therefore has to be a new one.
     """
-    torch.manual_seed(0)  # programs that draw alike get the same weights and the same batch
+    # Programs that draw the same numbers get the same weights and the same batch.
+    torch.manual_seed(0)
     model, optimizers, dtype = build(options)
     device = next(model.parameters()).device
     size = (2, options.micro_batch_size, options.block_size)  # inputs and targets
     idx, targets = torch.randint(GPT2Tokenizer.vocab_size, size, device=device)  # (B, T) each
 
     def train_step() -> float:
-        # as train.py does: a forward pass casts each weight once
+        # keep_weights=False as in train.py: a forward pass uses each weight once.
         with autocast(device, dtype, keep_weights=False):
             loss = model(idx, targets)
         loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # as train.py and nanoGPT do
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # as in train.py and nanoGPT
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        return loss.item()  # waits until a GPU has done the step
+        return loss.item()  # waits for a GPU
 
     for _ in range(WARMUP_STEPS):
         loss = train_step()
-    num_steps = 0  # that are timed, after the warmup
+    num_steps = 0
     start_seconds = time.perf_counter()
     while num_steps == 0 or time.perf_counter() < start_seconds + options.seconds:
         train_step()
@@ -115,9 +116,9 @@ def measure(build: Callable[..., Program], options: MeasureOptions) -> Measureme
     step_seconds = (time.perf_counter() - start_seconds) / num_steps
 
     if device.type == "cuda":
-        peak_bytes = torch.cuda.max_memory_allocated()  # of tensors, without the CUDA context
-    else:  # the most that this process had in memory at one time
+        peak_bytes = torch.cuda.max_memory_allocated()
+    else:
         peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        if sys.platform == "linux":  # where it is in KiB, on macOS in bytes
+        if sys.platform == "linux":  # KiB on Linux, bytes on macOS
             peak_bytes *= 1024
     return Measurement(step_seconds, peak_bytes, loss)

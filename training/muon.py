@@ -29,30 +29,31 @@ from training.tensor_parallel import group_size, stacked_layers
 NEWTON_SCHULZ_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 NEWTON_SCHULZ_ITERATIONS = 5
 
-# Largest number of entries of a stack, unless one matrix has more: all of a shape in GPT-2 124M.
-# Stacking costs temporary copies of a stack, in float32 and in the dtype of matmuls.
+# Largest number of entries of a stack, unless one matrix has more. In GPT-2 124M all matrices of a
+# shape fit into one stack. A stack costs temporary copies, in float32 and the dtype of matmuls.
 STACK_ENTRIES = 2**26
 
 
 def matrix_groups(model: GPT) -> list[dict]:
     """Return the blocks' matrices as parameter groups of one shape, which Muon updates together.
 
-    "split_sizes" of a group are the row counts of the matrices that a weight stacks; of the parts
-    of these that one process has, where several share a block.
+    "split_sizes" of a group are the row counts of the matrices that a weight stacks. With tensor
+    parallelism they are the row counts of one process's parts of these.
     """
-    stacked = stacked_layers(model.config)  # row counts by layer, of c_attn and a gated c_fc
-    num_ranks = group_size(model)  # processes that share each block, 1 without tensor parallelism
+    # row counts of the matrices in c_attn, and in c_fc of SwiGLU, by the layer's name
+    stacked = stacked_layers(model.config)
+    num_ranks = group_size(model)  # processes that share each block
     groups: list[dict] = []
     for layer_name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"):
-        # the same layer of each block; a DTensor, if it is sharded, has the size of the whole
+        # A sharded weight is a DTensor, whose size is that of the whole matrix.
         weights = [block.get_parameter(f"{layer_name}.weight") for block in model.transformer.h]
-        split_sizes = stacked.get(layer_name, (weights[0].size(0),))  # else one matrix, all rows
-        # also of a c_proj, which is divided by columns: parts in their order are the whole matrix
+        split_sizes = stacked.get(layer_name, (weights[0].size(0),))
+        # A c_proj is divided by columns, but split here, too: orthogonalize joins the parts again.
         part_sizes = tuple(size // num_ranks for size in split_sizes)
-        num_stacked = max(1, STACK_ENTRIES // weights[0].numel())  # layers of a group
+        num_stacked = max(1, STACK_ENTRIES // weights[0].numel())  # matrices of a group
         for start in range(0, len(weights), num_stacked):
             stack = weights[start : start + num_stacked]
-            # the learning rate of a step is multiplied by lr_scale: training/schedule.py
+            # set_rates in training/schedule.py multiplies the learning rate by lr_scale.
             groups.append({"params": stack, "lr_scale": 1.0, "split_sizes": part_sizes})
     return groups
 
@@ -70,30 +71,30 @@ class Muon(torch.optim.Optimizer):
         self, groups: list[dict], recipe: Recipe, weight_decay: float, dtype: torch.dtype
     ) -> None:
         super().__init__(groups, {"lr": 0.0, "weight_decay": weight_decay})
-        self.recipe = recipe  # of the whole run: momentum, cautious and normuon are read here
+        self.recipe = recipe
         # Momenta are cast before they are normalized, and float16 would round small ones to zero.
         self.dtype = torch.float32 if dtype is torch.float16 else dtype
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]  # takes no closure
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update all parameters, and overwrite their gradients.
 
         Every process must call it: where parameters are sharded it gathers matrices.
         """
         for group in self.param_groups:
             parameters = group["params"]  # n matrices (R, C) of one shape
-            self.add_momentum(parameters)  # in float32; each p.grad now holds Nesterov's momentum
+            self.add_momentum(parameters)  # p.grad now holds Nesterov's momentum
             momenta = torch.stack([p.grad.to(self.dtype) for p in parameters])  # (n, R, C)
-            if isinstance(momenta, DTensor):  # of which this process holds rows (n, r, C)
-                # full_tensor gathers the rows of all processes, and each computes the same
+            if isinstance(momenta, DTensor):  # this process holds (n, r, C)
+                # full_tensor gathers the rows, and every process orthogonalizes whole matrices.
                 update = orthogonalize(momenta.full_tensor(), group["split_sizes"])
-                # src_data_rank=None: each process takes its rows of the stack that it has itself
+                # src_data_rank=None: each process keeps its rows, and nothing is sent.
                 update = distribute_tensor(
                     update, momenta.device_mesh, momenta.placements, src_data_rank=None
                 )
             else:
                 update = orthogonalize(momenta, group["split_sizes"])
-            if self.recipe.normuon > 0:  # 0: Muon without the running means of NorMuon
+            if self.recipe.normuon > 0:  # 0: plain Muon
                 update = self.normalize_rows(parameters, update)
             update = local_shard(update)  # (n, r, C)
             self.update_weights(parameters, update, group["lr"], group["weight_decay"])
@@ -101,12 +102,13 @@ class Muon(torch.optim.Optimizer):
     def add_momentum(self, parameters: list[Tensor]) -> None:
         """Add the gradients to the momenta, and overwrite the gradients with Nesterov's momenta:
         tensors of their own would need the memory a second time."""
-        gradients: list[Tensor] = []  # rows of this process (r, C), which share memory with p.grad
+        # (r, C) each. They share memory with p.grad, so that the lerp below changes it.
+        gradients: list[Tensor] = []
         for p in parameters:
             assert p.grad is not None  # every step trains all matrices
             gradients.append(local_shard(p.grad))
             if "momentum_buffer" not in self.state[p]:
-                # a DTensor where the parameter is one, as checkpoints gather it like the parameter
+                # a DTensor if the parameter is one: checkpoints gather both alike
                 self.state[p]["momentum_buffer"] = torch.zeros_like(p)
         buffers = [local_shard(self.state[p]["momentum_buffer"]) for p in parameters]
         # In place: m = mu m + (1 - mu) g, then Nesterov's step ahead, g = (1 - mu) g + mu m.
@@ -126,9 +128,8 @@ class Muon(torch.optim.Optimizer):
                 # the shape (R, 1), with rows sharded as those of the parameter are.
                 self.state[p]["row_squares"] = torch.ones_like(p[:, :1])
         row_squares = [self.state[p]["row_squares"] for p in parameters]  # (R, 1) each
-        # float32, as the update has the dtype of matmuls
         square_norms = update.float().square().sum(2, keepdim=True)  # (n, R, 1)
-        # the running means, in place
+        # update the running means in place
         torch._foreach_lerp_(row_squares, square_norms.unbind(), 1 - self.recipe.normuon)
         return update * torch.stack(row_squares).rsqrt()
 
@@ -141,7 +142,7 @@ class Muon(torch.optim.Optimizer):
         if self.recipe.cautious:
             # Chen et al. 2025: decay only the entries that the update makes smaller anyway
             stack = torch.stack(weights)  # (n, r, C)
-            shrinking = stack * update > 0  # one sign: subtracting the update moves towards 0
+            shrinking = stack * update > 0  # the update moves these towards 0
             torch._foreach_sub_(weights, (stack * shrinking).unbind(), alpha=lr * weight_decay)
         else:
             torch._foreach_mul_(weights, 1 - lr * weight_decay)
@@ -153,21 +154,21 @@ def orthogonalize(stack: Tensor, split_sizes: tuple[int, ...]) -> Tensor:
     (n, R, C) are made of. Where processes share a block, `split_sizes` are the rows that one of
     them has of each matrix, and its rows of all matrices stand before those of the next process.
 
-    Tall ones are scaled by sqrt(rows / columns), so that an update changes the output of a layer by
-    about as much for any shape (Jordan et al. 2024).
+    Tall matrices are scaled by sqrt(rows / columns), so that an update changes the output of a
+    layer by about as much for any shape (Jordan et al. 2024).
     """
-    orthogonalized: list[Tensor] = []  # by matrix, (n, processes, rows of one, C) each
-    stack = stack.unflatten(1, (-1, sum(split_sizes)))  # (n, processes, rows of one, C)
-    for parts in stack.split(split_sizes, dim=2):  # as queries, then keys, then values
-        x = parts.flatten(1, 2)  # (n, rows, C): the rows of all processes are the whole matrix
+    orthogonalized: list[Tensor] = []
+    stack = stack.unflatten(1, (-1, sum(split_sizes)))  # (n, processes, rows of each, C)
+    for parts in stack.split(split_sizes, dim=2):  # such as queries, keys, values
+        x = parts.flatten(1, 2)  # (n, rows of all processes, C)
         _, num_rows, num_columns = x.shape
         if num_rows > num_columns:
-            # newton_schulz multiplies X X^T, which of the transpose is the smaller Gram matrix
+            # Of a tall matrix, X^T X is the smaller Gram matrix, which the transpose gives.
             x = newton_schulz(x.mT).mT * math.sqrt(num_rows / num_columns)
         else:
             x = newton_schulz(x)
         orthogonalized.append(x.unflatten(1, parts.shape[1:3]))
-    return torch.cat(orthogonalized, dim=2).flatten(1, 2)  # (n, R, C), rows in the order of before
+    return torch.cat(orthogonalized, dim=2).flatten(1, 2)  # (n, R, C)
 
 
 def newton_schulz(x: Tensor) -> Tensor:

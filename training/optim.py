@@ -27,9 +27,9 @@ def make_optimizers(
     Before each step the caller sets the "lr" of every group to the learning rate times the group's
     "lr_scale" (training/schedule.py). Muon's matmuls run in `dtype`.
     """
-    matrices = []  # of attention and MLP
+    matrices = []  # attention and MLP
     embeddings = []
-    heads = []  # an untied head, or that of a reward model
+    heads = []  # an untied head, or a reward model's
     vectors = []  # biases and gains
     for name, p in model.named_parameters():  # a tied head is named once, as the embedding
         if p.dim() < 2:
@@ -44,27 +44,26 @@ def make_optimizers(
     # Without Muon, AdamW decays matrices, embeddings and an untied head, as in nanoGPT and llm.c.
     # Beside Muon, which decays its matrices, AdamW decays nothing, as in nanochat. Vectors never
     # decay.
-    assert options.weight_decay is not None  # resolved from the recipe before
+    assert options.weight_decay is not None  # resolved from the recipe already
     has_muon = recipe.optimizer == "muon"
     adamw_decay = 0.0 if has_muon else options.weight_decay
     adamw_groups = [
         {"params": embeddings, "lr_scale": recipe.embedding_rate, "weight_decay": adamw_decay},
         {"params": heads, "lr_scale": recipe.head_rate, "weight_decay": adamw_decay},
     ]
-    # With tensor parallelism biases of linear layers are on another mesh than vectors of norms.
+    # With tensor parallelism, biases of linear layers lie on another mesh than vectors of norms.
     for parameters in by_mesh(vectors):
         adamw_groups.append({"params": parameters, "lr_scale": 1.0, "weight_decay": 0.0})
-    if not has_muon:  # else they are Muon's, below
+    if not has_muon:
         adamw_groups.append({"params": matrices, "lr_scale": 1.0, "weight_decay": adamw_decay})
 
-    # An optimizer for each group: float16's scaler unscales all gradients of an optimizer in one
-    # operation, which needs them on one mesh. It reduces infinities over that mesh, and its update
-    # adds up those of all optimizers: so processes that share a block keep one scale.
+    # Each group gets its own optimizer: float16's GradScaler unscales all gradients of an optimizer
+    # in one operation, which needs them on one mesh. It reduces found_inf over that mesh, and
+    # scaler.update adds it up over optimizers: so processes that share a block keep one scale.
     betas = (options.beta1, options.beta2)
     optimizers: list[torch.optim.Optimizer] = []
     for group in adamw_groups:
-        if group["params"]:  # with a tied head there is none of its own
-            # fused: a few kernels for the whole group, not several for each parameter
+        if group["params"]:  # a tied head leaves its group empty
             optimizers.append(torch.optim.AdamW([group], betas=betas, fused=True))
     if has_muon:
         optimizers.append(Muon(matrix_groups(model), recipe, options.weight_decay, dtype))

@@ -49,15 +49,15 @@ def wrap(
     A process alone gets the model itself. DDP returns a module around it; FSDP2 turns its
     parameters into DTensors in place. `sharding` is --sharding, `dtype` that of matmuls.
     """
-    if sharding != "none" and dist.is_initialized():  # a launcher has started several processes
-        # before there is memory, so that no process holds more than its part
+    if sharding != "none" and dist.is_initialized():  # False for a single process
+        # On "meta", before weights take memory: no process ever holds more than its part.
         shard(model, process, sharding, dtype)
     fill_model(model, weights, process.device)
     if sharding != "none" or not dist.is_initialized():
         return model
     device_ids = [process.device.index] if process.device.type == "cuda" else None
-    # Gradients become views of the buckets that DDP reduces. A step of one micro-step holds them
-    # once; what several micro-steps have summed before the last one lies apart from the buckets.
+    # Gradients become views of the buckets that DDP reduces, so that they take their memory once.
+    # Sums of earlier micro-steps, which are not reduced, lie apart from the buckets.
     return DistributedDataParallel(model, device_ids=device_ids, gradient_as_bucket_view=True)
 
 
@@ -68,15 +68,16 @@ def shard(model: GPT, process: Process, sharding: str, dtype: torch.dtype) -> No
     state, by default one in each machine, are replicas.
     """
     # On a mesh of two dimensions FSDP2 shards along the second one, reduce-scatters gradients
-    # there, and all-reduces the shards along the first one (HSDP): where each machine has a copy,
-    # only these leave it. Along a third one, processes with consecutive numbers share each block.
+    # there, and all-reduces the shards along the first one (HSDP): with a copy in each machine,
+    # only the all-reduce goes between machines. Along a third dimension, processes with consecutive
+    # numbers share each block.
     all_mesh = init_device_mesh(
         process.device.type,
         (process.copies, process.world_size // process.copies, process.tensor_parallel),
         mesh_dim_names=("replicate", "shard", "tensor"),
     )
     mesh = all_mesh["replicate", "shard"] if process.copies > 1 else all_mesh["shard"]
-    # before FSDP2, which divides what is left to a process
+    # Tensor parallelism comes first: FSDP2 then divides what a process holds.
     if process.tensor_parallel > 1:
         parallelize(model, all_mesh["tensor"])
 
@@ -85,9 +86,8 @@ def shard(model: GPT, process: Process, sharding: str, dtype: torch.dtype) -> No
     mixed_precision = MixedPrecisionPolicy(
         dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
-    # Each call makes one unit, whose parameters are gathered together just before its forward.
-    # zero3 frees them after the forward and gathers them again for the backward; the others keep
-    # them.
+    # The parameters of a block are gathered together just before its forward. zero3 frees them
+    # after it and gathers them again for the backward; zero1 and zero2 keep them.
     for block in model.transformer.h:
         fully_shard(
             block,
@@ -95,13 +95,13 @@ def shard(model: GPT, process: Process, sharding: str, dtype: torch.dtype) -> No
             mp_policy=mixed_precision,
             reshard_after_forward=sharding == "zero3",
         )
-    # The root takes what no block has: embeddings, final norm and head, in float32. They are needed
-    # at both ends of the forward, and first in the backward, so they are not freed between.
+    # The root unit has the rest: embeddings, final norm and head, in float32. The backward pass
+    # begins with the head, so that they are not freed after the forward.
     fully_shard(model, mesh=mesh, reshard_after_forward=False)
     # Only `forward` gathers the root's parameters by itself; evaluation and sampling call `hidden`.
     register_fsdp_forward_method(model, "hidden")
-    # FSDP2 warns where a module returns a view, as an in-place operation on it would lose a hook.
-    # The loss is one; nothing changes it in place.
+    # FSDP2 warns if a module returns a view, as an in-place operation on it would lose a hook. The
+    # loss is a view, but nothing changes it in place.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module.*returned a view tensor")
 
 
@@ -114,36 +114,34 @@ def sync_gradients(module: nn.Module, sharding: str, *, last: bool) -> AbstractC
     """
     if isinstance(module, DistributedDataParallel):
         return nullcontext() if last else module.no_sync()
-    if isinstance(module, FSDPModule):  # the model itself, which fully_shard made one in place
-        # on the last backward FSDP2 waits for the reductions that are still under way
+    if isinstance(module, FSDPModule):  # fully_shard has changed the model's class
+        # In the last backward pass FSDP2 waits for pending reductions.
         module.set_is_last_backward(last)
         if sharding == "zero1":
-            # every process sums whole gradients until the last micro-step reduces them
             module.set_requires_gradient_sync(last)
         else:
-            # reduce-scatter in each micro-step, all-reduce between copies of the state in the last
+            # Reduce-scatter in each micro-step; all-reduce between copies of the state in the last.
             module.set_requires_all_reduce(last)
-        # Weights change with the next optimizer step only, so what was gathered is kept until then:
-        # under zero3 just the root's (recurse=False), as its blocks are to be freed.
+        # Gathered weights stay valid until the optimizer's step, so that they are kept until then;
+        # under zero3 only the root's (recurse=False), as it frees its blocks.
         module.set_reshard_after_backward(last, recurse=sharding != "zero3")
-    return nullcontext()  # FSDP2 has its settings in the module, and a process alone needs none
+    return nullcontext()  # FSDP2 keeps these settings in the module
 
 
 def clip_grad_norm(model: nn.Module, max_norm: float) -> Tensor:
     """Scale gradients in place to an L2 norm, of all together, of at most `max_norm`, unless it is
     0. Return the norm before, the same on every process, as a tensor on the device: reading it
     makes the host wait. Every process must call it."""
-    # lists of one mesh each; without sharding one list of plain tensors
+    # One list for each mesh: a norm cannot mix DTensors of several.
     groups = by_mesh(model.parameters())
     norms: list[Tensor] = []
     for parameters in groups:
         norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-        # of DTensors it is a DTensor, too: full_tensor adds up the shards of all processes
+        # The norm of DTensors is a DTensor: full_tensor reduces over the processes.
         norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
     full_norm = functools.reduce(torch.hypot, norms)  # root of the sum of squares
     if max_norm > 0:
         for parameters in groups:
-            # multiplies by max_norm / full_norm, at most 1: an `if` on the norm would make the host
-            # wait for a GPU
+            # The factor is at most 1: an `if` on the norm would make the host wait.
             nn.utils.clip_grads_with_norm_(parameters, max_norm, full_norm)
     return full_norm

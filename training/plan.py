@@ -24,7 +24,8 @@ from utils.throughput import GPU, NAMED_GPUS, find_gpu
 
 FLOAT32_BYTES = 4
 GPUS_PER_MACHINE = 8  # where a launcher does not say how many processes a machine has
-USABLE = 0.9  # share of the free memory that a micro-batch is chosen for; the forecast is not exact
+# Share of the free memory that a micro-batch may fill by the forecast, which is not exact.
+USABLE = 0.9
 
 
 @dataclass(frozen=True)
@@ -47,24 +48,25 @@ class Hardware:
     @classmethod
     def of(cls, options: ResolvedTrainConfig) -> "Hardware":
         """Return the hardware that the options name: a GPU by name, or that of this machine."""
-        gpu = NAMED_GPUS.get(options.device)  # None: --device names a device of this machine
+        gpu = NAMED_GPUS.get(options.device)  # None for a device of this machine, such as cuda
         if gpu is not None:
             device = torch.device("cuda")
-            free = gpu.memory * 10**9  # GB to bytes; all of it counts as free
+            free = gpu.memory * 10**9  # from GB; all of it counts as free
             dtype_name = gpu.dtype if options.dtype == "auto" else options.dtype
-            dtype = getattr(torch, dtype_name)  # "bfloat16" to torch.bfloat16
+            dtype = getattr(torch, dtype_name)
         else:
-            # `launched` reads a variable of torchrun's environment; without it, 0 or the default
+            # `launched` reads torchrun's environment; without torchrun it returns 0 or the default.
             device = pick_device(options.device, launched("LOCAL_RANK"))
             free = free_memory(device)
-            dtype = pick_dtype(options.dtype, device)  # "auto" on a CPU measures matmuls
-            # the table has no peaks of float32
+            dtype = pick_dtype(options.dtype, device)  # on a CPU, "auto" times matmuls
+            # The table of GPUs has no peaks for float32.
             if device.type == "cuda" and dtype is not torch.float32:
                 gpu = find_gpu(torch.cuda.get_device_name(device))
-        # without a launcher, one group of processes that share each block
+        # Without a launcher, the run has one tensor-parallel group.
         num_processes = launched("WORLD_SIZE", options.tensor_parallel)
         per_machine = num_processes
-        if device.type == "cuda":  # for a WORLD_SIZE that a person has set for --dry_run
+        # For --dry_run a person may set WORLD_SIZE alone.
+        if device.type == "cuda":
             per_machine = min(GPUS_PER_MACHINE, num_processes)
         per_machine = launched("LOCAL_WORLD_SIZE", per_machine)
         return cls(device, dtype, free, num_processes, per_machine, gpu)
@@ -73,9 +75,9 @@ class Hardware:
         """Return the number of parts of the data, and that of the processes that divide one copy of
         what each process of a tensor group holds: 1 without sharding. Raises UserError for options
         that do not divide the processes."""
-        # processes that share each block read the same part
+        # Processes that share each block read the same part.
         num_parts = self.num_processes // options.tensor_parallel
-        # raises the UserError, also where the options do not shard
+        # Called without sharding, too, as count_shards raises the UserError.
         num_shards = count_shards(
             self.num_processes, self.per_machine, options.tensor_parallel, options.shard_across
         )
@@ -85,15 +87,15 @@ class Hardware:
         """Return the micro-batches that a process takes in a step, whose gradients add up. Raises
         UserError for a --total_batch_size that does not divide into them."""
         num_parts, _ = self.count_parts(options)
-        # `sequences_per_step` are those of all parts, `sequences_per_pass` a micro-batch's
+        # sequences_per_step counts all parts of the data, sequences_per_pass one micro-batch.
         return options.sequences_per_step(num_parts) // (num_parts * options.sequences_per_pass)
 
 
 def free_memory(device: torch.device) -> int:
     """Return the bytes that this process can allocate: on its GPU, or its share of the host."""
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]  # the second number is all memory of the GPU
-    # half of the memory that is there: the system, other programs and cached files have the rest
+        return torch.cuda.mem_get_info(device)[0]
+    # Half of all memory: the system, other programs and the page cache have the rest.
     free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
     processes_here = launched("LOCAL_WORLD_SIZE", launched("WORLD_SIZE", 1))
     return free // processes_here
@@ -109,12 +111,12 @@ def block_activations(
     float32. `checkpointing` is --activation_checkpointing.
     """
     C = shape.n_embd
-    residual = FLOAT32_BYTES * C  # bytes of the residual stream, in which each process has all C
+    residual = FLOAT32_BYTES * C  # whole on each process
     if checkpointing == "block":
-        return residual  # its input alone
+        return residual  # the block's input
 
-    # channels that a process has of the block's tensors, of `itemsize` bytes each
-    inner = shape.inner // num_ranks  # of the MLP's hidden layer
+    # channels per process of each tensor
+    inner = shape.inner // num_ranks
     attention = C // num_ranks  # output of the heads
     qkv = attention + 2 * shape.kv_heads * shape.head_size // num_ranks  # c_attn's output
     hidden = 2 * inner if shape.is_gated else inner  # c_fc's output
@@ -124,7 +126,7 @@ def block_activations(
         return residual + itemsize * (qkv + attention + hidden + projections)
 
     residuals = 2 * residual  # inputs of the two norms
-    normed = 2 * C  # outputs of the norms, which are the inputs of c_attn and c_fc
+    normed = 2 * C  # inputs of c_attn and c_fc
     if shape.position == "rotary":
         qkv *= 2  # before and after the rotation
     activated = inner  # input of the MLP's c_proj
@@ -136,31 +138,32 @@ def block_activations(
 def head_memory(shape: GPTConfig, tokens: int, hardware: Hardware, compiled: bool) -> int:
     """Return the bytes that the loss of `tokens` tokens, those of a micro-batch, holds at its peak
     (model/loss.py), from the output of the final norm on."""
-    itemsize = hardware.dtype.itemsize  # bytes of a number in matmuls
+    itemsize = hardware.dtype.itemsize
     C = shape.n_embd
     V = shape.padded_vocab_size
     hidden = FLOAT32_BYTES * tokens * C  # output of the final norm
-    # the loss computes gradients of hidden states and of the head's weight in its forward pass
+    # The loss computes the gradients of hidden states and head in its forward pass.
     gradients = FLOAT32_BYTES * (tokens * C + V * C)
     copies = 0
     if itemsize < FLOAT32_BYTES:
-        # casts for the matmuls: hidden states, their gradient and the weight
+        # in the dtype of matmuls: hidden states, their gradient and the head's weight
         copies = itemsize * (2 * tokens * C + V * C)
-    # tokens of one chunk: at most as many as have chunk_bytes of float32 logits
+    # Logits exist for one chunk of tokens at a time, whose float32 logits would fit chunk_bytes.
     max_rows = loss.rows_within(loss.chunk_bytes(hardware.device), FLOAT32_BYTES * V)
     logits = itemsize * loss.chunk_rows(tokens, max_rows) * V
-    # Without the compiler, which stores no intermediate results, also a copy of some of its rows in
-    # float32, and their softmax. A CPU works on too few rows at a time to count.
+    # Without the compiler, the loss also holds a float32 copy of some rows of the chunk and their
+    # softmax. A CPU works on too few rows at a time to count.
     if not compiled and hardware.device.type != "cpu":
         logits += 2 * loss.SOFTMAX_BYTES
-    return hidden + gradients + copies + logits  # bytes each
+    return hidden + gradients + copies + logits
 
 
+# Cached: it builds the model, and `advise` asks for the same shape hundreds of times.
 @functools.cache
 def count_weights(shape: GPTConfig) -> tuple[int, int]:
     """Return the number of weights in the matrices of the blocks, which a recipe's optimizer
     trains, and of all others: embeddings, head, biases and gains."""
-    model = build_without_weights(shape)  # takes a while, and `advise` asks hundreds of times
+    model = build_without_weights(shape)
     num_weights = sum(p.numel() for p in model.parameters())
     num_matrix_weights = sum(p.numel() for p in model.transformer.h.parameters() if p.dim() >= 2)
     return num_matrix_weights, num_weights - num_matrix_weights
@@ -171,55 +174,58 @@ def forecast_memory(
 ) -> dict[str, int]:
     """Return the bytes of one process at its peak, by part. Their sum has to fit; the names are
     printed by --dry_run."""
-    itemsize = hardware.dtype.itemsize  # bytes of a number in matmuls
+    itemsize = hardware.dtype.itemsize  # bytes per number in matmuls
     num_ranks = options.tensor_parallel  # processes that share each block
     num_parts, num_shards = hardware.count_parts(options)
     num_matrix_weights, num_other_weights = count_weights(shape)
-    num_matrix_weights //= num_ranks  # from here on, of one process's part of the blocks
+    num_matrix_weights //= num_ranks  # per process from here on
     num_weights = num_matrix_weights + num_other_weights
-    # float32 numbers of optimizer state
+    # float32 numbers of optimizer state, before sharding
     num_moments = MOMENTS["adamw"] * num_other_weights
     num_moments += MOMENTS[recipe.optimizer] * num_matrix_weights
     micro_steps = hardware.count_micro_steps(options)
-    # A process alone trains the plain model. With tensor parallelism FSDP2 may have one process to
-    # divide weights among, and gathers them into copies all the same.
+    # A single process trains the plain model. With tensor parallelism FSDP2 may shard over a group
+    # of one process, and still gathers weights into copies.
     uses_fsdp = options.sharding != "none" and hardware.num_processes > 1
 
     gradients = FLOAT32_BYTES * num_weights
     if not uses_fsdp and num_parts > 1 and micro_steps > 1:
-        gradients *= 2  # DDP's buckets, and apart from them what earlier micro-steps have summed
+        # DDP's buckets lie apart from the sums of earlier micro-steps.
+        gradients *= 2
+    # zero1 sums whole gradients until the last micro-step reduces them.
     if options.sharding != "zero1" or micro_steps == 1:
-        gradients //= num_shards  # zero1 sums whole gradients until the last micro-step
+        gradients //= num_shards
 
-    compute_weights = 0  # bytes of copies of weights, which matmuls read
+    compute_weights = 0  # bytes of the copies that matmuls read
     if uses_fsdp:
-        gathered = itemsize * num_matrix_weights  # whole blocks, all of them
+        gathered = itemsize * num_matrix_weights  # all blocks
         if options.sharding == "zero3":
-            # the current block, the next, and a buffer to receive it
+            # the current block, the next one, and the buffer that receives it
             gathered = int(itemsize * min(1, 3 / shape.n_layer) * num_matrix_weights)
-        # embeddings, final norm and head are gathered in float32, and the blocks' small vectors
-        # are counted with them
+        # Embeddings, final norm and head are gathered in float32. The blocks' small vectors count
+        # with them.
         compute_weights = gathered + FLOAT32_BYTES * num_other_weights
     elif itemsize < FLOAT32_BYTES and options.activation_checkpointing == "none":
-        compute_weights = itemsize * num_matrix_weights  # autocast's copies, which autograd keeps
+        # Autograd keeps autocast's copies for the backward pass.
+        compute_weights = itemsize * num_matrix_weights
 
-    # FSDP2 holds the buffer of a micro-step's last reduction, that of the root, until the next one
+    # The last reduction of a micro-step is the root's. FSDP2 holds its buffer until the next one.
     held_buffer = 0
     if uses_fsdp and micro_steps > 1 and options.sharding != "zero1":
         held_buffer = FLOAT32_BYTES * num_other_weights
 
-    tokens = options.sequences_per_pass * shape.block_size  # of a micro-batch
+    tokens = options.sequences_per_pass * shape.block_size  # in a micro-batch
     checkpointing = options.activation_checkpointing
-    per_block = block_activations(shape, itemsize, checkpointing, num_ranks)  # bytes a token
-    final_norm = FLOAT32_BYTES * shape.n_embd  # its input, bytes a token
-    # One block's backward pass: its activations, where they are computed again, and three float32
-    # gradients of the residual stream. The loss is over by then, so only the larger one counts.
+    per_block = block_activations(shape, itemsize, checkpointing, num_ranks)  # bytes per token
+    final_norm = FLOAT32_BYTES * shape.n_embd  # bytes of its input per token
+    # The backward pass of a block holds its recomputed activations and three float32 gradients of
+    # the residual stream. The loss is over by then, so only the larger of the two counts.
     recomputed = block_activations(shape, itemsize, "none", num_ranks) - per_block
     block_backward = tokens * (3 * FLOAT32_BYTES * shape.n_embd + recomputed)
     forecast = {
         "weights": FLOAT32_BYTES * num_weights // num_shards,
         "weights cast or gathered for compute": compute_weights,
-        "gradients": gradients,  # divided among processes above, where they are
+        "gradients": gradients,  # per process already
         "optimizer": FLOAT32_BYTES * num_moments // num_shards,
         "buffer of the last reduction": held_buffer,
         "activations": tokens * (shape.n_layer * per_block + final_norm),
@@ -228,6 +234,6 @@ def forecast_memory(
         ),
     }
     if hardware.device.type == "cpu":
-        # what a process saves is copied, and the weights are split in two
+        # A save copies weights and optimizer state, then splits the weights into bfloat16 and rest.
         forecast["copy for saving"] = FLOAT32_BYTES * (2 * num_weights + num_moments) // num_shards
     return forecast

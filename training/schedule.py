@@ -35,7 +35,7 @@ def linear(progress: float) -> float:
 
 
 SCHEDULES = {
-    "cosine": Schedule(cosine),  # of GPT-3 (Brown et al. 2020) and nanoGPT
+    "cosine": Schedule(cosine),  # as in GPT-3 (Brown et al. 2020), nanoGPT
     "linear": Schedule(linear),
     "wsd": Schedule(linear, decay_share=0.2),  # warmup, stable, decay (Hu et al. 2024)
 }
@@ -44,22 +44,21 @@ SCHEDULES = {
 def learning_rate(step: int, options: ResolvedOptions) -> float:
     """Return the learning rate of update `step`, which counts from 0. The options are resolved:
     what nobody gave follows from the recipe, and is a number."""
-    num_updates = options.last_update + 1  # last_update counts from 0, too
-    # at most half of all updates, so that some are left to decay
+    num_updates = options.last_update + 1  # last_update counts from 0
+    # Warmup takes at most half of all updates, so that some are left for the decay.
     warmup_steps = min(options.warmup_steps, num_updates // 2)
     if step < warmup_steps:
-        # + 1: not 0 at the first update, and max_lr at the first one after warmup
+        # + 1: the first rate is not 0, and the first one after warmup is max_lr.
         return options.max_lr * (step + 1) / (warmup_steps + 1)
 
     schedule = SCHEDULES[options.schedule]
-    # wsd: the last fifth of all updates, but two at least, as the first one still has max_lr;
-    # others: all that follow warmup
+    # At least two updates, as the first one of the decay still has max_lr.
     decay_updates = max(2, round(schedule.decay_share * num_updates))
     decay_start = max(warmup_steps, num_updates - decay_updates)
-    # min_lr belongs to the last update itself; a run of one update has nothing to divide by
+    # The last update has exactly min_lr. A run of one update would divide by 0.
     decay_length = max(1, options.last_update - decay_start)
-    progress = max(0, step - decay_start) / decay_length  # 0 to 1; 0 while wsd is constant
-    remaining = schedule.remaining(progress)  # share of the way to min_lr that is left, 1 to 0
+    progress = max(0, step - decay_start) / decay_length  # 0 until the decay begins
+    remaining = schedule.remaining(progress)  # falls from 1 to 0
     return options.min_lr + remaining * (options.max_lr - options.min_lr)
 
 
@@ -70,8 +69,8 @@ def set_rates(
 
     A group's "lr_scale" (training/optim.py) multiplies it: recipes give embeddings their own rate.
     """
-    lr = learning_rate(step, options)  # the same on every process
-    for optimizer in optimizers:  # an AdamW for each group, and Muon if the recipe has it
+    lr = learning_rate(step, options)
+    for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr"] = lr * group["lr_scale"]
     return lr

@@ -33,8 +33,7 @@ from utils.errors import UserError
 def stacked_layers(config: GPTConfig) -> dict[str, tuple[int, ...]]:
     """Return the layers of a block whose weight stacks several matrices, with the row counts of
     these: queries, keys and values in c_attn, gate and value of SwiGLU in c_fc."""
-    kv_rows = config.kv_heads * config.head_size  # of keys; values have as many
-    # the queries of all heads have n_embd rows
+    kv_rows = config.kv_heads * config.head_size  # keys; values have as many
     stacked: dict[str, tuple[int, ...]] = {"attn.c_attn": (config.n_embd, kv_rows, kv_rows)}
     if config.is_gated:
         stacked["mlp.c_fc"] = (config.inner, config.inner)
@@ -45,16 +44,16 @@ def group_size(model: GPT) -> int:
     """Return the number of processes that share each block of a model, 1 without parallelize."""
     block = model.transformer.h[0]
     assert isinstance(block, Block)
-    return model.config.n_head // block.attn.num_heads  # heads of all processes, and of this one
+    return model.config.n_head // block.attn.num_heads  # all heads / those of this process
 
 
 def row_order(split_sizes: tuple[int, ...], num_ranks: int) -> Tensor:
     """Return the indices, int64 (rows,), of the rows of stacked matrices in the order in which
     `num_ranks` processes take equal parts of each matrix, one process after another. `split_sizes`
     are the row counts of the matrices."""
-    matrices = torch.arange(sum(split_sizes)).split(split_sizes)  # indices of the rows of each
+    matrices = torch.arange(sum(split_sizes)).split(split_sizes)  # row indices by matrix
     parts = [rows.view(num_ranks, -1) for rows in matrices]  # (ranks, rows of a rank) each
-    # beside each other, so that a row has what one process takes: its queries, keys and values
+    # A row of the concatenation is what one process takes: its queries, keys and values.
     return torch.cat(parts, dim=1).flatten()
 
 
@@ -63,15 +62,15 @@ def model_rows(model: GPT, name: str, num_rows: int) -> Tensor:
     order of the model, which checkpoints have, into that in which the processes hold them, one
     after another."""
     for layer_name, split_sizes in stacked_layers(model.config).items():
-        if layer_name in name:  # its weight, and its bias, whose elements are in the same order
+        if layer_name in name:  # weight and bias
             return row_order(split_sizes, group_size(model))
-    return torch.arange(num_rows)  # others are in the order of the model
+    return torch.arange(num_rows)  # other layers keep the order of the model
 
 
 def check_divides(config: GPTConfig, num_ranks: int) -> None:
     """Raise UserError unless `num_ranks` processes can share the blocks of a model: each takes
     whole heads, and as many channels of the MLP as the others."""
-    # query heads are a multiple of the key/value heads, and so they divide, too
+    # Query heads are a multiple of the key/value heads, so that they divide, too.
     if config.kv_heads % num_ranks or config.inner % num_ranks:
         raise UserError(
             f"--tensor_parallel {num_ranks} has to divide the {config.kv_heads} key/value heads of "
@@ -82,10 +81,11 @@ def check_divides(config: GPTConfig, num_ranks: int) -> None:
 def parallelize(model: GPT, mesh: DeviceMesh) -> None:
     """Divide the blocks of a model on the device "meta" among the processes of a mesh of one
     dimension, in place. Raises UserError if the heads or the MLP's width do not divide."""
-    num_ranks = mesh.size()  # --tensor_parallel
+    num_ranks = mesh.size()
     check_divides(model.config, num_ranks)
-    # Colwise divides the rows of a weight (out, in), and each process computes its outputs; Rowwise
-    # divides the columns and all-reduces the outputs. So each half of a block is reduced once.
+    # Colwise divides the rows of a weight (out, in), and each process computes its own outputs.
+    # Rowwise divides the columns and all-reduces the outputs. So attention and MLP take one
+    # all-reduce each.
     plan = {
         "attn.c_attn": ColwiseParallel(),
         "attn.c_proj": RowwiseParallel(),
@@ -96,9 +96,9 @@ def parallelize(model: GPT, mesh: DeviceMesh) -> None:
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     for block in model.transformer.h:
         assert isinstance(block, Block)
-        # src_data_rank=None: nothing is sent, as training/parts.py fills in each process's part
+        # src_data_rank=None: nothing is sent; training/parts.py fills in each process's part.
         parallelize_module(block, mesh, plan, src_data_rank=None)
-        # Attention takes its outputs of c_attn apart by these numbers.
+        # Attention splits the output of c_attn by these numbers.
         block.attn.num_heads //= num_ranks
         block.attn.num_kv_heads //= num_ranks
 
@@ -108,6 +108,6 @@ def by_mesh(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
     error if they lie on several. Plain tensors are one list."""
     lists: dict[DeviceMesh | None, list[Tensor]] = defaultdict(list)
     for x in tensors:
-        # None: a plain tensor, which has no mesh
+        # None: a plain tensor
         lists[getattr(x, "device_mesh", None)].append(x)
     return list(lists.values())
