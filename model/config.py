@@ -77,7 +77,7 @@ class GPTConfig:
     """Rows of the table that all n-grams share by their hash."""
 
     def __post_init__(self) -> None:
-        check_ranges(self)  # UserError for a value that the type of its field does not allow
+        check_ranges(self)  # UserError for a value out of its field's range
         if self.n_embd % self.n_head:
             raise UserError(
                 f"n_embd {self.n_embd} does not divide by n_head {self.n_head}; give another n_head"

@@ -164,7 +164,7 @@ def complete(
     have: under FSDP2 a forward pass needs every process. It raises Stopped after a signal. By
     default there is one process.
     """
-    texts: list[list[int]] = [[] for _ in prompts]  # token ids, also past the end of a text
+    texts: list[list[int]] = [[] for _ in prompts]  # token ids
     steps = generate(model, prompts, sampling)
     while True:
         # up to TOKENS_PER_CHECK tensors (B,) of token ids; none after max_new_tokens
@@ -181,7 +181,7 @@ def complete(
 
 
 def cut_at_end(tokens: list[int], end_ids: frozenset[int]) -> GeneratedTokens:
-    """Return the tokens before the first of `end_ids`, and that; all of them if there is none."""
+    """Return the tokens before the first of `end_ids`, with that id, or all tokens without one."""
     for position, token in enumerate(tokens):
         if token in end_ids:
             return GeneratedTokens(tokens[:position], token)

@@ -68,7 +68,7 @@ class Attention(nn.Module):
     ) -> Tensor:
         """Return what attention adds to the residual stream, given its norm x; both are (B, T, C).
 
-        `angles` are those of rotary positions, else None; GPT.hidden describes cache and mask.
+        `angles` is None without rotary positions. GPT.hidden describes `cache` and `mask`.
         """
         B, T, _ = x.shape
         H, K = self.num_heads, self.num_kv_heads
@@ -148,8 +148,9 @@ class Block(nn.Module):
     def forward(
         self, x: Tensor, angles: Angles | None, cache: KVCache | None, mask: Tensor | None
     ) -> Tensor:
-        """Return x (B, T, C) after the block. `angles` are those of rotary positions, `cache` has
-        keys and values of past tokens, `mask` is true where a token may attend: see GPT.hidden."""
+        """Return x (B, T, C) after the block. `angles` is None without rotary positions, `cache`
+        has keys and values of past tokens, `mask` is true where a token may attend: see
+        GPT.hidden."""
         # FSDP2 gathers the block's weights before `forward` and frees them after it. So graphs and
         # recomputation begin below it.
         if self.execution.compiled:
@@ -194,7 +195,7 @@ class Transformer(nn.Module):
         if config.position == "learned":
             self.wpe = nn.Embedding(config.block_size, config.n_embd)
         if config.ngrams > 1:
-            self.ngrams = nn.Embedding(config.ngram_rows, config.n_embd)  # n-grams of all lengths
+            self.ngrams = nn.Embedding(config.ngram_rows, config.n_embd)
         self.drop = nn.Dropout(config.dropout)
         self.h = nn.ModuleList(Block(config, layer, execution) for layer in range(config.n_layer))
         self.ln_f = make_norm(config)
@@ -338,8 +339,8 @@ class GPT(nn.Module):
     ) -> Tensor:
         """Return the logits (B, T, V) of token ids (B, T), or the loss against targets (B, T).
 
-        The loss is the mean cross-entropy in nats, without targets of -1; with the reduction "none"
-        that of each target (B, T).
+        The loss is the mean cross-entropy in nats, without targets of -1, or with the reduction
+        "none" the cross-entropy of each target (B, T).
         """
         # Not self.hidden: FSDP2 makes that method gather the weights, which it did for `forward`.
         x = GPT.hidden(self, idx)  # (B, T, C)

@@ -89,7 +89,8 @@ def cross_entropy_(
     target_logits = torch.where(is_target, x, 0.0).sum(-1)  # (n,)
     nats = logsumexp.squeeze(-1) - target_logits
     if grad_scale is not None:  # None in validation
-        grad = (x - logsumexp).exp_().add_(is_target, alpha=-1)  # softmax(x) - one_hot(target)
+        # softmax(x) - one_hot(target)
+        grad = (x - logsumexp).exp_().add_(is_target, alpha=-1)
         logits.copy_(grad.mul_(grad_scale.unsqueeze(-1)))
     return nats
 
@@ -162,7 +163,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             # counted as float32, though 16-bit logits take half of it
             max_rows = rows_within(chunk_bytes(x.device), 4 * len(weight))
             num_rows = chunk_rows(len(x), max_rows)
-            buffer = low_x.new_empty(num_rows, len(weight))  # one allocation for all chunks
+            buffer = low_x.new_empty(num_rows, len(weight))  # reused by all chunks
             for start in range(0, len(x), num_rows):
                 chunk = slice(start, start + num_rows)
                 inputs = low_x[chunk]  # (n, C)
@@ -221,8 +222,8 @@ class HeadCrossEntropy(nn.Module):
     def forward(
         self, x: Tensor, weight: Tensor, targets: Tensor, reduction: str = "mean"
     ) -> Tensor:
-        """Return the mean in nats for x (N, C), weight (padded V, C), targets (N,); with the
-        reduction "none" that of each target (N,), 0 for -1."""
+        """Return the mean cross-entropy in nats for x (N, C), weight (padded V, C) and targets
+        (N,), or with the reduction "none" the cross-entropy of each target (N,), 0 for -1."""
         all_logits_bytes = 4 * len(x) * len(weight)  # in float32
         max_bytes = chunk_bytes(x.device)
         if reduction == "mean" and all_logits_bytes > PLAIN_BYTES:
@@ -243,7 +244,7 @@ class HeadCrossEntropy(nn.Module):
         return torch.cat(losses)  # (N,)
 
     def loss_of_chunk(self, x: Tensor, weight: Tensor, targets: Tensor, reduction: str) -> Tensor:
-        """Return the cross-entropy (n,) in nats of each token of a chunk, 0 for a target of -1; or
-        with the reduction "mean" the mean over the others."""
+        """Return the cross-entropy (n,) in nats of each token of a chunk, 0 for a target of -1, or
+        with the reduction "mean" the mean over all other tokens."""
         logits = F.linear(x, weight[: self.vocab_size]).float()  # (n, V)
         return F.cross_entropy(logits, targets, ignore_index=-1, reduction=reduction)

@@ -30,7 +30,8 @@ def ngram_rows(
         # The cache keeps token ids, too, because n-grams may begin in tokens of earlier calls.
         tokens = cache.append("tokens", idx, dim=1)
     end_of_text = config.vocab_size - 1  # a tokenizer.json may have another token here
-    tokens = F.pad(tokens, (num_before, 0), value=end_of_text)  # column s moves to s + num_before
+    # the padding moves column s to s + num_before
+    tokens = F.pad(tokens, (num_before, 0), value=end_of_text)
     columns = torch.arange(tokens.size(1), device=idx.device)  # (num_before + S,)
 
     id_column = columns[-T:, None]  # (T, 1), the column of each id
@@ -50,7 +51,8 @@ def ngram_rows(
     ngram_hash = idx  # (B, T) int64
     rows: list[Tensor] = []  # (B, T) for n = 2, 3, ..., N
     for column in nearest.unbind(-1):  # (B, T)
-        ngram_hash = ngram_hash * MULTIPLIER + tokens.gather(1, column) + 1  # wraps at 64 bits
+        # the product wraps around at 64 bits
+        ngram_hash = ngram_hash * MULTIPLIER + tokens.gather(1, column) + 1
         # High bits of the hash depend on more bits of the token ids than low bits do, and % by a
         # power of two would see the low bits alone.
         rows.append((ngram_hash ^ (ngram_hash >> 15)) % config.ngram_rows)

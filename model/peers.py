@@ -25,7 +25,8 @@ from model.huggingface import EMBEDDING, model_from_hf
 from utils.errors import reading
 
 LLM_C_MAGIC = 20240326
-LLM_C_DTYPES = {3: torch.float32, 5: torch.bfloat16}  # by version; older files have no padded rows
+# By version of the file. Older versions have no padded rows.
+LLM_C_DTYPES = {3: torch.float32, 5: torch.bfloat16}
 
 
 def load_peer(path: Path) -> GPT:
@@ -58,7 +59,8 @@ def read_llm_c(data: Tensor) -> tuple[GPTConfig, dict[str, Tensor]]:
     # sizes: layers, heads, channels; num_rows: rows of the embedding, with padding
     _, version, block_size, vocab_size, *sizes, num_rows = data[:32].view(torch.int32).tolist()
     assert version in LLM_C_DTYPES, f"version {version} of llm.c"
-    values = data[1024:].view(LLM_C_DTYPES[version])  # all weights, after a header of 256 int32
+    # all weights, after a header of 256 int32
+    values = data[1024:].view(LLM_C_DTYPES[version])
     # The padded rows of the embedding are cut off at the end.
     config = GPTConfig(block_size, num_rows, *sizes)
 

@@ -51,7 +51,7 @@ class Recipe:
     """Decay to 0 instead of a tenth of max_lr."""
 
     def __post_init__(self) -> None:
-        check_ranges(self)  # UserError for a value that the type of its field does not allow
+        check_ranges(self)  # UserError for a value out of its field's range
 
     def shape(self, n_embd: int, block_size: int, vocab_size: int) -> dict:
         """Return the fields of GPTConfig that the recipe gives a model of these sizes, with the

@@ -38,7 +38,7 @@ class NormalRows:
 
     def __getitem__(self, rows: Tensor | slice) -> Tensor:
         # device="cpu", because torch's default device may be another one
-        indices = torch.arange(self.shape[0], device="cpu")[rows]  # (r,), also for a slice
+        indices = torch.arange(self.shape[0], device="cpu")[rows]  # (r,)
         drawn = torch.empty(len(indices), self.shape[1], device="cpu")
         blocks = indices // BLOCK_ROWS  # (r,)
         for block in blocks.unique().tolist():

@@ -73,14 +73,14 @@ def parse(config_class: type[Config], args: list[str] | None = None) -> Config:
         # such field for each group, and take them apart again
         group_fields = []
         for group in groups:
-            label = group.__name__.removesuffix("Options").lower()  # "machine": MachineOptions
+            label = group.__name__.removesuffix("Options").lower()  # "machine"
             # `config_class` may have another default than the group it inherits from
             default = group(**{option.name: defaults[option.name] for option in fields(group)})
             group_fields.append((label, group, field(default=default)))
         grouped_class = make_dataclass(config_class.__name__, group_fields)
         grouped: object = call_tyro(grouped_class, args, description)
         values: dict[str, object] = {}
-        for parsed_group in vars(grouped).values():  # an instance of each group
+        for parsed_group in vars(grouped).values():
             values |= vars(parsed_group)
         options = config_class(**values)
     check_ranges(options, "--")  # tyro knows "int", but not "at least 1"
@@ -122,7 +122,7 @@ def to_flags(values: dict[str, object]) -> list[str]:
         if value in (None, [], ()):
             continue
         if isinstance(value, bool):
-            flags.append(f"--{name}" if value else f"--no_{name}")  # tyro's names
+            flags.append(f"--{name}" if value else f"--no_{name}")  # tyro's flags for a bool
             continue
         items = value if isinstance(value, list | tuple) else [value]
         flags.append(f"--{name}")

@@ -64,7 +64,8 @@ def is_bfloat16_faster() -> bool:
     if not has_onednn(torch.bfloat16):
         return False
     num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # on a busy machine, several threads would wait for each other
+    # a single thread, because several would wait for each other on a busy machine
+    torch.set_num_threads(1)
     # the fastest of 20, because other programs can only make a matmul slower
     float32_seconds = min(matmul_seconds(256, torch.float32) for _ in range(20))
     bfloat16_seconds = min(matmul_seconds(256, torch.bfloat16) for _ in range(20))
@@ -116,7 +117,8 @@ def pick_dtype(
     if is_gpu:
         use_bfloat16 = has_bfloat16(device)
     else:
-        use_bfloat16 = device.type == "cpu" and is_bfloat16_faster()  # an Apple GPU: float32
+        # an Apple GPU gets float32
+        use_bfloat16 = device.type == "cpu" and is_bfloat16_faster()
     if all_agree(use_bfloat16):
         return torch.bfloat16
     return torch.float16 if is_gpu else torch.float32

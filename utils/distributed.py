@@ -298,7 +298,7 @@ def start(
         torch.cuda.set_device(device)
     if device.type == "cpu":
         keep_freed_memory()
-    # tests/fake_gpu has initialized a group already, which counts what would be sent
+    # Under tests/fake_gpu a group is initialized already, which counts what would be sent.
     if num_processes > 1 and not dist.is_initialized():
         if device.type == "cpu":
             dist.init_process_group("gloo", timeout=TIMEOUT)

@@ -10,7 +10,8 @@ from pathlib import Path
 
 VENV = Path(__file__).resolve().parents[1] / ".venv"  # train.sh makes it
 
-for package in ("torch", "numpy", "tyro", "yaml"):  # a sample: packages are installed together
+# These four are enough to check, as all packages are installed together.
+for package in ("torch", "numpy", "tyro", "yaml"):
     if find_spec(package) is None:  # searches the disk, imports nothing
         command = "python -m pip install -r requirements.txt"
         # sys.prefix is the folder of the environment that Python runs in

@@ -25,7 +25,7 @@ def atomic_write(path: Path) -> Iterator[IO[bytes]]:
         with open(temporary, "wb") as file:
             yield file
             file.flush()  # Python's buffer to the kernel
-            os.fsync(file.fileno())  # the kernel's buffer to the disk
+            os.fsync(file.fileno())  # to the disk: a power cut would leave zeros
         replace_file(temporary, path)
     except BaseException:  # also the SystemExit or KeyboardInterrupt of a signal
         temporary.unlink(missing_ok=True)

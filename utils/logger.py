@@ -48,7 +48,7 @@ class Logger:
         if not is_main:
             return
         self.wandb_run: Any = None  # training/run.py sets it with --wandb
-        self.last_line_seconds = float("-inf")  # time.monotonic() of the last line of training
+        self.last_line_seconds = float("-inf")  # time.monotonic() of the last line
         folder.mkdir(parents=True, exist_ok=True)
         metrics_path = folder / METRICS
         is_resumed = metrics_path.exists() and not begins_empty
@@ -61,7 +61,8 @@ class Logger:
         self.metrics_file = open(metrics_path, mode, buffering=1, encoding="utf-8")
         self.samples_file = open(folder / SAMPLES, mode, buffering=1, encoding="utf-8")
         if is_resumed:
-            self.log({"split": "resume"}, start)  # read_metrics drops the rows after this step
+            # tells read_metrics to drop the earlier rows of later steps
+            self.log({"split": "resume"}, start)
         # disable=None: no bar unless standard error is a terminal
         self.bar = tqdm(total=total, initial=start, unit="step", dynamic_ncols=True, disable=None)
 
@@ -124,7 +125,7 @@ class Logger:
             text = f"validation loss {scores.pop('loss'):.4f}"
             if "n" in scores:  # absent in fine-tuning
                 text += f" of {scores.pop('n'):,} tokens"
-            if "bits_per_byte" in scores:  # absent if shards do not store the size of their text
+            if "bits_per_byte" in scores:  # absent if shards lack the size of their text
                 text += f", {scores.pop('bits_per_byte'):.4f} bits per byte"
         # the scores of a benchmark, or loss_NAME for each of several validation corpora
         for name, score in scores.items():

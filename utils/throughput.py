@@ -59,7 +59,8 @@ VARIANTS = {"MIG", "Laptop", "D", "Ti", "SUPER"}
 
 def find_gpu(device_name: str) -> GPU | None:
     """Return the GPU that the driver calls `device_name`, None if its peak is not known."""
-    words = set(re.split("[ -]", device_name))  # "NVIDIA H100 80GB HBM3" and "A100-SXM4-80GB"
+    # names are written like "NVIDIA H100 80GB HBM3" or "A100-SXM4-80GB"
+    words = set(re.split("[ -]", device_name))
     if words & VARIANTS:
         return None
     for gpu in GPUS:
@@ -83,8 +84,8 @@ class StepTimer:
     def __init__(
         self, flops_per_token: int, device: torch.device, dtype: torch.dtype, num_devices: int
     ) -> None:
-        self.flops_per_token = flops_per_token  # forward and backward: GPT.flops_per_token
-        self.peak_flops = peak_flops(device, dtype)  # FLOP/s of one device, None if unknown
+        self.flops_per_token = flops_per_token  # forward and backward
+        self.peak_flops = peak_flops(device, dtype)  # of one device, None if unknown
         self.num_devices = num_devices
         self.start_seconds = 0.0  # time.perf_counter() at the start of the step
 
