@@ -29,8 +29,8 @@ GPT3_SIZES = {
     "gpt3-13b": (40, 40, 5120),
     "gpt3-175b": (96, 96, 12288),
 }
-SIZES = GPT2_SIZES | GPT3_SIZES  # by --model_type
-# fields of GPTConfig that are no part of a recipe: options, the tokenizer and --model_type set them
+SIZES = GPT2_SIZES | GPT3_SIZES  # the choices of --model_type
+# Fields of GPTConfig that no recipe sets: options, the tokenizer and --model_type do.
 SIZED = ("block_size", "vocab_size", "n_layer", "n_head", "n_embd", "dropout")
 
 
@@ -77,7 +77,7 @@ class GPTConfig:
     """Rows of the table that all n-grams share by their hash."""
 
     def __post_init__(self) -> None:
-        check_ranges(self)  # UserError for a value that the type of its field does not allow
+        check_ranges(self)  # UserError for a value out of its field's range
         if self.n_embd % self.n_head:
             raise UserError(
                 f"n_embd {self.n_embd} does not divide by n_head {self.n_head}; give another n_head"
@@ -88,8 +88,8 @@ class GPTConfig:
         if self.position == "rotary" and self.head_size % 2:
             raise UserError(f"a head is {self.head_size} wide; rotary positions need an even width")
 
-        # "n_kv_head=12" and its default are one architecture and have to compare equal, as where a
-        # run resumes; object's own __setattr__, as the dataclass is frozen
+        # A width given explicitly and its default are one architecture and have to compare equal,
+        # for example when a run resumes. object.__setattr__ gets around frozen=True.
         if self.n_kv_head == self.n_head:
             object.__setattr__(self, "n_kv_head", None)
         if self.n_inner == 4 * self.n_embd:
@@ -98,7 +98,7 @@ class GPTConfig:
     @property
     def padded_vocab_size(self) -> int:
         """Rows of the embedding: a multiple of 64 (50257 -> 50304), for fast matmuls."""
-        return -(-self.vocab_size // 64) * 64  # -(-a // b) rounds up
+        return -(-self.vocab_size // 64) * 64
 
     @property
     def is_gated(self) -> bool:

@@ -25,8 +25,8 @@ SAVED_OPS = [
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
 ]
-# `context_fn` of torch.utils.checkpoint.checkpoint, which calls it in each forward pass: keep the
-# outputs of SAVED_OPS, recompute everything else
+# `context_fn` for torch.utils.checkpoint.checkpoint: keep the outputs of SAVED_OPS, recompute
+# everything else
 keep_matmuls = partial(create_selective_checkpoint_contexts, SAVED_OPS)
 
 
@@ -44,15 +44,16 @@ class Execution:
 
 def compile_static(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Return a function compiled, at its first call, as one graph for each shape of its inputs."""
-    # fullgraph: raise an error where the function cannot be one graph; dynamic=False: a graph for
-    # any size would be slower
+    # fullgraph=True raises an error if the function cannot be one graph. With dynamic=True one
+    # graph would serve all sizes, but it would be slower.
     return torch.compile(function, fullgraph=True, dynamic=False)
 
 
 def configure_compiler(execution: Execution) -> None:
     """Set the options of the compiler that exist for the whole process alone, for every model in
     it."""
-    import torch._dynamo.config  # here, because it takes a second, also in runs that do not compile
+    # Imported here, because it takes a second, which runs that do not compile should not wait for.
+    import torch._dynamo.config
     import torch._functorch.config
 
     # DDP would cut the graph of a block at the borders of its gradient buckets. Blocks are small
@@ -61,9 +62,9 @@ def configure_compiler(execution: Execution) -> None:
     # Batches of fine-tuning have several lengths, each with a graph of its own. Above this number
     # of graphs, 8 by default, the compiler raises an error.
     torch._dynamo.config.recompile_limit = 64
-    # The compiler chooses what the backward pass recomputes. By default it keeps what takes long to
-    # recompute: `ban` forbids to recompute it. "cheap" lifts these three rules, and the compiler
-    # recomputes everything that it can fuse.
+    # The compiler chooses what the backward pass recomputes. By default these three rules forbid
+    # (`ban`) what takes long to recompute. "cheap" lifts them, and the compiler recomputes
+    # everything that it can fuse.
     may_recompute = execution.checkpointing == "cheap"
     torch._functorch.config.ban_recompute_used_far_apart = not may_recompute
     torch._functorch.config.ban_recompute_long_fusible_chains = not may_recompute

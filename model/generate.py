@@ -40,24 +40,25 @@ def sample_token(logits: Tensor, uniform: Tensor, sampling: Sampling) -> Tensor:
     """Draw token ids (B,) from logits (B, V) with random numbers `uniform` (B,) in [0, 1)."""
     if sampling.temperature == 0:
         return logits.argmax(-1)
-    ids: Tensor | None = None  # token ids of the columns of `logits`; None: column i is token i
+    # token ids of the columns of `logits`; None means that column i is token i
+    ids: Tensor | None = None
     if sampling.top_k is not None or sampling.top_p is not None:
         V = logits.size(-1)
-        # top_p alone: all V of them, sorted
-        logits, ids = logits.topk(min(sampling.top_k or V, V))  # (B, k), the likeliest first
+        # top_p without top_k needs all V tokens, sorted
+        logits, ids = logits.topk(min(sampling.top_k or V, V))  # (B, k), likeliest first
     probabilities = (logits.float() / sampling.temperature).softmax(-1)  # (B, V), or (B, k)
     if sampling.top_p is not None:
-        # a token stays if those before it do not reach top_p; so the likeliest one always stays
+        # Keep a token if the likelier tokens sum to less than top_p. The likeliest always stays.
         sum_before = probabilities.cumsum(-1) - probabilities
         probabilities = probabilities * (sum_before < sampling.top_p)
 
     # Inverse of the cumulative distribution: unlike torch.multinomial it takes the random numbers
     # of each row from outside. The sum is below 1 after top_p, and off by rounding otherwise.
-    cumulative = probabilities.cumsum(-1)  # from 0 to about 1
+    cumulative = probabilities.cumsum(-1)
     threshold = uniform.unsqueeze(-1) * cumulative[:, -1:]  # (B, 1)
     # the first column whose cumulative probability is above the threshold
     column = torch.searchsorted(cumulative, threshold, right=True)  # (B, 1)
-    # none is, if the product was rounded up to the sum itself
+    # If rounding lifts the threshold to the sum itself, no column is above it: take the last one.
     column = column.clamp_(max=logits.size(-1) - 1)
     if ids is None:
         return column.squeeze(-1)
@@ -78,14 +79,14 @@ def generate(model: GPT, prompts: list[list[int]], sampling: Sampling) -> Iterat
     prompts = [prompt[-block_size:] for prompt in prompts]
     lengths = [len(prompt) for prompt in prompts]  # tokens of each row, without padding
     longest = max(lengths)
-    # padding on the left; 0 is any token, as the mask hides it
+    # Pad on the left with token 0; any token would do, as the mask hides it.
     rows = [[0] * (longest - len(prompt)) + prompt for prompt in prompts]
-    context = torch.tensor(rows, device=device)  # (B, S): all tokens, read and unread
+    context = torch.tensor(rows, device=device)  # (B, S), all tokens
     capacity = min(block_size, longest + sampling.max_new_tokens)
     cache = KVCache(capacity)
     unread = context  # the tokens that are not in the cache yet
 
-    for uniform in uniforms.unbind(1):  # (B,): the random numbers of one token
+    for uniform in uniforms.unbind(1):  # (B,)
         # drop the older half of each full row
         if max(lengths) > block_size:
             lengths = [length if length <= block_size else block_size // 2 for length in lengths]
@@ -104,21 +105,22 @@ def generate(model: GPT, prompts: list[list[int]], sampling: Sampling) -> Iterat
             first = torch.tensor([longest - length for length in lengths], device=device)
             positions, mask = positions_and_mask(first, longest, unread.size(1))
 
-        # one token more for each row, from the last column, in which all rows end
+        # sample the next token of each row from the last column, where all rows end
         hidden = model.hidden(unread, cache, positions=positions, mask=mask)  # (B, unread, C)
         tokens = sample_token(model.logits(hidden[:, -1]), uniform, sampling)  # (B,)
         yield tokens
-        unread = tokens.unsqueeze(1)  # (B, 1): `hidden` has put the others into the cache
+        unread = tokens.unsqueeze(1)  # (B, 1); all earlier tokens are in the cache
         context = torch.cat([context, unread], dim=1)
         lengths = [length + 1 for length in lengths]
 
 
 def draw_uniforms(num_rows: int, sampling: Sampling) -> Tensor:
     """Return random numbers in [0, 1) (num_rows, max_new_tokens), on the CPU: equal everywhere."""
-    first_seed = sampling.seed * 1_000_003 + sampling.first_row  # a prime: seeds hardly overlap
+    # The generators of two values of `seed` coincide only beyond a million rows.
+    first_seed = sampling.seed * 1_000_003 + sampling.first_row
     rows = []
     for row in range(num_rows):
-        # a generator for each row: its numbers do not depend on how many rows a batch has
+        # one generator per row, so that its numbers do not depend on the size of the batch
         generator = torch.Generator().manual_seed(first_seed + row)
         rows.append(torch.rand(sampling.max_new_tokens, generator=generator))
     return torch.stack(rows)
@@ -129,9 +131,9 @@ def positions_and_mask(first: Tensor, S: int, T: int) -> tuple[Tensor, Tensor]:
     attend, of the last T of S tokens, in rows with left padding up to the column `first` (B,)."""
     key_columns = torch.arange(S, device=first.device)
     query_columns = key_columns[-T:]
-    positions = (query_columns - first[:, None]).clamp(min=0)  # (B, T); 0 also for padding
+    positions = (query_columns - first[:, None]).clamp(min=0)  # (B, T), 0 for padding
 
-    is_past = key_columns <= query_columns[:, None]  # (T, S), with the token itself
+    is_past = key_columns <= query_columns[:, None]  # (T, S)
     is_text = key_columns >= first[:, None, None]  # (B, 1, S)
     # padding attends to itself: a softmax over nothing is NaN
     is_itself = key_columns == query_columns[:, None]
@@ -162,23 +164,24 @@ def complete(
     have: under FSDP2 a forward pass needs every process. It raises Stopped after a signal. By
     default there is one process.
     """
-    texts: list[list[int]] = [[] for _ in prompts]  # token ids; they run on beyond an end
+    texts: list[list[int]] = [[] for _ in prompts]  # token ids
     steps = generate(model, prompts, sampling)
     while True:
-        # TOKENS_PER_CHECK times (B,) token ids, fewer at the end, none after max_new_tokens
+        # up to TOKENS_PER_CHECK tensors (B,) of token ids; none after max_new_tokens
         columns = list(islice(steps, TOKENS_PER_CHECK))
         if not columns:
             break
         for text, new_tokens in zip(texts, torch.stack(columns, 1).tolist(), strict=True):
             text += new_tokens
-        # True on all processes at once: one whose texts have ended goes on with the others
+        # `all_done` returns the same on all processes: a process whose texts have ended generates
+        # on until the others are done, too
         if all_done(all(not end_ids.isdisjoint(text) for text in texts)):
             break
     return [cut_at_end(text, end_ids) for text in texts]
 
 
 def cut_at_end(tokens: list[int], end_ids: frozenset[int]) -> GeneratedTokens:
-    """Return the tokens before the first of `end_ids`, and that; all of them if there is none."""
+    """Return the tokens before the first of `end_ids`, with that id, or all tokens without one."""
     for position, token in enumerate(tokens):
         if token in end_ids:
             return GeneratedTokens(tokens[:position], token)

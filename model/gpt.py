@@ -28,9 +28,9 @@ class LayerNorm(nn.LayerNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         # FSDP2 gathers the weights in bfloat16, and on a CPU F.layer_norm raises an error unless
-        # they have the dtype of x; otherwise type_as returns the weights themselves
+        # they have the dtype of x. Without FSDP2 type_as returns the weights themselves.
         weight = self.weight.type_as(x)
-        bias: Tensor | None = None  # of a model without biases
+        bias: Tensor | None = None
         if self.bias is not None:
             bias = self.bias.type_as(x)
         return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
@@ -40,7 +40,7 @@ def make_norm(config: GPTConfig) -> nn.Module:
     """Return a norm of the residual stream, which is float32."""
     if config.norm == "layer":
         return LayerNorm(config.n_embd, config.norm_eps, bias=config.bias)
-    # scales each token to a root mean square of 1, times a gain (Zhang and Sennrich 2019)
+    # RMSNorm scales each token to a root mean square of 1, times a gain (Zhang and Sennrich 2019).
     return nn.RMSNorm(config.n_embd, config.norm_eps)
 
 
@@ -49,8 +49,8 @@ class Attention(nn.Module):
 
     def __init__(self, config: GPTConfig, layer: int) -> None:
         super().__init__()
-        self.layer = layer  # 0 to L - 1, by which a KVCache tells the blocks apart
-        # tensor parallelism leaves each process some of the heads, and divides both numbers
+        self.layer = layer  # 0 to L - 1, for the keys of a KVCache
+        # Tensor parallelism divides both numbers: each process has some of the heads.
         self.num_heads = config.n_head
         self.num_kv_heads = config.kv_heads
         # queries, keys and values come from one matrix, D channels for each head
@@ -58,9 +58,8 @@ class Attention(nn.Module):
         self.c_attn = nn.Linear(config.n_embd, num_projections * config.head_size, bias=config.bias)
         self.qk_norm: nn.RMSNorm | None = None
         if config.qk_norm:
-            # elementwise_affine=False: no gains
             self.qk_norm = nn.RMSNorm(config.head_size, config.norm_eps, elementwise_affine=False)
-        self.attend = ScaledDotProduct(config)  # the choice of a kernel, without weights
+        self.attend = ScaledDotProduct(config)  # chooses the kernel; has no weights
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
         self.dropout = nn.Dropout(config.dropout)
 
@@ -69,18 +68,19 @@ class Attention(nn.Module):
     ) -> Tensor:
         """Return what attention adds to the residual stream, given its norm x; both are (B, T, C).
 
-        `angles` are those of rotary positions, else None; GPT.hidden describes cache and mask.
+        `angles` is None without rotary positions. GPT.hidden describes `cache` and `mask`.
         """
         B, T, _ = x.shape
-        H, K = self.num_heads, self.num_kv_heads  # K = H in GPT-2
+        H, K = self.num_heads, self.num_kv_heads
         qkv = self.c_attn(x).view(B, T, H + 2 * K, -1)  # (B, T, H + 2K, D)
 
-        # norm and rotation work on each head alone: queries and keys go through them together
+        # The norm and the rotation work on single heads, so queries and keys take them together.
         qk, v = qkv.split([H + K, K], dim=2)
-        if self.qk_norm is not None:  # Henry et al. 2020: products of q and k cannot explode
-            # under autocast a GPU returns float32, and attention needs the dtype of the values
+        # QK-norm keeps the products of queries and keys from exploding (Henry et al. 2020). Under
+        # autocast it returns float32 on a GPU, and attention needs the dtype of the values.
+        if self.qk_norm is not None:
             qk = self.qk_norm(qk).type_as(v)
-        if angles is not None:  # else x contains learned positions
+        if angles is not None:  # rotary positions
             qk = rotate(qk, angles)
         q, k = qk.split([H, K], dim=2)
 
@@ -91,7 +91,7 @@ class Attention(nn.Module):
             k = cache.append((self.layer, "k"), k, dim=2)  # (B, K, S, D)
             v = cache.append((self.layer, "v"), v, dim=2)  # (B, K, S, D)
         y = self.attend(q, k, v, mask)  # (B, H, T, D)
-        y = y.transpose(1, 2).reshape(B, T, -1)  # (B, T, H D): the heads side by side
+        y = y.transpose(1, 2).reshape(B, T, -1)  # (B, T, H D), heads side by side
         return self.dropout(self.c_proj(y))
 
 
@@ -100,7 +100,7 @@ class MLP(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        # SwiGLU takes two inputs for each of its outputs; one matrix makes both
+        # SwiGLU takes two inputs for each output; one matrix computes both.
         num_inputs = 2 if config.is_gated else 1
         self.c_fc = nn.Linear(config.n_embd, num_inputs * config.inner, bias=config.bias)
         self.activation = config.activation
@@ -115,7 +115,7 @@ class MLP(nn.Module):
 
     def activate(self, x: Tensor) -> Tensor:
         """Return the activation function of x (B, T, channels); swiglu halves the channels."""
-        if self.activation == "gelu":  # Hendrycks and Gimpel 2016, OpenAI's tanh approximation
+        if self.activation == "gelu":  # Hendrycks and Gimpel 2016
             return F.gelu(x, approximate="tanh")
         if self.activation == "gelu_exact":  # nanoGPT's
             return F.gelu(x)
@@ -135,25 +135,26 @@ class Block(nn.Module):
 
     def __init__(self, config: GPTConfig, layer: int, execution: Execution) -> None:
         super().__init__()
-        self.execution = execution  # `compiled`, a bool, and `checkpointing`, a name
+        self.execution = execution
         self.ln_1 = make_norm(config)
         self.attn = Attention(config, layer)
         self.ln_2 = make_norm(config)
         self.mlp = MLP(config)
         if execution.compiled:
-            # torch.compile keeps graphs by the code of a function: the first block compiles `run`,
-            # and the others take its graph
+            # torch.compile caches graphs by the code of a function: the first block compiles `run`,
+            # and the other blocks use its graph.
             self.compiled_run = compile_static(self.run)
 
     def forward(
         self, x: Tensor, angles: Angles | None, cache: KVCache | None, mask: Tensor | None
     ) -> Tensor:
-        """Return x (B, T, C) after the block. `angles` are those of rotary positions, `cache` has
-        keys and values of past tokens, `mask` is true where a token may attend: see GPT.hidden."""
+        """Return x (B, T, C) after the block. `angles` is None without rotary positions, `cache`
+        has keys and values of past tokens, `mask` is true where a token may attend: see
+        GPT.hidden."""
         # FSDP2 gathers the block's weights before `forward` and frees them after it. So graphs and
         # recomputation begin below it.
         if self.execution.compiled:
-            return self.compiled_run(x, angles, cache, mask)  # `run` by torch.compile
+            return self.compiled_run(x, angles, cache, mask)
         return self.run(x, angles, cache, mask)
 
     def run(
@@ -162,15 +163,16 @@ class Block(nn.Module):
         """Return `compute` of the inputs; autograd keeps its activations for the backward pass, or
         the backward pass computes them again."""
         checkpointing = self.execution.checkpointing  # "none", "cheap" or "block"
-        # the compiler chooses by itself what "cheap" recomputes: configure_compiler
+        # When compiled, "cheap" is left to the compiler: see configure_compiler.
         if checkpointing == "none" or (checkpointing == "cheap" and self.execution.compiled):
             return self.compute(x, angles, cache, mask)
-        # Attention whose output is kept draws no random numbers again, and every dropout after it
-        # would have another mask than in the forward pass: with dropout nothing is kept.
+        # With dropout, "cheap" is the same as "block". If the output of attention were kept, the
+        # backward pass would not draw its random numbers again, and every later dropout would get
+        # another mask than in the forward pass.
         if checkpointing == "block" or self.attn.attend.dropout > 0:
-            # keeps the inputs alone; use_reentrant=False is the variant that PyTorch recommends
+            # keep the block's inputs alone; PyTorch recommends use_reentrant=False
             return checkpoint(self.compute, x, angles, cache, mask, use_reentrant=False)
-        # "cheap": outputs of matmuls and attention are kept, everything else is computed again
+        # "cheap": keep the outputs of matmuls and attention, recompute everything else
         return checkpoint(
             self.compute, x, angles, cache, mask, use_reentrant=False, context_fn=keep_matmuls
         )
@@ -189,12 +191,11 @@ class Transformer(nn.Module):
 
     def __init__(self, config: GPTConfig, execution: Execution) -> None:
         super().__init__()
-        # V rows, rounded up to a multiple of 64 for fast matmuls
         self.wte = nn.Embedding(config.padded_vocab_size, config.n_embd)
         if config.position == "learned":
             self.wpe = nn.Embedding(config.block_size, config.n_embd)
         if config.ngrams > 1:
-            self.ngrams = nn.Embedding(config.ngram_rows, config.n_embd)  # one for all lengths
+            self.ngrams = nn.Embedding(config.ngram_rows, config.n_embd)
         self.drop = nn.Dropout(config.dropout)
         self.h = nn.ModuleList(Block(config, layer, execution) for layer in range(config.n_layer))
         self.ln_f = make_norm(config)
@@ -207,16 +208,16 @@ class GPT(nn.Module):
     def __init__(self, config: GPTConfig, execution: Execution | None = None) -> None:
         super().__init__()
         self.config = config
-        self.execution = execution or Execution()  # by default neither compiled nor checkpointed
+        self.execution = execution or Execution()  # default: plain PyTorch
         if self.execution.compiled:
             configure_compiler(self.execution)  # before the first block is compiled
 
         self.transformer = Transformer(config, self.execution)
         if not config.tied:
             self.lm_head = nn.Linear(config.n_embd, config.padded_vocab_size, bias=False)
-        # has no weights of its own: `forward` gives it the head's
+        # The loss has no weights of its own: `forward` passes it the head's.
         self.loss = HeadCrossEntropy(config.vocab_size, self.execution.compiled)
-        # a copy of the head for inference on a CPU, by prepare_for_inference of model/inference.py
+        # a copy of the head, which prepare_for_inference of model/inference.py makes on a CPU
         self.inference_head: nn.Module | None = None
 
         # a model of build_without_weights has no memory yet: its caller fills it in later
@@ -239,8 +240,8 @@ class GPT(nn.Module):
         """
         weights: dict[str, Rows] = {}
         for name, p in self.named_parameters():
-            adds_to_residual = "c_proj" in name  # of attention and of the MLP
-            # ngrams: the model begins as if there were none
+            adds_to_residual = "c_proj" in name
+            # Embeddings of n-grams begin at 0, as if there were none.
             is_zero = name.endswith("bias") or "ngrams" in name or (adds_to_residual and zero_init)
             if is_zero:
                 weights[name] = constant(0.0, p.shape)
@@ -248,7 +249,7 @@ class GPT(nn.Module):
                 weights[name] = constant(1.0, p.shape)
             else:
                 std = 0.02
-                if adds_to_residual:  # two in each block
+                if adds_to_residual:
                     std *= (2 * self.config.n_layer) ** -0.5
                 weights[name] = NormalRows(seed, name, p.shape, std)
         return weights
@@ -265,7 +266,6 @@ class GPT(nn.Module):
         # tables with a row for each token: the embedding, and an untied head
         num_tables = 1 if self.config.tied else 2
         padded_rows = num_tables * (self.config.padded_vocab_size - self.config.vocab_size)
-        # parameters() yields a tied head once
         return sum(p.numel() for p in self.parameters()) - padded_rows * self.config.n_embd
 
     def num_matmul_parameters(self) -> int:
@@ -298,37 +298,36 @@ class GPT(nn.Module):
         Without these, positions follow each other and attention is causal.
         """
         if positions is None:
-            # tokens before these, whose keys and values the cache holds
+            # number of past tokens, whose keys and values the cache holds
             start = 0 if cache is None else cache.length
             end = start + idx.size(1)
-            # beyond it the table of positions has no rows, and RoPE's angles were never trained
+            # Beyond the block size wpe has no rows, and RoPE's angles were never trained.
             assert end <= self.config.block_size, f"{end} tokens are too many"
             positions = torch.arange(start, end, device=idx.device)  # (T,)
 
-        # embed tokens and positions
         x = self.transformer.wte(idx)  # (B, T, C)
         if self.config.ngrams > 1:
-            # for each token, indices into the table: of the n-grams that end there, n = 2 to N
+            # indices into the table for the n-grams, n = 2 to N, that end at each token
             rows = ngram_rows(idx, cache, mask, self.config)  # (B, T, N - 1)
             x = x + self.transformer.ngrams(rows).sum(-2)  # (B, T, C)
         angles: Angles | None = None
         if self.config.position == "learned":
             x = x + self.transformer.wpe(positions)
         else:
-            # computed once; each block rotates its queries and keys by them
+            # computed once; every block rotates its queries and keys by these angles
             angles = rotary_angles(positions, self.config.head_size, self.config.rope_base)
         x = self.transformer.drop(x)
 
         for block in self.transformer.h:
             x = block(x, angles, cache, mask)
         if cache is not None:
-            cache.advance(idx.size(1))  # now that all blocks have appended their keys and values
+            cache.advance(idx.size(1))  # after all blocks have appended to it
         return self.transformer.ln_f(x)
 
     def logits(self, x: Tensor) -> Tensor:
         """Return the logits (B, T, V) of hidden states (B, T, C), without the padded vocabulary."""
         if self.inference_head is not None:
-            return self.inference_head(x)  # it has no padding
+            return self.inference_head(x)  # has no padded rows
         return F.linear(x, self.head_weight)[..., : self.config.vocab_size]
 
     def forward(
@@ -340,14 +339,14 @@ class GPT(nn.Module):
     ) -> Tensor:
         """Return the logits (B, T, V) of token ids (B, T), or the loss against targets (B, T).
 
-        The loss is the mean cross-entropy in nats, without targets of -1; with the reduction "none"
-        that of each target (B, T).
+        The loss is the mean cross-entropy in nats, without targets of -1, or with the reduction
+        "none" the cross-entropy of each target (B, T).
         """
-        # Not self.hidden: under FSDP2 that one gathers the weights, which forward has done already.
+        # Not self.hidden: FSDP2 makes that method gather the weights, which it did for `forward`.
         x = GPT.hidden(self, idx)  # (B, T, C)
         if targets is None:
             return self.logits(x)
-        # The loss applies the head as well: the logits of many tokens exist one chunk at a time.
+        # The loss applies the head, so that only one chunk of the logits has to be in memory.
         loss = self.loss(x.flatten(0, 1), self.head_weight, targets.flatten(), reduction)
         if reduction == "none":
             return loss.view_as(targets)  # (B T,) -> (B, T)
@@ -381,11 +380,11 @@ def build_without_weights(
 def rebuild(model: GPT, config: GPTConfig) -> GPT:
     """Return a model of `config`, which has fewer tokens than `model` or less padding, with the
     weights of `model`: embedding and head lose their last rows, and all others are shared."""
-    state = model.state_dict()  # by name the tensors themselves, not copies
+    state = model.state_dict()  # the tensors themselves, not copies
     for name in ("transformer.wte.weight", "lm_head.weight"):
         if name in state:  # a tied model has no lm_head
-            # a copy: a view of some rows would keep the whole table in memory
+            # cloned, because a view would keep the whole table in memory
             state[name] = state[name][: config.padded_vocab_size].clone()
     new_model = build_without_weights(config)
-    new_model.load_state_dict(state, assign=True)  # assign: takes these tensors for its own
+    new_model.load_state_dict(state, assign=True)
     return new_model

@@ -20,7 +20,7 @@ from model.config import SIZED, GPTConfig
 from model.gpt import GPT, build_without_weights
 from utils.errors import UserError, reading
 
-# Names of fields of config.json, by the fields of GPTConfig that hold the same.
+# Fields of config.json, by the names of the same fields in GPTConfig.
 GPT2_FIELDS = {
     "vocab_size": "vocab_size",
     "n_layer": "n_layer",
@@ -41,11 +41,10 @@ LLAMA_FIELDS = {
     "norm_eps": "rms_norm_eps",
     "tied": "tie_word_embeddings",
 }
-# values of transformers' GPT2Config and LlamaConfig for fields that a config.json leaves out
+# Defaults of transformers' GPT2Config and LlamaConfig for fields that a config.json may leave out.
 GPT2_DEFAULTS = {"tie_word_embeddings": True}
 LLAMA_DEFAULTS = {"rms_norm_eps": 1e-6, "rope_theta": 10_000.0, "tie_word_embeddings": False}
-# activation_function of a GPT-2's config.json, by GPTConfig.activation: the tanh approximation, the
-# exact GELU
+# `activation_function` of a GPT-2's config.json, by GPTConfig.activation.
 GPT2_ACTIVATIONS = {"gelu": "gelu_new", "gelu_exact": "gelu"}
 # Fields of config.json with the one value that this project computes. Exports write them, and a
 # file with another value is refused.
@@ -63,8 +62,8 @@ LLAMA_CONSTANTS = {
     "rope_scaling": None,
 }
 
-# Names of LLaMA's weights, by the names of ours, without "model.layers.N." and "transformer.h.N.",
-# and without ".weight". Where there are several, ours is their stack.
+# LLaMA's names of weights, by the names of this project. Both leave out ".weight" and the prefix of
+# a block, "model.layers.N." or "transformer.h.N.". Several weights are one stacked weight here.
 LLAMA_WEIGHTS = {
     "transformer.wte": ["model.embed_tokens"],
     "transformer.ln_f": ["model.norm"],
@@ -78,9 +77,9 @@ LLAMA_WEIGHTS = {
 }
 EMBEDDING = "transformer.wte.weight"
 LLAMA_EMBEDDING = "model.embed_tokens.weight"
-HEAD = "lm_head.weight"  # in all formats; files may leave out a tied head, ours always do
-TABLES = (EMBEDDING, HEAD)  # with a row for each token
-# OpenAI's code multiplies x @ W, so it stores the matrices of a block as (in, out); ours (out, in)
+HEAD = "lm_head.weight"  # the same name in all formats; files may leave out a tied head
+TABLES = (EMBEDDING, HEAD)  # weights with a row for each token
+# OpenAI's code computes x @ W, so its matrices of a block are (in, out); nn.Linear's are (out, in).
 TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
 
 
@@ -120,23 +119,24 @@ def config_from_hf(hf_config: dict) -> GPTConfig:
     # transformers 5 writes fields of RoPE as one dict, transformers 4 beside the others
     rope = hf_config.get("rope_parameters") or {}
     if rope.get("rope_type", "default") != "default":
-        hf_config = hf_config | {"rope_scaling": rope}  # refused below: LLAMA_CONSTANTS has None
+        # refused below, as LLAMA_CONSTANTS allows only None
+        hf_config = hf_config | {"rope_scaling": rope}
 
-    # of a GPT-2, and of another "model_type", which is refused below
+    # The fields of a GPT-2 also serve any other "model_type", which is refused below.
     hf_names = GPT2_FIELDS
     defaults = GPT2_DEFAULTS
     is_llama = hf_config["model_type"] in ("llama", "qwen3")
     if is_llama:
         hf_names = LLAMA_FIELDS
         defaults = LLAMA_DEFAULTS | rope  # with the "rope_theta" of transformers 5
-    # null stands for the default of transformers, as does a field that is missing
+    # A null stands for transformers' default, like a missing field.
     not_null = {name: value for name, value in hf_config.items() if value is not None}
     hf_config = defaults | not_null
-    # num_key_value_heads may be missing: None is the default of n_kv_head, too
+    # A missing num_key_value_heads gives None, which is also the default of n_kv_head.
     fields: dict = {name: hf_config.get(hf_name) for name, hf_name in hf_names.items()}
     config = GPTConfig(**fields)
     if is_llama:
-        # what config.json does not say, as it is the same in all of them
+        # config.json does not state what all LLaMAs have in common
         config = replace(as_llama(config), qk_norm=hf_config["model_type"] == "qwen3")
     elif hf_config.get("activation_function") == GPT2_ACTIVATIONS["gelu_exact"]:
         config = replace(config, activation="gelu_exact")
@@ -146,7 +146,7 @@ def config_from_hf(hf_config: dict) -> GPTConfig:
         # the class and the context change no logits, and dropout is for training
         is_checked = hf_name not in ("architectures", "n_ctx") and "drop" not in hf_name
         if is_checked and hf_config.get(hf_name) not in (value, None):
-            raise ValueError(  # `reading` of load_pretrained names the path
+            raise ValueError(  # load_pretrained adds the path
                 f"config.json has {hf_name} {hf_config[hf_name]!r}; only {value} is supported"
             )
     return config
@@ -155,7 +155,7 @@ def config_from_hf(hf_config: dict) -> GPTConfig:
 def config_to_hf(config: GPTConfig) -> dict:
     """Return the config.json of transformers' GPT2LMHeadModel, LlamaForCausalLM or
     Qwen3ForCausalLM; raise UserError naming the fields that none of them supports."""
-    gpt2_misfits = differences(config, nearest_gpt2(config))  # fields of GPTConfig
+    gpt2_misfits = differences(config, nearest_gpt2(config))
     if not gpt2_misfits:
         hf_config = {hf_name: getattr(config, name) for name, hf_name in GPT2_FIELDS.items()}
         return hf_config | {
@@ -169,22 +169,23 @@ def config_to_hf(config: GPTConfig) -> dict:
             "activation_function": GPT2_ACTIVATIONS[config.activation],
             **GPT2_CONSTANTS,
         }
-    # fields of `config`, with its values, that no LLaMA has; {}: it is one
+    # empty if the architecture is a LLaMA
     llama_misfits = differences(config, as_llama(config))
     if llama_misfits:
-        misfits = min(gpt2_misfits, llama_misfits, key=len)  # the fewest to do without
+        # report the class that the model is closer to
+        misfits = min(gpt2_misfits, llama_misfits, key=len)
         assignments = ", ".join(f"{name}={value}" for name, value in misfits.items())
         raise UserError(
             f"transformers has no class for a model with {assignments}: export one of --recipe "
             "gpt2, modern or llama (the demo's: bash train.sh demo --recipe modern --overwrite)"
         )
-    # transformers' LLaMA with a norm of queries and keys is its Qwen3
+    # A LLaMA with QK-norm is called Qwen3 in transformers.
     class_name = "Qwen3" if config.qk_norm else "Llama"
     hf_config = {hf_name: getattr(config, name) for name, hf_name in LLAMA_FIELDS.items()}
     return hf_config | {
         "architectures": [f"{class_name}ForCausalLM"],
         "model_type": class_name.lower(),
-        # over n_inner and n_kv_head, where None stands for a width that follows from others
+        # resolved numbers, because n_inner and n_kv_head may be None
         "intermediate_size": config.inner,
         "num_key_value_heads": config.kv_heads,
         "head_dim": config.head_size,
@@ -203,7 +204,7 @@ def model_from_hf(
     named by an error, and so is a parameter without a tensor. A head unlike the embedding makes
     the model untied, whatever config.json says, as in transformers.
     """
-    # a copy, from which the weights are taken out one by one: what stays was not used
+    # a copy, from which each tensor that is used is popped; the rest is checked at the end
     hf_weights = dict(hf_weights)
     if config.tied and HEAD in hf_weights:
         embedding_name = EMBEDDING if has_gpt2_names(config) else LLAMA_EMBEDDING
@@ -211,24 +212,24 @@ def model_from_hf(
         embedding = hf_weights.setdefault(embedding_name, hf_weights[HEAD])
         if torch.equal(hf_weights[HEAD].float(), embedding.float()):
             del hf_weights[HEAD]
-        else:  # another head: transformers reads it, too, whatever config.json says
+        else:
             config = replace(config, tied=False)
 
-    # Ask weight_to_hf, which exports, where each parameter comes from. A failed assert becomes a
-    # UserError: load_pretrained and load_peer call this within `reading`.
+    # weight_to_hf, the export, tells which tensors make up each parameter. A failed assert becomes
+    # a UserError: load_pretrained and load_peer call this function within `reading`.
     model = build_without_weights(config)
-    weights: dict[str, Tensor] = {}  # by our names
+    weights: dict[str, Tensor] = {}
     for name, parameter in model.state_dict().items():
-        stacked: list[Tensor] = []  # transformers' tensors of this parameter
-        # `parameter` is on "meta", and so is what transformers makes of it: it has shapes alone
+        stacked: list[Tensor] = []
+        # `parameter` and `expected` are on the device "meta": they have shapes, but no values
         for hf_name, expected in weight_to_hf(name, parameter, config, transposed).items():
             assert hf_name in hf_weights, f"it has no {hf_name}"
             x = hf_weights.pop(hf_name)
-            # integers are quantized weights, whose scales are not read
+            # Integers would be quantized weights, whose scales are not read.
             is_expected = x.shape == expected.shape and x.is_floating_point()
             assert is_expected, f"{hf_name} is {x.dtype} {[*x.shape]}, not {[*expected.shape]}"
             stacked.append(x.float())
-        x = torch.cat(stacked)  # along the rows
+        x = torch.cat(stacked)
         if has_gpt2_names(config) and name.endswith(transposed):
             x = x.T.contiguous()  # (in, out) -> (out, in)
         if name in TABLES:  # append the padded rows: (V, C) -> (padded V, C)
@@ -237,17 +238,17 @@ def model_from_hf(
     # tensors that filled no parameter
     for hf_name, x in hf_weights.items():
         assert is_redundant(hf_name, x, config), f"it has {hf_name}, which this model lacks"
-    model.load_state_dict(weights, assign=True)  # assign: `model` is on the device "meta"
+    model.load_state_dict(weights, assign=True)  # replaces parameters on "meta"
     return model
 
 
 def is_redundant(hf_name: str, x: Tensor, config: GPTConfig) -> bool:
     """Return whether a model computes the same without a tensor `x` of its file."""
     if config.qk_norm and hf_name.endswith("_norm.weight"):
-        # gains of Qwen3's QK-norm, which ours is without
+        # Qwen3's QK-norm has gains, which this project's does not have.
         return torch.equal(x.float(), torch.ones(config.head_size))
-    # buffers that nanoGPT and older versions of transformers saved; newer ones ignore them, too:
-    # causal mask, value of masked logits, rotation in radians per token
+    # Buffers that nanoGPT and older versions of transformers saved, and newer versions ignore:
+    # causal mask, value of masked logits, rotation in radians per token.
     return hf_name.endswith((".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq"))
 
 
@@ -257,18 +258,18 @@ def weight_to_hf(
     """Return transformers' weights that our weight `x`, called `name`, is a stack of, by their
     names. `x` may be on the device "meta"."""
     if name in TABLES:
-        x = x[: config.vocab_size]  # the rows after it are padding
+        x = x[: config.vocab_size]  # without padding
     if has_gpt2_names(config):
-        return {name: x.T if name.endswith(transposed) else x}  # no stack
+        return {name: x.T if name.endswith(transposed) else x}
 
     # transformer.h.3.mlp.c_fc.weight -> model.layers.3.mlp.gate_proj.weight, ...
-    # LLaMA has no biases, so all names end alike
+    # LLaMA has no biases, so all names end in ".weight".
     module = name.removesuffix(".weight")
     prefix = ""
     if module.startswith("transformer.h."):
         _, _, layer, module = module.split(".", 3)  # "3", "mlp.c_fc"
         prefix = f"model.layers.{layer}."
-    num_rows = [len(x)]  # rows of each weight in the stack: here of a single one
+    num_rows = [len(x)]  # rows of each stacked weight
     if module == "attn.c_attn":
         kv_rows = config.kv_heads * config.head_size
         num_rows = [config.n_embd, kv_rows, kv_rows]  # queries, keys, values
@@ -284,11 +285,11 @@ def weights_to_hf(weights: dict[str, Tensor], config: GPTConfig) -> dict[str, Te
     hf_weights: dict[str, Tensor] = {}
     for name, x in weights.items():
         hf_weights |= weight_to_hf(name, x, config)
-        # GPT2LMHeadModel has biases in all norms and linear layers: zeros, where ours has none
+        # GPT2LMHeadModel has biases in all norms and linear layers: write zeros for a model without
         is_norm_or_linear = name.startswith(("transformer.h.", "transformer.ln_f."))
         if has_gpt2_names(config) and not config.bias and is_norm_or_linear:
             hf_weights[name.removesuffix("weight") + "bias"] = torch.zeros(len(x))
-    if config.qk_norm:  # Qwen3 has gains, which ours are without
+    if config.qk_norm:  # Qwen3's QK-norm has gains
         for layer in range(config.n_layer):
             for norm in ("q_norm", "k_norm"):
                 gain = torch.ones(config.head_size)
@@ -296,16 +297,17 @@ def weights_to_hf(weights: dict[str, Tensor], config: GPTConfig) -> dict[str, Te
     return hf_weights
 
 
-@cache  # of this process: open_pretrained asks for a name before load_pretrained does
+# cached, because open_pretrained and load_pretrained both ask for the same name
+@cache
 def find_folder(name: str) -> Path:
     """Return the folder or file `name`, or the folder of the hub's repository of that name, which
     is downloaded unless the hub's cache has it."""
     if Path(name).exists():
         return Path(name)
-    # here, because only names of the hub need it
+    # imported here, because only names of the hub need it
     from huggingface_hub import snapshot_download
 
-    # no weights in other formats, which many repositories also hold
+    # skip weights in other formats, which many repositories also hold
     patterns = ["*.json", "*.jinja", "merges.txt", "*.safetensors"]
     try:
         return Path(snapshot_download(name, allow_patterns=patterns))
@@ -321,17 +323,17 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
     transformers' names."""
     from safetensors.torch import load_file  # here, because training does without it
 
-    # Where a single file and an index lie, as after an export over a larger model, transformers
-    # reads the single file.
+    # If there are both a single file and an index, as after an export over a larger model,
+    # transformers reads the single file.
     file_names = ["model.safetensors"]
     index = folder / "model.safetensors.index.json"
     if not (folder / file_names[0]).is_file() and index.is_file():
-        # model-00001-of-00003.safetensors, ...: by tensor the file that holds it
+        # maps each tensor to its file, such as model-00001-of-00003.safetensors
         file_of_tensor = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         file_names = sorted(set(file_of_tensor.values()))
     hf_weights: dict[str, Tensor] = {}
     for file_name in file_names:
-        # also for a folder of pytorch_model.bin, which is not read
+        # also fails for a folder with only pytorch_model.bin, a format that is not read
         assert (folder / file_name).is_file(), f"it has no {file_name}"
         hf_weights |= load_file(folder / file_name)
     return hf_weights
@@ -341,11 +343,11 @@ def load_pretrained(name_or_folder: str | Path) -> GPT:
     """Return the model of a Hugging Face name ("gpt2", "user/model") or folder: a GPT-2, LLaMA or
     Qwen3 of a shape that save_pretrained writes. Raise UserError naming what does not fit."""
     folder = find_folder(str(name_or_folder))
-    # errors in the content of the files become a UserError of one sentence with name_or_folder
+    # turns errors in the content of the files into a UserError that names the folder
     with reading(name_or_folder, "a GPT-2, LLaMA or Qwen3 of Hugging Face's format"):
         config = config_from_hf(json.loads((folder / "config.json").read_text(encoding="utf-8")))
         hf_weights = read_weights(folder)
-        # a GPT2Model, as OpenAI's on the hub, lacks the prefix of a GPT2LMHeadModel
+        # OpenAI's files on the hub are of a GPT2Model, without the prefix of a GPT2LMHeadModel
         has_prefix = any(hf_name.startswith("transformer.") for hf_name in hf_weights)
         if has_gpt2_names(config) and not has_prefix:
             hf_weights = {f"transformer.{hf_name}": x for hf_name, x in hf_weights.items()}

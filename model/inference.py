@@ -12,7 +12,7 @@ from torch import Tensor
 from model.gpt import GPT
 from utils.devices import has_onednn
 
-onednn = torch.ops.mkldnn  # oneDNN by its former name: PyTorch's operations that call it
+onednn = torch.ops.mkldnn  # PyTorch's oneDNN operations, under the former name
 
 
 class OneDNNLinear(nn.Module):
@@ -25,7 +25,7 @@ class OneDNNLinear(nn.Module):
         `num_rows` rows, which are tokens."""
         super().__init__()
         self.dtype = dtype
-        # a plain Tensor, as it is never trained or saved; oneDNN alone can read its layout
+        # not a Parameter: it is never trained or saved, and only oneDNN can read its layout
         self.weight = onednn._reorder_linear_weight(weight.detach().to(dtype), num_rows)
         self.bias: Tensor | None = None
         if bias is not None:
@@ -54,15 +54,14 @@ def prepare_for_inference(
         for name, module in list(blocks.named_modules()):
             if isinstance(module, nn.Linear):
                 packed = OneDNNLinear(module.weight, module.bias, dtype, rows)
-                # in the place of the nn.Linear, whose weight is freed
                 blocks.set_submodule(name, packed)
-        # the head's weight may be the embedding, which stays float32: the head becomes a copy, and
-        # GPT.logits calls it; without the rows of padding
+        # The head's weight may be the embedding, which stays float32. So GPT.logits calls a copy of
+        # the head, which needs no padded rows.
         head_weight = model.head_weight[: model.config.vocab_size]
         model.inference_head = OneDNNLinear(head_weight, None, dtype, rows)
     elif device.type == "cuda":
-        # in place: autocast then casts the inputs of these layers alone, and no weights
+        # Cast in place: autocast then has to cast only the inputs of these layers.
         for module in blocks.modules():
             if isinstance(module, nn.Linear):
                 module.to(dtype)
-    return model.eval()  # without dropout
+    return model.eval()

@@ -24,8 +24,8 @@ def rotary_angles(positions: Tensor, head_size: int, base: float) -> Angles:
     Both are (T, 1, D / 2) for positions (T,), or (B, T, 1, D / 2) for positions (B, T); the 1
     stands for the heads, which all turn alike. They are float32.
     """
-    # The first pair turns by one radian a token, the last one by about 1 / base of it.
-    # 0, 2 / D, 4 / D, ... below 1, (D / 2,)
+    # (D / 2,): 0, 2 / D, 4 / D, ... below 1. So the first pair of channels turns by one radian per
+    # token, and the last one by about 1 / base.
     exponents = torch.arange(0, head_size, 2, device=positions.device) / head_size
     angles = positions[..., None, None] / base**exponents  # in radians
     return angles.cos(), angles.sin()
@@ -39,8 +39,8 @@ def rotate(x: Tensor, angles: Angles) -> Tensor:
     GPT-NeoX and transformers pair channels in this way; the paper and Meta's LLaMA pair neighbours.
     """
     cos, sin = angles
-    a, b = x.chunk(2, dim=-1)  # both elements of all pairs, (B, T, heads, D / 2) each
-    # cos and sin are float32, and so are the products; under autocast x is not
+    a, b = x.chunk(2, dim=-1)  # (B, T, heads, D / 2) each
+    # The products are float32, as cos and sin are, also where autocast has made x bfloat16.
     rotated_a = a * cos - b * sin
     rotated_b = b * cos + a * sin
     return torch.cat((rotated_a, rotated_b), dim=-1).type_as(x)
@@ -62,7 +62,7 @@ class ScaledDotProduct(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.block_size = config.block_size
-        self.dropout = config.dropout  # probability; Block.run reads it, too
+        self.dropout = config.dropout  # Block.run reads it, too
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
         """Return (B, H, T, D) for queries (B, H, T, D) of the newest T of S tokens, keys and values
@@ -71,23 +71,24 @@ class ScaledDotProduct(nn.Module):
         T = q.size(2)
         S = k.size(2)
         if mask is None and 1 < T < S:
-            # Several tokens continue those of a cache. is_causal would align the first query with
-            # the first key; here the last ones align.
+            # Several new tokens follow the cached ones. is_causal would align the first query with
+            # the first key; this mask aligns the last query with the last key.
             mask = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
-        is_causal = mask is None and T > 1  # a single query, the newest, attends to all tokens
+        is_causal = mask is None and T > 1  # a single query attends to all tokens
 
         group_size = q.size(1) // k.size(1)
-        if group_size > 1:  # H / K heads share keys and values (GQA, Ainslie et al. 2023)
+        if group_size > 1:  # GQA (Ainslie et al. 2023)
             k = k.repeat_interleave(group_size, dim=1)  # (B, H, S, D)
             v = v.repeat_interleave(group_size, dim=1)
 
-        dropout = 0.0  # of the attention weights; F.scaled_dot_product_attention knows no eval()
+        # F.scaled_dot_product_attention does not know whether the model is in eval()
+        dropout = 0.0
         if self.training:
             dropout = self.dropout
-        # cuDNN plans anew for each shape, in 20 to 400 ms, and its backward pass with a mask can
-        # give NaN (pytorch #196678). So it is left for full contexts without a mask, as in
-        # pre-training. The choice stands here and not around the model, where a compiled graph
-        # would not contain it.
+        # cuDNN takes 20 to 400 ms to plan for each new shape, and its backward pass with a mask can
+        # give NaN (pytorch #196678). So only full contexts without a mask, as in pre-training, may
+        # use it. The choice is made here and not around the model, where a compiled graph would not
+        # contain it.
         if q.is_cuda and (mask is not None or T < self.block_size):
             with sdpa_kernel(WITHOUT_CUDNN):
                 return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal)
@@ -115,7 +116,7 @@ class KVCache:
         if key not in self.buffers:
             shape = list(x.shape)
             shape[dim] = self.capacity
-            self.buffers[key] = x.new_empty(shape)  # of the dtype and on the device of x
+            self.buffers[key] = x.new_empty(shape)
         buffer = self.buffers[key]
         num_new = x.size(dim)
         # narrow is a slice along `dim`; beyond the capacity it raises an error

@@ -21,16 +21,16 @@ from torch.utils.checkpoint import checkpoint
 
 from model.execution import compile_static
 
-# Sizes in bytes. training/plan.py forecasts memory by those of chunks of logits.
-# Up to this size of all float32 logits, F.cross_entropy of all of them is faster than chunks.
+# Sizes in bytes. training/plan.py forecasts memory from LOGITS_BYTES and SOFTMAX_BYTES.
+# Up to this size of a batch's float32 logits, a single F.cross_entropy is faster than chunks.
 PLAIN_BYTES = 2**22
 # Largest float32 logits of a chunk.
 LOGITS_BYTES = 2**30
 LOGITS_BYTES_ON_CPU = 2**26
-# Float32 logits that cross_entropy_by_rows_ works on at a time. On a CPU they stay in its caches.
+# Float32 logits that cross_entropy_by_rows_ works on at a time. On a CPU they fit into the caches.
 SOFTMAX_BYTES = 2**28
 SOFTMAX_BYTES_ON_CPU = 2**22
-# Largest product that is added to the gradient of the head's weight.
+# Largest product that add_matmul_ holds in memory.
 MATMUL_BYTES = 2**29
 MATMUL_BYTES_ON_CPU = 2**23
 
@@ -76,20 +76,21 @@ def cross_entropy_(
 
     It is written for the compiler, which makes two loops of it.
     """
-    # The target is found by comparison with the index of each column: a scatter would end the fused
-    # loop of the compiler, and torch 2.11 gathers the target's logit after overwriting it.
+    # Targets are found by comparison with the column index. A scatter would end the compiler's
+    # fused loop, and with a gather, torch 2.11 reads the target's logit after overwriting it.
     column = torch.arange(logits.size(1), device=logits.device)  # (padded V,)
     is_target = column == targets.unsqueeze(-1)  # (n, padded V)
     # -inf takes the padding out of the softmax
     x = logits.float().masked_fill(column >= vocab_size, -torch.inf)
-    # logsumexp by its parts, which the compiler fuses into one pass (an online softmax). It then
-    # reads the logits twice for this function, and three times with torch.logsumexp.
+    # The compiler fuses these parts of logsumexp into one pass (an online softmax). The function
+    # then reads the logits twice; with torch.logsumexp it would read them three times.
     maximum = x.amax(-1, keepdim=True)  # (n, 1)
     logsumexp = maximum + (x - maximum).exp().sum(-1, keepdim=True).log()
     target_logits = torch.where(is_target, x, 0.0).sum(-1)  # (n,)
     nats = logsumexp.squeeze(-1) - target_logits
     if grad_scale is not None:  # None in validation
-        grad = (x - logsumexp).exp_().add_(is_target, alpha=-1)  # softmax(x) - one_hot(target)
+        # softmax(x) - one_hot(target)
+        grad = (x - logsumexp).exp_().add_(is_target, alpha=-1)
         logits.copy_(grad.mul_(grad_scale.unsqueeze(-1)))
     return nats
 
@@ -101,7 +102,7 @@ def cross_entropy_by_rows_(
     in few operations, and by gather and scatter instead of a comparison of each target with every
     column."""
     max_bytes = SOFTMAX_BYTES_ON_CPU if logits.device.type == "cpu" else SOFTMAX_BYTES
-    num_rows = rows_within(max_bytes, 4 * logits.size(1))  # float32: 4 bytes for each logit
+    num_rows = rows_within(max_bytes, 4 * logits.size(1))  # 4 bytes per float32 logit
     nats: list[Tensor] = []  # (rows,) each
     for start in range(0, len(logits), num_rows):
         rows = slice(start, start + num_rows)
@@ -109,10 +110,10 @@ def cross_entropy_by_rows_(
         x = logits[rows].float()  # (rows, padded V), a copy unless the logits are float32
         x[:, vocab_size:] = -torch.inf  # takes the padding out of the softmax
         softmax = x.softmax(-1)
-        # log of the softmax at the largest logit m: m - logsumexp
+        # The softmax of the largest logit m is exp(m - logsumexp).
         logsumexp = x.amax(-1) - softmax.amax(-1).log()
         nats.append(logsumexp - x.gather(-1, target).squeeze(-1))
-        if grad_scale is not None:  # None in validation
+        if grad_scale is not None:
             # softmax(x) - one_hot(target), in place of the softmax
             minus_one = torch.full_like(target, -1, dtype=softmax.dtype)
             grad = softmax.scatter_add_(-1, target, minus_one)
@@ -140,11 +141,12 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         dtype = x.dtype
         if torch.is_autocast_enabled(device_type):
             dtype = torch.get_autocast_dtype(device_type)
-        # each dtype below is chosen by hand
+        # every dtype below is explicit
         with torch.autocast(device_type, enabled=False):
             is_counted = targets >= 0  # (N,)
-            # Each token's share of the mean. In float16 the gradients of a mean over many tokens
-            # would round to 0: there the sum is computed, and the backward pass divides.
+            # `scale` is each token's share of the mean. In float16 the gradients of a mean over
+            # many tokens would round to 0: there `total` and the gradients belong to the sum, and
+            # the end of `forward` and the backward pass divide by ctx.divisor.
             num_counted = is_counted.sum()
             ctx.divisor = 1
             if dtype is torch.float16:
@@ -156,18 +158,18 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             low_weight = weight.to(dtype)
             if needs_grad:
                 grad_x = torch.empty_like(low_x)  # each chunk fills in its rows
-                # float32, as the chunks add up their gradients
+                # float32, because every chunk adds to it
                 grad_weight = torch.zeros_like(weight, dtype=torch.float32)
-            # 4 bytes for each logit, though in 16 bits they take 2
+            # counted as float32, though 16-bit logits take half of it
             max_rows = rows_within(chunk_bytes(x.device), 4 * len(weight))
             num_rows = chunk_rows(len(x), max_rows)
-            buffer = low_x.new_empty(num_rows, len(weight))  # one allocation for all chunks
+            buffer = low_x.new_empty(num_rows, len(weight))  # reused by all chunks
             for start in range(0, len(x), num_rows):
                 chunk = slice(start, start + num_rows)
                 inputs = low_x[chunk]  # (n, C)
                 logits = torch.mm(inputs, low_weight.T, out=buffer[: len(inputs)])  # (n, padded V)
                 grad_scale = scale[chunk] if needs_grad else None
-                if device_type == "cpu":  # also where the blocks are compiled
+                if device_type == "cpu":  # also when compiled
                     cross_entropy = cross_entropy_by_rows_
                 else:
                     cross_entropy = head.cross_entropy_
@@ -178,7 +180,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
                     torch.mm(logits, low_weight, out=grad_x[chunk])
                     add_matmul_(grad_weight, logits.T, inputs)
         if needs_grad:
-            # float32 in training: in 16 bits the backward pass would round its products again
+            # float32 in training: `backward` multiplies them, and would round again in 16 bits
             ctx.save_for_backward(grad_x.to(x.dtype), grad_weight.to(weight.dtype))
         return total / ctx.divisor
 
@@ -194,8 +196,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 def add_matmul_(total: Tensor, a: Tensor, b: Tensor) -> None:
     """Add a @ b to float32 `total`, in place: (padded V, n) @ (n, C), gradients of the logits and
     inputs of a chunk, to the gradient of the head's weight (padded V, C)."""
-    # On CUDA one operation does it, without a product in memory: it multiplies in 16 bits and adds
-    # in float32.
+    # On CUDA one addmm multiplies in 16 bits and adds in float32, without a product in memory.
     if a.is_cuda and a.dtype is not total.dtype:
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
         return
@@ -212,8 +213,8 @@ class HeadCrossEntropy(nn.Module):
 
     def __init__(self, vocab_size: int, compiled: bool = False) -> None:
         super().__init__()
-        self.vocab_size = vocab_size  # V, without the padding that the weight has
-        # for GPUs; on a CPU the compiled function would be slower
+        self.vocab_size = vocab_size  # V, without padding
+        # used on GPUs alone; on a CPU the compiled function would be slower
         self.cross_entropy_ = cross_entropy_by_rows_
         if compiled:
             self.cross_entropy_ = compile_static(cross_entropy_)
@@ -221,18 +222,19 @@ class HeadCrossEntropy(nn.Module):
     def forward(
         self, x: Tensor, weight: Tensor, targets: Tensor, reduction: str = "mean"
     ) -> Tensor:
-        """Return the mean in nats for x (N, C), weight (padded V, C), targets (N,); with the
-        reduction "none" that of each target (N,), 0 for -1."""
+        """Return the mean cross-entropy in nats for x (N, C), weight (padded V, C) and targets
+        (N,), or with the reduction "none" the cross-entropy of each target (N,), 0 for -1."""
         all_logits_bytes = 4 * len(x) * len(weight)  # in float32
         max_bytes = chunk_bytes(x.device)
         if reduction == "mean" and all_logits_bytes > PLAIN_BYTES:
-            needs_grad = torch.is_grad_enabled()  # inside an autograd.Function it is always False
+            # asked here, because it is always False inside an autograd.Function
+            needs_grad = torch.is_grad_enabled()
             return ChunkedCrossEntropy.apply(x, weight, targets, self, needs_grad)
         if all_logits_bytes <= max_bytes:
             return self.loss_of_chunk(x, weight, targets, reduction)
 
-        # The reduction is "none" here. The gradients of single losses may differ, so that the
-        # forward pass cannot compute them: the backward pass computes each chunk again.
+        # The reduction is "none" here. The caller may weight each loss differently, so the forward
+        # pass cannot compute the gradients; the backward pass computes each chunk again.
         num_rows = rows_within(max_bytes, 4 * len(weight))
         losses = []  # (n,) each
         for start in range(0, len(x), num_rows):
@@ -242,7 +244,7 @@ class HeadCrossEntropy(nn.Module):
         return torch.cat(losses)  # (N,)
 
     def loss_of_chunk(self, x: Tensor, weight: Tensor, targets: Tensor, reduction: str) -> Tensor:
-        """Return the cross-entropy (n,) in nats of each token of a chunk, 0 for a target of -1; or
-        with the reduction "mean" the mean over the others."""
+        """Return the cross-entropy (n,) in nats of each token of a chunk, 0 for a target of -1, or
+        with the reduction "mean" the mean over all other tokens."""
         logits = F.linear(x, weight[: self.vocab_size]).float()  # (n, V)
         return F.cross_entropy(logits, targets, ignore_index=-1, reduction=reduction)

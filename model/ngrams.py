@@ -12,7 +12,7 @@ from torch import Tensor
 from model.config import GPTConfig
 from model.layers import KVCache
 
-MULTIPLIER = 1_000_003  # a prime, as in Python's hash of a tuple
+MULTIPLIER = 1_000_003  # a prime, from Python's former hash of tuples
 
 
 def ngram_rows(
@@ -27,29 +27,33 @@ def ngram_rows(
     num_before = config.ngrams - 1  # tokens before an id in the longest n-gram
     tokens = idx  # (B, S), where S = T without a cache
     if cache is not None:
-        # it keeps token ids beside keys and values, as n-grams begin in tokens of earlier calls
+        # The cache keeps token ids, too, because n-grams may begin in tokens of earlier calls.
         tokens = cache.append("tokens", idx, dim=1)
-    end_of_text = config.vocab_size - 1  # not in every tokenizer.json: then it is just some token
-    tokens = F.pad(tokens, (num_before, 0), value=end_of_text)  # column s is now s + num_before
+    end_of_text = config.vocab_size - 1  # a tokenizer.json may have another token here
+    # the padding moves column s to s + num_before
+    tokens = F.pad(tokens, (num_before, 0), value=end_of_text)
     columns = torch.arange(tokens.size(1), device=idx.device)  # (num_before + S,)
 
-    id_column = columns[-T:, None]  # (T, 1): the column of each id itself
+    id_column = columns[-T:, None]  # (T, 1), the column of each id
 
-    # the columns of the tokens before it, the nearest first
+    # the columns of the tokens before each id, the nearest first
     if mask is None:
         nearest = id_column - columns[1 : num_before + 1]  # (T, num_before)
         nearest = nearest.expand(B, T, num_before)
     else:
-        # (B, T, num_before + S): true for padding by end of text, and for what the mask allows
+        # (B, T, num_before + S), true for earlier columns that are padding or that the mask allows
         is_before = F.pad(mask[:, 0], (num_before, 0), value=True) & (columns < id_column)
-        # the largest columns before it; there are num_before of them, thanks to the padding
+        # The largest columns are the nearest. The padding ensures that there are num_before.
         nearest = columns.where(is_before, -1).topk(num_before).values  # (B, T, num_before)
 
-    # one more token before changes the hash of an n-gram into that of an (n + 1)-gram
+    # Each round takes in one more earlier token: the hash of an n-gram becomes the hash of an
+    # (n + 1)-gram.
     ngram_hash = idx  # (B, T) int64
     rows: list[Tensor] = []  # (B, T) for n = 2, 3, ..., N
-    for column in nearest.unbind(-1):  # (B, T): the column of one more token
-        ngram_hash = ngram_hash * MULTIPLIER + tokens.gather(1, column) + 1  # wraps at 64 bits
-        # high bits of the product depend on more of the tokens than low ones, which % looks at
+    for column in nearest.unbind(-1):  # (B, T)
+        # the product wraps around at 64 bits
+        ngram_hash = ngram_hash * MULTIPLIER + tokens.gather(1, column) + 1
+        # High bits of the hash depend on more bits of the token ids than low bits do, and % by a
+        # power of two would see the low bits alone.
         rows.append((ngram_hash ^ (ngram_hash >> 15)) % config.ngram_rows)
     return torch.stack(rows, -1)

@@ -25,41 +25,43 @@ from model.huggingface import EMBEDDING, model_from_hf
 from utils.errors import reading
 
 LLM_C_MAGIC = 20240326
-LLM_C_DTYPES = {3: torch.float32, 5: torch.bfloat16}  # by version; older ones had no padded rows
+# By version of the file. Older versions have no padded rows.
+LLM_C_DTYPES = {3: torch.float32, 5: torch.bfloat16}
 
 
 def load_peer(path: Path) -> GPT:
     """Return the float32 model of a file; of nanoGPT and build-nanogpt, its vocabulary includes any
     rows of padding. Raises UserError for a file of another kind or a damaged one."""
-    # errors in the content of the file become a UserError of one sentence with its path
+    # turns errors in the content of the file into a UserError that names the path
     with reading(path, "a checkpoint of this project, nanoGPT, build-nanogpt or llm.c"):
-        # uint8 (n,), mapped from disk; mode "c", copy on write, as torch warns of read-only memory
+        # uint8 (n,), mapped from disk. Mode "c" is copy on write; torch warns of read-only memory.
         data = torch.from_numpy(np.memmap(path, mode="c"))
         if data[:4].view(torch.int32) == LLM_C_MAGIC:
-            config, weights = read_llm_c(data)  # weights: tensors by name
+            config, weights = read_llm_c(data)
         else:
-            # weights_only: no code of the file runs. An empty class stands in for build-nanogpt's
-            # GPTConfig, which torch.load would refuse; it was defined in the script, __main__.
+            # With weights_only no code of the file runs. build-nanogpt's script pickles its config
+            # as __main__.GPTConfig, which torch.load would refuse: an empty class replaces it.
             with safe_globals([(SimpleNamespace, "__main__.GPTConfig")]):
                 content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
             # nanoGPT saves a compiled model with this prefix
             weights = {name.removeprefix("_orig_mod."): x for name, x in content["model"].items()}
-            if "model_args" in content:  # nanoGPT: a dict with the names of GPTConfig's fields
+            if "model_args" in content:  # nanoGPT: a dict with GPTConfig's names
                 config = GPTConfig(**content["model_args"], activation="gelu_exact")
-            else:  # build-nanogpt: the stand-in, with the same names
+            else:  # build-nanogpt: attributes with the same names
                 config = GPTConfig(**vars(content["config"]))
-        # The names are those of transformers' GPT-2. transposed: no matrix is stored as (in, out),
-        # as the layers of all three projects are nn.Linear or laid out like it.
+        # The names are the same as in transformers' GPT-2. The matrices are laid out as (out, in),
+        # like nn.Linear's, so that none is transposed.
         return model_from_hf(weights, config, transposed=())
 
 
 def read_llm_c(data: Tensor) -> tuple[GPTConfig, dict[str, Tensor]]:
     """Return architecture and weights from the bytes of llm.c's file, uint8 (n,)."""
-    # sizes: layers, heads, channels; num_rows: of the embedding
+    # sizes: layers, heads, channels; num_rows: rows of the embedding, with padding
     _, version, block_size, vocab_size, *sizes, num_rows = data[:32].view(torch.int32).tolist()
     assert version in LLM_C_DTYPES, f"version {version} of llm.c"
-    values = data[1024:].view(LLM_C_DTYPES[version])  # (number of weights,), after 256 int32
-    # the embedding of the file has rows of padding, which are cut off at the end
+    # all weights, after a header of 256 int32
+    values = data[1024:].view(LLM_C_DTYPES[version])
+    # The padded rows of the embedding are cut off at the end.
     config = GPTConfig(block_size, num_rows, *sizes)
 
     # The order of the weights: embeddings, each kind of weight of a block ("ln_1.weight", ...) for
@@ -71,10 +73,9 @@ def read_llm_c(data: Tensor) -> tuple[GPTConfig, dict[str, Tensor]]:
     names += ["transformer.ln_f.weight", "transformer.ln_f.bias"]
     weights: dict[str, Tensor] = {}
     for name in names:
-        x = model.get_parameter(name)  # on "meta": its shape
+        x = model.get_parameter(name)  # on "meta": a shape without values
         weights[name] = values[: x.numel()].view_as(x)
-        values = values[x.numel() :]  # those of the parameters that follow
+        values = values[x.numel() :]
     assert len(values) == 0, f"{len(values):,} values more than the sizes of its header give"
-    # by the header, the rows after it are no tokens
     weights[EMBEDDING] = weights[EMBEDDING][:vocab_size]
     return replace(config, vocab_size=vocab_size), weights

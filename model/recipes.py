@@ -51,7 +51,7 @@ class Recipe:
     """Decay to 0 instead of a tenth of max_lr."""
 
     def __post_init__(self) -> None:
-        check_ranges(self)  # UserError for a value that the type of its field does not allow
+        check_ranges(self)  # UserError for a value out of its field's range
 
     def shape(self, n_embd: int, block_size: int, vocab_size: int) -> dict:
         """Return the fields of GPTConfig that the recipe gives a model of these sizes, with the
@@ -70,10 +70,11 @@ class Recipe:
 
 
 LLAMA = {"position": "rotary", "norm": "rms", "activation": "swiglu", "bias": False, "tied": False}
-# The values are those that won in the searches of docs/RECIPES.md.
+# These values won the searches of docs/RECIPES.md.
 MODERN = Recipe(
     model=LLAMA | {"qk_norm": True},
-    mlp_ratio=8 / 3,  # SwiGLU has three matrices where GPT-2's MLP has two: equally many weights
+    # SwiGLU has three matrices and GPT-2's MLP has two: this gives both as many weights
+    mlp_ratio=8 / 3,
     zero_init=True,
     optimizer="muon",
     max_lr=0.012,
@@ -100,18 +101,18 @@ def parse_recipe(text: str) -> Recipe:
     name, *changes = text.split(",")  # "modern,qk_norm=False"
     if name not in RECIPES:
         raise UserError(f"there is no recipe {name!r}; there are {', '.join(RECIPES)}")
-    recipe = RECIPES[name]  # from here on with the changes so far; it is frozen, `replace` copies
+    recipe = RECIPES[name]
     training_fields = [field.name for field in fields(Recipe) if field.name != "model"]
     model_fields = [field.name for field in fields(GPTConfig) if field.name not in SIZED]
     for change in changes:
         key, _, text = change.strip().partition("=")  # "qk_norm", "=", "False"
         if key in training_fields:
-            # the default, an attribute of the class, tells the type of the value
+            # the class attribute is the field's default, which tells the type of the value
             value = parse_value(key, text, getattr(Recipe, key))
-            recipe = replace(recipe, **{key: value})  # type: ignore[arg-type]  # any field
+            recipe = replace(recipe, **{key: value})  # type: ignore[arg-type]
         elif key in model_fields:
             value = parse_value(key, text, getattr(GPTConfig, key))
-            # over the recipe's own; GPTConfig checks it where the model is built
+            # GPTConfig checks the value when the model is built
             recipe = replace(recipe, model=recipe.model | {key: value})
         else:
             names = ", ".join(training_fields + model_fields)
@@ -122,7 +123,7 @@ def parse_recipe(text: str) -> Recipe:
 def parse_value(key: str, text: str, default: float | str | None) -> float | str:
     """Return the value of a field that a text stands for; it has the type of the field's default,
     int where that is None. Raises UserError for other text."""
-    # the fields whose default is None, n_kv_head and n_inner, are Counts
+    # n_kv_head and n_inner, the fields with a default of None, are integers
     value_type = int if default is None else type(default)
     try:
         if value_type is bool:

@@ -37,15 +37,15 @@ class NormalRows:
         self.std = std
 
     def __getitem__(self, rows: Tensor | slice) -> Tensor:
-        # device="cpu", as torch's default device can be another one
-        indices = torch.arange(self.shape[0], device="cpu")[rows]  # (r,): also those of a slice
+        # device="cpu", because torch's default device may be another one
+        indices = torch.arange(self.shape[0], device="cpu")[rows]  # (r,)
         drawn = torch.empty(len(indices), self.shape[1], device="cpu")
-        blocks = indices // BLOCK_ROWS  # (r,): the block of each row
+        blocks = indices // BLOCK_ROWS  # (r,)
         for block in blocks.unique().tolist():
-            # hashed, as PyTorch's generator for CPUs keeps 32 bits of a seed
+            # a hash of 32 bits, because PyTorch's CPU generator uses only 32 bits of a seed
             block_seed = zlib.crc32(f"{self.seed} {self.name} {block}".encode())
             generator = torch.Generator("cpu").manual_seed(block_seed)
-            # the whole block, also for a single row of it: numbers follow from their place
+            # draw the whole block even for one row, so that a row's numbers follow from its index
             normal = torch.randn(BLOCK_ROWS, self.shape[1], generator=generator, device="cpu")
             is_here = blocks == block  # (r,)
             drawn[is_here] = normal[indices[is_here] % BLOCK_ROWS]
@@ -60,4 +60,4 @@ def constant(value: float, shape: torch.Size) -> Rows:
 def is_vector(shape: torch.Size) -> bool:
     """Return True for a vector, a matrix of one column, and a single number. Checkpoints write
     these as one row."""
-    return shape.numel() == shape[:1].numel()  # shape[:1] of a single number is (): 1 element
+    return shape.numel() == shape[:1].numel()  # for the shape () both are 1

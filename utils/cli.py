@@ -21,8 +21,8 @@ from typing import NoReturn, TypeVar
 from utils.errors import UserError, is_out_of_memory
 from utils.ranges import Dataclass, check_ranges
 
-# nanoGPT's names and ours. Of a misspelt flag tyro suggests similar ones, but hardly finds these.
-# docs/NANOGPT.md translates all of nanoGPT's options.
+# This project's flags, by nanoGPT's names. tyro suggests flags with similar names, but hardly finds
+# these. docs/NANOGPT.md translates all of nanoGPT's options.
 FLAGS_BY_NANOGPT_NAME = {
     "learning_rate": "max_lr",
     "max_iters": "max_steps",
@@ -54,17 +54,17 @@ def parse(config_class: type[Config], args: list[str] | None = None) -> Config:
     corrections: list[str] = []
     for name, _ in named_flags(args):
         flag = FLAGS_BY_NANOGPT_NAME.get(name)
-        # not where the script has no such option by either name: tyro refuses the flag below
+        # Correct it only if the script has the option; tyro refuses all other unknown flags below.
         if name not in defaults and flag in defaults:
             corrections.append(f"there is no --{name}, but --{flag}")
     if corrections:
         raise UserError("; ".join(corrections) + "; --help says more")
 
-    # --help begins with two examples, the first commands in the docstring of the script; one that
-    # goes on in the next line, after a backslash, is left out
+    # --help begins with two examples: the first commands in the script's docstring, except those
+    # that a backslash continues on the next line
     commands = re.findall(r"^ *(python .*[^\\])$", sys.modules["__main__"].__doc__ or "", re.M)
     description = "\n  ".join([config_class.__doc__ or ""] + commands[:2])
-    # empty for SampleConfig and others that declare their options themselves
+    # empty for SampleConfig and other classes that declare their options themselves
     groups = [base for base in reversed(config_class.__bases__) if is_dataclass(base)]
     if not groups:
         options = call_tyro(config_class, args, description)
@@ -73,14 +73,14 @@ def parse(config_class: type[Config], args: list[str] | None = None) -> Config:
         # such field for each group, and take them apart again
         group_fields = []
         for group in groups:
-            label = group.__name__.removesuffix("Options").lower()  # "machine": MachineOptions
+            label = group.__name__.removesuffix("Options").lower()  # "machine"
             # `config_class` may have another default than the group it inherits from
             default = group(**{option.name: defaults[option.name] for option in fields(group)})
             group_fields.append((label, group, field(default=default)))
         grouped_class = make_dataclass(config_class.__name__, group_fields)
         grouped: object = call_tyro(grouped_class, args, description)
-        values: dict[str, object] = {}  # by the name of the option
-        for parsed_group in vars(grouped).values():  # an instance of each group
+        values: dict[str, object] = {}
+        for parsed_group in vars(grouped).values():
             values |= vars(parsed_group)
         options = config_class(**values)
     check_ranges(options, "--")  # tyro knows "int", but not "at least 1"
@@ -90,7 +90,7 @@ def parse(config_class: type[Config], args: list[str] | None = None) -> Config:
 def call_tyro(config_class: type[Config], args: list[str], description: str) -> Config:
     """Return the options that tyro parses; it raises SystemExit after --help or an error. The help
     leaves out "(default: None)": the text of such a flag says what happens without it."""
-    import tyro  # here, as other users of this module do without it
+    import tyro  # imported here, as other users of this module do not need it
 
     printed = io.StringIO()  # the help; errors go to standard error
     try:
@@ -100,9 +100,9 @@ def call_tyro(config_class: type[Config], args: list[str], description: str) -> 
                 args=args,
                 description=description,
                 use_underscores=True,
-                # INT, not {None}|INT; --lr, not --optimizer.lr
+                # show INT instead of {None}|INT, and --lr instead of --optimizer.lr
                 config=(tyro.conf.DisallowNone, tyro.conf.OmitArgPrefixes),
-                console_outputs=os.environ.get("RANK", "0") == "0",  # not once for each process
+                console_outputs=os.environ.get("RANK", "0") == "0",
             )
     finally:
         print(re.sub(r"\s*\(default:\s+None\) *", "", printed.getvalue()), end="")
@@ -122,7 +122,7 @@ def to_flags(values: dict[str, object]) -> list[str]:
         if value in (None, [], ()):
             continue
         if isinstance(value, bool):
-            flags.append(f"--{name}" if value else f"--no_{name}")  # as tyro names the opposite
+            flags.append(f"--{name}" if value else f"--no_{name}")  # tyro's flags for a bool
             continue
         items = value if isinstance(value, list | tuple) else [value]
         flags.append(f"--{name}")
@@ -136,15 +136,16 @@ def named_flags(flags: list[str]) -> list[tuple[str, str | None]]:
     for word in flags:
         if word.startswith("--"):  # --name or --name=value
             name, equals, value = word[2:].partition("=")
-            pairs.append((name.replace("-", "_"), value if equals else None))  # tyro takes both
-        elif pairs and pairs[-1][1] is None:  # the first word after --name: "-1", too, is a value
+            pairs.append((name.replace("-", "_"), value if equals else None))
+        elif pairs and pairs[-1][1] is None:
+            # the first word after --name is its value, even "-1"
             pairs[-1] = (pairs[-1][0], word)
     return pairs
 
 
 def flag_value(flags: list[str], name: str) -> str | None:
     """Return the value of the last flag of this name, None without one."""
-    return dict(named_flags(flags)).get(name)  # of equal keys, dict keeps the last value
+    return dict(named_flags(flags)).get(name)  # dict keeps the last value of equal keys
 
 
 def start_script(main: Callable[[Config], None], config_class: type[Config]) -> NoReturn:
@@ -164,15 +165,16 @@ def call_and_exit(
     of a signal. `explain` returns the sentence for an error of which `user_message` knows none, as
     distributed.explain for a lost process; None for a bug.
     """
-    warnings.filterwarnings("ignore", "TypedStorage is deprecated")  # PyTorch warns of its own use
-    warnings.filterwarnings("ignore", "\nOnline softmax is disabled")  # of a choice of its compiler
+    # PyTorch warns about its own use of TypedStorage, and about a choice of its compiler.
+    warnings.filterwarnings("ignore", "TypedStorage is deprecated")
+    warnings.filterwarnings("ignore", "\nOnline softmax is disabled")
     message = None
     exit_code = 0
     try:
         main()
-    except SystemExit as end:  # of tyro after --help or a wrong flag, of a run after a signal
+    except SystemExit as end:  # from tyro (--help, a wrong flag), or a run after a signal
         exit_code = int(end.code or 0)  # None after sys.exit()
-    except BrokenPipeError:  # the reader of standard output has ended, as `head` does
+    except BrokenPipeError:  # the reader of standard output, such as `head`, has ended
         sys.stdout = open(os.devnull, "w")  # the flush below would raise again
         exit_code = 128 + signal.SIGPIPE
     except KeyboardInterrupt:
@@ -180,7 +182,7 @@ def call_and_exit(
         exit_code = 128 + signal.SIGINT
     except Exception as error:
         message = user_message(error) or explain(error)
-        exit_code = 2  # a mistake of the user, or a fault of a file or the machine
+        exit_code = 2
         if message is None:  # a bug
             traceback.print_exc()
             exit_code = 1
@@ -188,10 +190,10 @@ def call_and_exit(
         rank = os.environ.get("RANK")  # None without a launcher
         label = f"error on rank {rank}" if rank else "error"
         print(f"{label}: {message}", file=sys.stderr)
-    before_exit()  # as waiting for a checkpoint that is being written
-    sys.stdout.flush()  # os._exit writes out no buffers
-    # without the interpreter's shutdown: reader threads of `datasets` can block it for ever, and
-    # gloo aborts in it if one of its threads waits for the interpreter lock to release a tensor
+    before_exit()  # a training run waits for its checkpoints to be written
+    sys.stdout.flush()  # os._exit does not flush buffers
+    # Skip the interpreter's shutdown: reader threads of `datasets` can block it for ever, and gloo
+    # aborts in it if one of its threads waits for the interpreter lock to release a tensor.
     os._exit(exit_code)
 
 
@@ -199,11 +201,11 @@ def user_message(error: Exception) -> str | None:
     """Return the sentence to print for a mistake of the user or a full machine, None for a bug."""
     if isinstance(error, UserError):
         return str(error)
-    # "No space left on device"; None in an OSError that a library made of a text of its own
+    # strerror is, for example, "No space left on device"; None if a library raised its own text
     if isinstance(error, OSError) and error.strerror:
-        if error.filename is None:  # a write to an open file, as on a full disk
+        if error.filename is None:  # writing to an open file, for example on a full disk
             return error.strerror
         return f"{error.filename}: {error.strerror}"
-    if is_out_of_memory(error):  # on the host or a GPU; PyTorch's own text may have many lines
+    if is_out_of_memory(error):  # PyTorch's text may have many lines
         return f"out of memory: lower --micro_batch_size or --num_samples ({error!s:.200})"
     return None

@@ -13,11 +13,11 @@ import torch
 
 from utils.errors import UserError
 
-# share of matmuls in the time of a training step on a CPU, for the forecast of `seconds_on_cpu`:
-# measured as 0.88 for 124M, compiled, and 0.4 for small models
+# Share of matmuls in the time of a training step on a CPU, for the forecast of `seconds_on_cpu`. It
+# was measured as 0.88 for a compiled 124M, and as 0.4 for small models.
 SHARE_OF_MATMULS = 0.6
-# "auto" trains in bfloat16 on a CPU that is this many times as fast in it as in float32: casts of
-# weights and activations cost what a smaller gain would bring
+# "auto" trains in bfloat16 on a CPU whose matmuls are this many times as fast in it as in float32.
+# Casts of weights and activations would eat up a smaller gain.
 BFLOAT16_SPEEDUP = 1.2
 
 
@@ -27,7 +27,7 @@ def pick_device(name: str, local_rank: int = 0) -> torch.device:
     Without a number, a process gets the GPU of its number on this machine, `local_rank`. Raises
     UserError for a device that this machine does not have.
     """
-    # the first is the fastest: "auto" takes it
+    # fastest first, as "auto" takes the first
     available = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
     if torch.mps.is_available():  # Apple GPU
         available.append("mps")
@@ -64,8 +64,9 @@ def is_bfloat16_faster() -> bool:
     if not has_onednn(torch.bfloat16):
         return False
     num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # on a busy machine, several would wait for each other
-    # the fastest of 20: other programs can only make a matmul slower
+    # a single thread, because several would wait for each other on a busy machine
+    torch.set_num_threads(1)
+    # the fastest of 20, because other programs can only make a matmul slower
     float32_seconds = min(matmul_seconds(256, torch.float32) for _ in range(20))
     bfloat16_seconds = min(matmul_seconds(256, torch.bfloat16) for _ in range(20))
     torch.set_num_threads(num_threads)
@@ -83,18 +84,17 @@ def matmul_seconds(size: int, dtype: torch.dtype) -> float:
 
 def seconds_on_cpu(flops: float, dtype: torch.dtype) -> float:
     """Return a forecast of the time in which this CPU trains for a number of FLOPs."""
-    # the fastest of three: other programs can only make it slower
     fastest_seconds = min(matmul_seconds(512, dtype) for _ in range(3))
-    matmul_flops_per_second = 2 * 512**3 / fastest_seconds  # a multiplication and an addition each
+    matmul_flops_per_second = 2 * 512**3 / fastest_seconds
     # the rest of a step, such as softmax and the optimizer, takes time but counts no FLOPs
     return flops / (SHARE_OF_MATMULS * matmul_flops_per_second)
 
 
 def has_bfloat16(device: torch.device) -> bool:
     """Return whether a GPU multiplies in bfloat16, as NVIDIA's do since Ampere."""
-    # the function asks about the current device
+    # is_bf16_supported asks about the current device
     with torch.cuda.device(device):
-        # with emulation it would be True for older GPUs, too, which are slow in bfloat16
+        # including emulation, it is True for older GPUs, too, which are slow in bfloat16
         return torch.cuda.is_bf16_supported(including_emulation=False)
 
 
@@ -113,12 +113,13 @@ def pick_dtype(
         gpu_name = torch.cuda.get_device_name(device)
         raise UserError(f"--dtype bfloat16: this {gpu_name} has none; give --dtype float16")
     if name != "auto":
-        return getattr(torch, name)  # "float16" to torch.float16
+        return getattr(torch, name)
     if is_gpu:
         use_bfloat16 = has_bfloat16(device)
     else:
-        use_bfloat16 = device.type == "cpu" and is_bfloat16_faster()  # an Apple GPU: float32
-    if all_agree(use_bfloat16):  # one slower process of several decides for all
+        # an Apple GPU gets float32
+        use_bfloat16 = device.type == "cpu" and is_bfloat16_faster()
+    if all_agree(use_bfloat16):
         return torch.bfloat16
     return torch.float16 if is_gpu else torch.float32
 
@@ -137,7 +138,7 @@ def autocast(
     `keep_weights` keeps the cast copy of each weight until the context ends, for several forward
     passes; else none is kept.
     """
-    # weights and activations are float32 already, so that there is nothing to cast
+    # for float32 there is nothing to cast
     enabled = dtype is not torch.float32
     return torch.autocast(device.type, dtype, enabled=enabled, cache_enabled=keep_weights)
 

@@ -29,13 +29,13 @@ from utils.errors import UserError
 Item = TypeVar("Item")
 Output = TypeVar("Output")
 
-# A collective fails after this time. Longer than all that one process does while the others wait
-# (a download; for a checkpoint on a slow disk Saver.wait calls many short collectives); without a
-# limit, a machine that lost its power would stop the run for good.
+# A collective fails after this time. Without a limit, a machine that lost its power would stop the
+# run for good. The limit is longer than anything that one process does while the others wait, such
+# as a download. (A checkpoint may take longer: Saver.wait calls many short collectives.)
 TIMEOUT = timedelta(minutes=10)
 
 STOP_MESSAGE = "\nstopping soon, then saving"
-HURRY_MESSAGE = "; Ctrl-C again to stop now without saving"  # true without a launcher
+HURRY_MESSAGE = "; Ctrl-C again to stop now without saving"  # only without a launcher
 
 
 class Stopped(Exception):
@@ -54,7 +54,7 @@ class StopSignal:
 
     def __init__(self) -> None:
         self.signal = 0
-        self.is_launched = "RANK" in os.environ  # by torchrun, which passes its signals on
+        self.is_launched = "RANK" in os.environ  # by torchrun, which forwards its signals
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             signal.signal(number, self.receive)
         # SIGHUP: the terminal was closed. Under nohup it is ignored, so that the run goes on.
@@ -64,16 +64,17 @@ class StopSignal:
     def receive(self, number: int, frame: object) -> None:
         """Handle a signal; Python calls this between two instructions of the main thread."""
         if self.signal == 0:
-            # only remembered here: the run ends at a place where its state is whole
+            # only remembered: the run ends at a place where its state is consistent
             self.signal = number
             if launched("RANK") == 0:
-                # os.write, as the signal may have interrupted a print, which cannot be re-entered.
-                # OSError: nobody reads standard error any more, as after Ctrl-C to `train | tee`.
+                # os.write, because the signal may have interrupted a print, which is not reentrant.
+                # It raises OSError if nobody reads standard error any more, for example after
+                # Ctrl-C to `train | tee`.
                 message = STOP_MESSAGE if self.is_launched else STOP_MESSAGE + HURRY_MESSAGE
                 with contextlib.suppress(OSError):
                     os.write(2, f"{message}\n".encode())
         elif number == signal.SIGINT and not self.is_launched:
-            raise SystemExit(128 + number)  # at once, without saving
+            raise SystemExit(128 + number)
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,7 @@ class Process:
     @property
     def number(self) -> int:
         """Number of this process among all, which torch.distributed calls its rank."""
-        # those that share each block follow each other
+        # the processes that share each block have consecutive numbers
         return self.rank * self.tensor_parallel + self.tensor_rank
 
     @property
@@ -135,8 +136,8 @@ class Process:
     def copy(self, cpu_tensor: Tensor) -> Tensor:
         """Return a tensor on the device; a GPU copies it while the host goes on."""
         if self.device.type == "cuda":
-            # only from pinned memory, which the kernel cannot move, is a copy asynchronous; kernels
-            # that use the tensor are queued behind it
+            # A copy is asynchronous only from pinned memory. CUDA kernels that use the tensor are
+            # queued behind it.
             return cpu_tensor.pin_memory().to(self.device, non_blocking=True)
         return cpu_tensor.to(self.device)
 
@@ -150,13 +151,12 @@ class Process:
         collective: in the last round, processes beyond the end do the last item again. Raises
         Stopped between two items.
         """
-        outputs: dict[int, Output] = {}  # of this process, by the index of the item
+        outputs: dict[int, Output] = {}  # this process's outputs by the index of the item
         for round_start in range(0, len(items), self.world_size):
             self.end_if_stopped()
-            # this process takes item number `rank` of each round
             index = min(round_start + self.rank, len(items) - 1)
             outputs[index] = function(items[index])
-        outputs = self.merge(outputs)  # now of all; an item that was done twice has equal outputs
+        outputs = self.merge(outputs)  # now the outputs of all processes
         return [outputs[index] for index in range(len(items))]
 
     def end_if_stopped(self) -> None:
@@ -181,35 +181,36 @@ class Process:
     def together(self) -> Iterator[None]:
         """Raise on every process if the block raises on one: there what it raised, on the others
         UserError with its text."""
-        error: Exception | None = None  # of this process
+        error: Exception | None = None
         try:
             yield
         except Exception as block_error:
-            error = block_error  # raised below, after the others know of it
-        texts = self.merge({} if error is None else {self.number: str(error)})  # of all errors
+            error = block_error  # raised below, once the others know of it
+        # the texts of all errors, by the number of the process
+        texts = self.merge({} if error is None else {self.number: str(error)})
+        # raise this process's own error, or else the first error of another process
         for text in texts.values():
-            raise error or UserError(text)  # the first text, where this process has no error
+            raise error or UserError(text)
 
     def all_equal(self, number: int) -> bool:
         """Return whether every process has the same number, below 2^63."""
-        # min of the negatives is the negative of the largest: equal numbers have one extreme
+        # -min(-number) is the maximum, which equals the minimum if all numbers are equal
         return self.min(number) == -self.min(-number)
 
     def min(self, number: int) -> int:
         """Return the smallest of the processes' numbers."""
-        if self.num_processes == 1:  # without a process group
+        if self.num_processes == 1:  # there is no process group
             return number
-        minimum = torch.tensor(number, device=self.device)  # int64; NCCL sends what lies on a GPU
-        # in place: each process now holds the smallest
-        dist.all_reduce(minimum, dist.ReduceOp.MIN)
+        minimum = torch.tensor(number, device=self.device)  # NCCL needs a tensor on the GPU
+        dist.all_reduce(minimum, dist.ReduceOp.MIN)  # in place
         return int(minimum)
 
     def sum(self, values: Tensor) -> Tensor:
         """Sum a tensor of floats over all parts of the data, in place, and return it."""
         if self.num_processes > 1:
             dist.all_reduce(values)
-            # A loss is in the sum `tensor_parallel` times, once for each process that computed it.
-            # All of them divide the same sum, so they get the same bits.
+            # Under tensor parallelism a loss is in the sum once for each process that computed it.
+            # All processes divide the same sum, so they get the same bits.
             values /= self.tensor_parallel
         return values
 
@@ -218,16 +219,16 @@ class Process:
         Where two processes have one key, their outputs are equal."""
         shares = [outputs]  # one dict for each process
         if self.num_processes > 1:
-            shares = [{}] * self.num_processes  # places, which the next line fills
-            dist.all_gather_object(shares, outputs)  # pickled
+            shares = [{}] * self.num_processes  # filled by the next line
+            dist.all_gather_object(shares, outputs)
         merged: dict[int, Output] = {}
         for share in shares:
             merged.update(share)
         return merged
 
 
-# Main process of a script of one process, for functions that scripts share with runs. Its
-# collectives return at once.
+# The only process of a script, for functions that scripts share with training runs. Its collectives
+# return at once.
 ALONE = Process(0, 1, torch.device("cpu"))
 
 
@@ -282,29 +283,28 @@ def start(
     """
     # RANK and WORLD_SIZE count processes; rank and world_size of Process count parts of the data.
     number = launched("RANK")  # 0 without a launcher
-    local_rank = launched("LOCAL_RANK")  # number of the process on its machine
+    local_rank = launched("LOCAL_RANK")
     num_processes = launched("WORLD_SIZE", 1)
     per_machine = launched("LOCAL_WORLD_SIZE", num_processes)
     num_shards = count_shards(num_processes, per_machine, tensor_parallel, shard_across)
     device = pick_device(device_name, local_rank)
-    # ":" as in cuda:1; without it each process takes the GPU of its number
+    # "cuda:1" names one GPU; with "cuda" each process takes the GPU of its local rank
     if num_processes > 1 and (device.type == "mps" or ":" in device_name):
         raise UserError(
             f"--device {device_name} is one device, which several processes cannot share"
         )
     if device.type == "cuda":
-        # NCCL and "cuda" without a number mean this GPU then
+        # NCCL and "cuda" without a number use the current device
         torch.cuda.set_device(device)
     if device.type == "cpu":
         keep_freed_memory()
-    # initialized already: by tests/fake_gpu, whose group counts what would be sent
+    # Under tests/fake_gpu a group is initialized already, which counts what would be sent.
     if num_processes > 1 and not dist.is_initialized():
         if device.type == "cpu":
             dist.init_process_group("gloo", timeout=TIMEOUT)
         else:
             # device_id: connect now, so that a GPU that cannot be reached fails here
             dist.init_process_group("nccl", timeout=TIMEOUT, device_id=device)
-    # processes that share each block have consecutive ranks, and one part of the data
     num_parts = num_processes // tensor_parallel
     return Process(
         rank=number // tensor_parallel,
@@ -342,7 +342,7 @@ def explain(error: Exception) -> str | None:
 
 def stop() -> None:
     """Leave the process group at the normal end of a run."""
-    # NCCL waits for the other processes here. gloo has nothing to release that the end of the
-    # process does not, and can deadlock: one of its threads may wait for the interpreter lock.
+    # NCCL waits for the other processes here. What gloo holds ends with the process, and gloo could
+    # deadlock here: one of its threads may wait for the interpreter lock.
     if dist.is_initialized() and dist.get_backend() == "nccl":
         dist.destroy_process_group()

@@ -8,10 +8,11 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-VENV = Path(__file__).resolve().parents[1] / ".venv"  # which train.sh makes
+VENV = Path(__file__).resolve().parents[1] / ".venv"  # train.sh makes it
 
-for package in ("torch", "numpy", "tyro", "yaml"):  # enough to tell: they are installed together
-    if find_spec(package) is None:  # found on disk, not imported
+# These four are enough to check, as all packages are installed together.
+for package in ("torch", "numpy", "tyro", "yaml"):
+    if find_spec(package) is None:  # searches the disk, imports nothing
         command = "python -m pip install -r requirements.txt"
         # sys.prefix is the folder of the environment that Python runs in
         if VENV.exists() and Path(sys.prefix) != VENV:

@@ -14,7 +14,7 @@ class UserError(ValueError):
 
 def is_out_of_memory(error: Exception) -> bool:
     """Return whether the host or a GPU has no memory left; PyTorch says so in several ways."""
-    # of its allocator on the host, in a plain RuntimeError; of CUDA, in errors of several classes
+    # PyTorch's host allocator raises a plain RuntimeError, CUDA raises errors of several classes
     messages = "can't allocate memory|out of memory"
     return isinstance(error, MemoryError) or re.search(messages, str(error)) is not None
 
@@ -27,15 +27,15 @@ def reading(path: Path | str, kind: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        # memory, rights or a disk: such a file must not be called damaged
+        # Missing memory or permissions, or a faulty disk: the file must not be called damaged.
         if isinstance(error, OSError) or is_out_of_memory(error):
             raise
         reason = f"{type(error).__name__}: {error}"  # "KeyError: 'step'"
         if isinstance(error, UserError):
-            reason = str(error)  # a sentence already, as of a GPTConfig that cannot be
+            reason = str(error)  # already a sentence, for example from GPTConfig
             if str(path) in reason:
                 raise
-        reason = textwrap.shorten(reason, 300)  # in characters; also makes it one line
+        reason = textwrap.shorten(reason, 300)  # at most 300 characters, on one line
         raise UserError(f"{path} is damaged or not {kind}: {reason}") from error
 
 
@@ -46,6 +46,6 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        # the first line: torch adds its C++ stack; a MemoryError has no text
+        # only the first line, as torch adds its C++ stack; a MemoryError has no text
         reason = str(error).partition("\n")[0] or type(error).__name__
         raise UserError(f"{path} could not be written: {reason}") from error

@@ -19,12 +19,13 @@ from utils.errors import UserError
 @contextlib.contextmanager
 def atomic_write(path: Path) -> Iterator[IO[bytes]]:
     """Open a temporary file that replaces `path` at the end of the block, unless it raises."""
-    temporary = path.with_name(path.name + ".tmp")  # in the same folder, as no rename crosses disks
+    # in the same folder, because a rename cannot cross file systems
+    temporary = path.with_name(path.name + ".tmp")
     try:
         with open(temporary, "wb") as file:
             yield file
             file.flush()  # Python's buffer to the kernel
-            os.fsync(file.fileno())  # the kernel's to the disk; else a power cut leaves zeros
+            os.fsync(file.fileno())  # to the disk: a power cut would leave zeros
         replace_file(temporary, path)
     except BaseException:  # also the SystemExit or KeyboardInterrupt of a signal
         temporary.unlink(missing_ok=True)
@@ -34,7 +35,7 @@ def atomic_write(path: Path) -> Iterator[IO[bytes]]:
 def replace_file(temporary: Path, path: Path) -> None:
     """Give a file, whose content is on the disk, its final name, also where a file has it."""
     os.replace(temporary, path)
-    sync_folder(path.parent)  # now the name is on the disk, too
+    sync_folder(path.parent)
 
 
 def link_or_copy(source: Path, target: Path) -> None:
@@ -46,10 +47,11 @@ def link_or_copy(source: Path, target: Path) -> None:
         os.link(source, temporary)
     except OSError:
         with open(source, "rb") as file, atomic_write(target) as copy:
-            shutil.copyfileobj(file, copy, 2**20)  # 1 MiB at a time: a checkpoint may be large
+            shutil.copyfileobj(file, copy, 2**20)  # 1 MiB at a time
     else:
         os.replace(temporary, target)
-        temporary.unlink(missing_ok=True)  # it stays where `target` was the same file before
+        # os.replace does nothing if both names belong to the same file
+        temporary.unlink(missing_ok=True)
 
 
 def lock_folder(folder: Path, activity: str) -> int:
@@ -59,10 +61,10 @@ def lock_folder(folder: Path, activity: str) -> int:
     Raises UserError, which names the `activity` ("writing to"), if another process holds the lock.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    # 0o666 less the umask: other users of a shared folder may lock it, too
+    # 0o666, minus the umask, lets other users of a shared folder lock it, too
     descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
     try:
-        # EX: one process alone; NB: fail at once instead of waiting
+        # LOCK_NB: fail at once instead of waiting
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         raise UserError(f"another process is {activity} {folder}; wait for its end") from error
@@ -78,5 +80,5 @@ def lock_folder(folder: Path, activity: str) -> int:
 def sync_folder(folder: Path) -> None:
     """Make the names in a folder survive a power cut: a rename is on disk only after this."""
     descriptor = os.open(folder, os.O_RDONLY)  # `open` takes no folder
-    os.fsync(descriptor)  # of the names; the content of the files has an fsync of its own
+    os.fsync(descriptor)  # writes the names, not the contents of the files
     os.close(descriptor)

@@ -21,9 +21,10 @@ from utils.errors import UserError, reading
 # files in the folder of a log
 METRICS = "metrics.jsonl"
 SAMPLES = "samples.txt"
-CONFIG = "config.json"  # the options of the run, its tokenizer and versions: training/run.py
+CONFIG = "config.json"  # options, tokenizer and versions of the run, by training/run.py
 
-SECONDS_PER_LINE = 10  # between two lines of training on a console without a progress bar
+# Time between two lines of training on a console without a progress bar.
+SECONDS_PER_LINE = 10
 
 
 class Logger:
@@ -44,25 +45,25 @@ class Logger:
         begins_empty: bool = False,
     ) -> None:
         self.is_main = is_main
-        if not is_main:  # one process alone writes
+        if not is_main:
             return
         self.wandb_run: Any = None  # training/run.py sets it with --wandb
-        self.last_line_seconds = float("-inf")  # time of the last line of training, on the console
+        self.last_line_seconds = float("-inf")  # time.monotonic() of the last line
         folder.mkdir(parents=True, exist_ok=True)
         metrics_path = folder / METRICS
         is_resumed = metrics_path.exists() and not begins_empty
         if is_resumed:
-            # bytes of whole rows, up to the last line break
+            # cut off half a row after the last line break, which a killed process may have left
             num_bytes = metrics_path.read_bytes().rfind(b"\n") + 1
-            # a process that was killed may have left half a row after them: cut it off
             os.truncate(metrics_path, num_bytes)
         mode = "w" if begins_empty else "a"
         # buffering=1: each line is written at once, and survives a kill
         self.metrics_file = open(metrics_path, mode, buffering=1, encoding="utf-8")
         self.samples_file = open(folder / SAMPLES, mode, buffering=1, encoding="utf-8")
         if is_resumed:
-            self.log({"split": "resume"}, start)  # read_metrics drops the rows after this step
-        # on standard error; disable=None: none where that is not a terminal
+            # tells read_metrics to drop the earlier rows of later steps
+            self.log({"split": "resume"}, start)
+        # disable=None: no bar unless standard error is a terminal
         self.bar = tqdm(total=total, initial=start, unit="step", dynamic_ncols=True, disable=None)
 
     def log(self, row: dict, step: int) -> None:
@@ -73,9 +74,9 @@ class Logger:
         if self.wandb_run is None:
             return
         split = row["split"]
-        # "train/loss"; without texts, and without an MFU of None
+        # keys such as "train/loss"; texts and an MFU of None are left out
         numbers = {f"{split}/{name}": x for name, x in row.items() if isinstance(x, int | float)}
-        # "step" is a column: wandb's own step only grows, and would lose steps that are done again
+        # "step" is a column, because wandb's own step only grows and would lose repeated steps
         self.call_wandb(self.wandb_run.log, {"step": step, **numbers})
 
     def call_wandb(self, function: Callable[..., Any], *arguments: object) -> Any:
@@ -83,7 +84,7 @@ class Logger:
         or when its helper process has died, say so and go on without it."""
         try:
             return function(*arguments)
-        except Exception as error:  # of wandb, of the network, of the helper's socket
+        except Exception as error:
             self.wandb_run = None  # no further rows are sent
             self.print(f"warning: the run goes on without Weights & Biases ({error!s:.200})")
             return None
@@ -95,38 +96,38 @@ class Logger:
         if not self.is_main:
             return
         text = f"loss {row['loss']:.4f}  {row['tokens_per_s']:,.0f} tok/s"
-        if "reward" in row:  # of GRPO
+        if "reward" in row:  # GRPO
             text = f"reward {row['reward']:.4f}  {text}"
         # None on CPUs, and on GPUs whose peak is not known
         if row["mfu"]:
             text += f"  mfu {row['mfu']:.1%}"
         if not self.bar.disable:
-            # update draws the bar, at most ten times a second
+            # `update` redraws the bar, at most ten times a second
             self.bar.set_postfix_str(text, refresh=False)
-            self.bar.update(step - self.bar.n)  # n: the last step shown; skipped ones are not
+            self.bar.update(step - self.bar.n)  # more than 1 after a skipped step
             return
-        # no terminal: lines, for the log of a scheduler
+        # without a terminal, print a line at times, for the log of a scheduler
         now = time.monotonic()
         is_last = step == self.bar.total
         if is_last or now - self.last_line_seconds >= SECONDS_PER_LINE:
-            self.last_line_seconds = now  # since then SECONDS_PER_LINE have to pass
+            self.last_line_seconds = now
             details = f"lr {row['lr']:.2e}  norm {row['grad_norm']:.2f}  {row['ms']:,.0f} ms"
-            # "1:23:45" as the bar has it, by the time of this step, without evaluations
+            # time left, such as "1:23:45", at the speed of this step and without evaluations
             left = tqdm.format_interval((self.bar.total - step) * row["ms"] / 1000)
             self.print(f"step {step}/{self.bar.total}  {text}  {details}  {left} left")
 
     def log_scores(self, split: str, scores: dict[str, float], step: int) -> None:
         """Write and print the scores of a validation or a benchmark."""
         self.log({"split": split, **scores}, step)
-        scores = dict(scores)  # the caller's stays whole
+        scores = dict(scores)  # a copy to pop from
         text = split  # "hellaswag", or "held_out" of fine-tuning
         if split == "val":
             text = f"validation loss {scores.pop('loss'):.4f}"
-            if "n" in scores:  # not in fine-tuning
+            if "n" in scores:  # absent in fine-tuning
                 text += f" of {scores.pop('n'):,} tokens"
-            if "bits_per_byte" in scores:  # not where shards do not tell the size of their text
+            if "bits_per_byte" in scores:  # absent if shards lack the size of their text
                 text += f", {scores.pop('bits_per_byte'):.4f} bits per byte"
-        # those of a benchmark; after a validation of several corpora loss_NAME of each
+        # the scores of a benchmark, or loss_NAME for each of several validation corpora
         for name, score in scores.items():
             text += f", {name} {score:.5g}"
         self.print(f"step {step}: {text}")
@@ -147,9 +148,9 @@ class Logger:
         if not self.is_main:
             return
         try:
-            self.bar.write(message, file=sys.stdout)  # a plain print would break the bar's line
+            self.bar.write(message, file=sys.stdout)  # a plain print would break the bar
             sys.stdout.flush()
-        except OSError:  # `| tee` has ended at Ctrl-C: go on without a console, to save
+        except OSError:  # Ctrl-C has ended `| tee`: go on without a console, to save
             sys.stdout = open(os.devnull, "w")
 
     def close(self) -> None:
@@ -174,7 +175,7 @@ def logged_run(folder: Path) -> dict | None:
     try:
         return json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return {}  # written by a run that was killed, or by others
+        return {}  # for example, cut short when a run was killed
 
 
 def find_metrics(path: Path | str) -> Path:
@@ -201,14 +202,14 @@ def read_metrics(path: Path | str) -> dict[str, list[dict]]:
                 break  # half a row: the writer was killed, or is writing it
             row = json.loads(line)
             if row["split"] == "resume":
-                # The run continued after this step. It may never write some of the later rows anew:
-                # it was stopped again before them, or has another --eval_every.
+                # The run continued after this step. Drop all later rows, because it may not write
+                # each of them again: it may end before them, or have another --eval_every.
                 rows = {key: old for key, old in rows.items() if old["step"] <= row["step"]}
             else:
-                # a later row of a step takes the place of an earlier one
+                # a later row of the same step replaces an earlier one
                 rows[row["split"], row["step"]] = row
 
-    log: dict[str, list[dict]] = {}  # by split
+    log: dict[str, list[dict]] = {}
     for split, step in sorted(rows):
         log.setdefault(split, []).append(rows[split, step])
     return log

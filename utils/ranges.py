@@ -42,13 +42,14 @@ def check_ranges(options: Dataclass, prefix: str = "") -> None:
 def broken_rule(field_type: object, value: object) -> str | None:
     """Return what a value of a field must be and is not, None for one that its type allows. Values
     that are found later, None and "auto", are allowed."""
-    type_args = get_args(field_type)  # the choices of Literal["a", "b"]; the parts of Count | None
+    # the choices of Literal["a", "b"], or the parts of Count | None
+    type_args = get_args(field_type)
     if get_origin(field_type) is Literal and value not in type_args:
         return f"one of {', '.join(type_args)}"
     if isinstance(value, int | float):
-        # the rule stands in the type, Count, or in a part of it, Count | None
+        # The rule is in the type itself (Count) or in a part of it (Count | None).
         for part in (field_type,) + type_args:
-            # () for int, None and "auto", which are not Annotated
+            # int, None and "auto" are not Annotated and have no rules
             for rule in getattr(part, "__metadata__", ()):
                 if not RULES[rule](value):
                     return rule

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-NETWORK_BANDWIDTH = 50e9  # bytes/s of a card of 400 Gbit/s, one for each GPU
+NETWORK_BANDWIDTH = 50e9  # bytes/s of a 400 Gbit/s network card, one per GPU
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class GPU:
     """Bytes/s that it sends to GPUs of its machine, by NVLink or else PCIe; 0: not known."""
 
 
-# the first entry that fits is used: H200 NVL comes before H200, whose word its name holds, too
+# The first entry that fits is used: "H200 NVL" comes before "H200", which would fit, too.
 GPUS = (
     GPU("GB200", 2500e12),
     GPU("B200", 2250e12, memory=180, bandwidth=900e9),
@@ -52,18 +52,18 @@ GPUS = (
 )
 # GPUs that --dry_run --device can name, by that name, such as "rtx4090"
 NAMED_GPUS = {gpu.name.lower().replace(" ", ""): gpu for gpu in GPUS if gpu.memory}
-# words in the names of slower variants ("RTX 4090 Laptop GPU") and of parts of a GPU (MIG), whose
-# peak is not that of the table
+# Words in the names of variants ("RTX 4090 Laptop GPU") and of parts of a GPU (MIG), whose peak is
+# not that of the table.
 VARIANTS = {"MIG", "Laptop", "D", "Ti", "SUPER"}
 
 
 def find_gpu(device_name: str) -> GPU | None:
     """Return the GPU that the driver calls `device_name`, None if its peak is not known."""
-    words = set(re.split("[ -]", device_name))  # "NVIDIA H100 80GB HBM3" and "A100-SXM4-80GB"
-    # a slower variant or a part of a GPU: no figure is better than a wrong one
+    # names are written like "NVIDIA H100 80GB HBM3" or "A100-SXM4-80GB"
+    words = set(re.split("[ -]", device_name))
     if words & VARIANTS:
         return None
-    for gpu in GPUS:  # the first that fits: "H100 NVL" stands before "H100"
+    for gpu in GPUS:
         if words.issuperset(gpu.name.split()):
             return gpu
     return None
@@ -71,7 +71,7 @@ def find_gpu(device_name: str) -> GPU | None:
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
     """Return the peak FLOP/s of matmuls on a device, None if unknown, as for CPUs and float32."""
-    # the table holds the peak of float16 and bfloat16; that of float32 is a fraction of it
+    # The table holds the peak of float16 and bfloat16. float32 reaches a fraction of it.
     if device.type != "cuda" or dtype is torch.float32:
         return None
     gpu = find_gpu(torch.cuda.get_device_name(device))
@@ -84,10 +84,10 @@ class StepTimer:
     def __init__(
         self, flops_per_token: int, device: torch.device, dtype: torch.dtype, num_devices: int
     ) -> None:
-        self.flops_per_token = flops_per_token  # of forward and backward: GPT.flops_per_token
-        self.peak_flops = peak_flops(device, dtype)  # FLOP/s of one device, None if unknown
+        self.flops_per_token = flops_per_token  # forward and backward
+        self.peak_flops = peak_flops(device, dtype)  # of one device, None if unknown
         self.num_devices = num_devices
-        self.start_seconds = 0.0  # when the step began, by the performance counter
+        self.start_seconds = 0.0  # time.perf_counter() at the start of the step
 
     def start(self) -> None:
         """Begin a step."""
