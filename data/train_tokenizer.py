@@ -24,7 +24,7 @@ from data.source import Skipped, Source, list_files
 from utils.cli import start_script
 from utils.ranges import Count
 
-PIECE = 2_000  # characters of a text that are sampled together, about a page
+PIECE = 2_000  # characters that are sampled together, about a page
 
 
 @dataclass
@@ -52,7 +52,7 @@ def read_pieces(source: Source, share: float) -> Iterator[str]:
     the same ones."""
     for batch in source.batches():
         for text in batch.rows:
-            if isinstance(text, Skipped):  # a row without text
+            if isinstance(text, Skipped):
                 continue
             # pieces, not texts, so that a source of one long book can be sampled, too
             for start in range(0, len(text), PIECE):
