@@ -91,7 +91,7 @@ def export_checkpoint(checkpoint_path: Path, out: Path, is_for_nanogpt: bool) ->
     # options of the run that wrote the checkpoint, by the names of their flags
     options = checkpoint["config"]
     origin = Path(options["init_from"] or "random weights")  # a path or a name of the hub
-    if origin.parent.name == "checkpoints":  # RUN/checkpoints/model_best.pt: name RUN
+    if origin.parent.name == "checkpoints":  # RUN/checkpoints/model_best.pt becomes RUN
         origin = origin.resolve().parent.parent
     # The template also reads fields of `shape` and entries of `checkpoint`, such as the step.
     card = CARD.read_text(encoding="utf-8").format(
@@ -172,7 +172,7 @@ def main(config: ConvertConfig) -> None:
     config.out.parent.mkdir(parents=True, exist_ok=True)
     if config.model is not None:
         import_model(config.model, config.out)
-    elif config.checkpoint is not None:  # always: one of the two was given
+    elif config.checkpoint is not None:  # always true: one of the two was given
         export_checkpoint(config.checkpoint, config.out, is_for_nanogpt)
     print(f"wrote {config.out}")
 

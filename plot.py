@@ -30,7 +30,7 @@ class PlotConfig:
 
 def main(config: PlotConfig) -> None:
     size = NICKNAMES[config.sz] if config.sz else None
-    draw(list(config.log), config.out, size)  # UserError if none of the folders holds a run
+    draw(list(config.log), config.out, size)
     print(f"wrote {config.out}")
 
 

@@ -114,12 +114,13 @@ class Writer:
             config.max_new_tokens, config.temperature, config.top_k, config.top_p, seed
         )
         texts = [GeneratedText(self.tokenizer, config.chat) for _ in range(config.num_samples)]
-        prompts = [prompt_ids] * config.num_samples  # one batch: row i draws from (seed, i)
+        # One batch: row i draws its random numbers from (seed, i).
+        prompts = [prompt_ids] * config.num_samples
         show(heading)
         # `generate` yields the next token of each text, up to max_new_tokens times
         for token_ids in generate(self.model, prompts, sampling):  # (num_samples,)
             pairs = zip(texts, token_ids.tolist(), strict=True)
-            pieces = [text.append(token) for text, token in pairs]  # new characters of each text
+            pieces = [text.append(token) for text, token in pairs]
             show(pieces[0])
             if all(text.has_ended for text in texts):
                 break
@@ -182,7 +183,8 @@ def show(text: str) -> None:
 def main(config: SampleConfig) -> None:
     device = pick_device(config.device)
     dtype = pick_dtype(config.dtype, device)
-    name = config.model or config.checkpoint  # --model wins, as --checkpoint has a default
+    # --model wins, as --checkpoint has a default.
+    name = config.model or config.checkpoint
     # bfloat16 matmuls need only the upper half of each weight: half the bytes to read.
     model, tokenizer_spec, checkpoint = open_model(name, float32=dtype is not torch.bfloat16)
     # `checkpoint` is {} for a model of another project: is_chat then looks for a chat template.

@@ -35,7 +35,7 @@ def byte_level(model: models.BPE, split: str = "gpt2") -> tokenizers.Tokenizer:
         # isolated: each match is a piece of its own, so that no character is dropped
         cut = pre_tokenizers.Split(tokenizers.Regex(UNICODE_PIECES), "isolated")
         engine.pre_tokenizer = pre_tokenizers.Sequence([cut, to_bytes])
-    engine.decoder = decoders.ByteLevel()  # for other programs: FileTokenizer does not use it
+    engine.decoder = decoders.ByteLevel()  # for other programs only
     return engine
 
 

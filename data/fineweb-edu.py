@@ -253,7 +253,7 @@ def report(manifest: Manifest) -> None:
 def main(config: DataConfig) -> None:
     if config.worker_index >= config.worker_count:
         raise UserError(f"--worker_index {config.worker_index} must be below --worker_count")
-    name = "edu_fineweb10B"  # where train.py looks
+    name = "edu_fineweb10B"  # train.py's default
     if config.input:
         # "books" for books.jsonl.gz; "." has no name
         name = Path(config.input[0]).name.split(".")[0] or "text"

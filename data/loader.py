@@ -160,7 +160,7 @@ def parse_corpora(data_dir: Sequence[Path | str]) -> list[Corpus]:
         # a number after the last colon; a path may hold a colon, too
         match = re.fullmatch(r"(.+):(\d+\.?\d*|\.\d+)", str(name))
         if match:
-            corpora.append(Corpus([Path(match[1])], Fraction(match[2])))  # exact, also for 0.1
+            corpora.append(Corpus([Path(match[1])], Fraction(match[2])))  # exact, even 0.1
     if not corpora:  # no folder has a weight
         return [Corpus([Path(name) for name in data_dir], Fraction(1))]
     if len(corpora) < len(data_dir) or min(corpus.weight for corpus in corpora) == 0:
@@ -255,7 +255,7 @@ class Mixture:
         num_periods, place_ids = np.divmod(positions, self.period)  # (N,) each
         ids = np.empty_like(positions)
         for i, part in enumerate(self.parts):
-            chosen = corpus_of_place[place_ids] == i  # (N,) True at positions of this corpus
+            chosen = corpus_of_place[place_ids] == i  # (N,) bool
             # Positions in this corpus' own order: `shares[i]` for each earlier period, plus the
             # rank within this period.
             ranks = rank_of_place[place_ids[chosen]]

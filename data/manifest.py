@@ -129,7 +129,8 @@ def read_manifest(folder: Path) -> Manifest | None:
         ledger = content.get("ledger", {})
         content["ledger"] = {name: FileCounts(**counts) for name, counts in ledger.items()}
         content["state"] = State(**content.get("state", {}))
-        names = {field.name for field in fields(Manifest)}  # keys of other versions are dropped
+        # Keys of other versions are dropped.
+        names = {field.name for field in fields(Manifest)}
         return Manifest(**{name: content[name] for name in names & content.keys()})
 
 

@@ -163,7 +163,7 @@ def read_json(file: IO[str]) -> Iterator[object]:
         if line.strip():  # a blank line is no row
             try:
                 value = json.loads(line)
-            except ValueError:  # also a number of more than 4,300 digits, which int() refuses
+            except ValueError:  # also for a number of over 4,300 digits
                 value = Skipped("not JSON")
             yield value
 
@@ -349,8 +349,7 @@ class Source:
             self.ledger[name] = counts  # updated in place by count_rows
             try:
                 for batch in read(name, position):
-                    # For a dataset, read_dataset has set the other two fields. For a file they are
-                    # None.
+                    # For a dataset, read_dataset has set the other two fields; else they are None.
                     batch.position.file = index
                     # a copy: counts of the rows before this batch
                     batch.position.counts = asdict(counts)

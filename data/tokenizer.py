@@ -119,7 +119,7 @@ class FileTokenizer(Tokenizer):
             if is_byte_level and token_id not in self.added_ids:
                 # one character stands for each byte; added tokens are plain text
                 token_bytes = bytes(byte_of_character[character] for character in token)
-            elif token.startswith("<0x") and len(token) == 6:  # byte fallback, e.g. <0x0A>
+            elif token.startswith("<0x") and len(token) == 6:  # byte fallback, as <0x0A>
                 token_bytes = bytes([int(token[3:5], 16)])
             else:  # plain text, or a token of SentencePiece
                 token_bytes = token.replace(SPACE, " ").encode()
@@ -265,7 +265,8 @@ def without_prefix(component: dict) -> dict:
     if component_type in ("ByteLevel", "Metaspace"):
         component["add_prefix_space"] = False
     if component_type == "Metaspace":
-        component["prepend_scheme"] = "never"  # in newer files, instead of add_prefix_space
+        # Newer files have prepend_scheme instead of add_prefix_space.
+        component["prepend_scheme"] = "never"
     return component
 
 

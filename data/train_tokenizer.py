@@ -57,7 +57,8 @@ def read_pieces(source: Source, share: float) -> Iterator[str]:
             # pieces, not texts, so that a source of one long book can be sampled, too
             for start in range(0, len(text), PIECE):
                 piece = text[start : start + PIECE]
-                if zlib.crc32(piece.encode()) / 2**32 < share:  # CRC-32 as a number in [0, 1)
+                # CRC-32 as a number in [0, 1)
+                if zlib.crc32(piece.encode()) / 2**32 < share:
                     yield piece
 
 
@@ -71,7 +72,8 @@ def main(config: TokenizerConfig) -> None:
     engine = byte_level(models.BPE(), config.split)
     trainer = trainers.BpeTrainer(
         vocab_size=config.vocab_size - 1,  # end of text is added below
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),  # all bytes, also unseen ones
+        # all 256 bytes, whether they occur in the text or not
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     engine.train_from_iterator(read_pieces(source, share), trainer)
