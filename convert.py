@@ -34,7 +34,7 @@ from utils.errors import UserError, writing
 from utils.files import atomic_write
 
 CARD = Path(__file__).parent / "scripts" / "model_card.md"  # a template for str.format
-# Python code of the card's example, which makes the inputs of a model
+# example code of the model card that makes the inputs of the model
 TEXT_INPUTS = 'inputs = tokenizer("Once upon a time", return_tensors="pt")'
 CHAT_INPUTS = """\
 messages = [{"role": "user", "content": "What is 2+3?"}]
@@ -61,12 +61,12 @@ class ConvertConfig:
 def export_checkpoint(checkpoint_path: Path, out: Path, is_for_nanogpt: bool) -> None:
     """Write a checkpoint as a folder for transformers: weights, tokenizer and model card; or as a
     file for nanoGPT."""
-    path = find_checkpoint(checkpoint_path)  # of a folder its best one, else its newest
-    if path is None:  # a model of another project
+    path = find_checkpoint(checkpoint_path)
+    if path is None:
         raise UserError(
             f"--checkpoint {checkpoint_path} is no checkpoint of this project: see --model"
         )
-    # float32: all bits of the weights, not the bfloat16 half that a checkpoint keeps apart
+    # float32 takes all bits of the weights; the default takes only their bfloat16 half.
     model, tokenizer_spec, checkpoint = open_model(path, float32=True)
     if is_for_nanogpt:
         content = to_nanogpt(model)
@@ -75,8 +75,9 @@ def export_checkpoint(checkpoint_path: Path, out: Path, is_for_nanogpt: bool) ->
         return
     tokenizer = load_tokenizer(tokenizer_spec)
 
-    # the end ids go to generation_config.json: there `generate` of transformers ends
-    bos = tokenizer.start_ids[0]  # in config.json; only the tokenizer can write several
+    # transformers' `generate` stops at the end ids, which go to generation_config.json.
+    # config.json holds one BOS id; only the tokenizer can write several.
+    bos = tokenizer.start_ids[0]
     save_pretrained(model, out, tokenizer.eot, tokenizer.end_ids, bos)
 
     # A model that came with a chat template keeps it; another chat model has learned this
@@ -84,26 +85,27 @@ def export_checkpoint(checkpoint_path: Path, out: Path, is_for_nanogpt: bool) ->
     chat_template = tokenizer.chat_template  # Jinja, or None
     if chat_template is None and is_chat(checkpoint, path, tokenizer_spec):
         chat_template = CHAT_TEMPLATE
-    # transformers warns of a text that is longer than the context, block_size
+    # transformers warns of a text longer than block_size, the context.
     save_tokenizer(tokenizer, out, model.config.block_size, chat_template)
 
-    options = checkpoint["config"]  # of the run that wrote it, by the names of its flags
+    # options of the run that wrote the checkpoint, by the names of their flags
+    options = checkpoint["config"]
     origin = Path(options["init_from"] or "random weights")  # a path or a name of the hub
-    if origin.parent.name == "checkpoints":  # RUN/checkpoints/model_best.pt: the run says more
+    if origin.parent.name == "checkpoints":  # RUN/checkpoints/model_best.pt becomes RUN
         origin = origin.resolve().parent.parent
-    # the template also reads fields of `shape` and entries of `checkpoint`, such as its step
+    # The template also reads fields of `shape` and entries of `checkpoint`, such as the step.
     card = CARD.read_text(encoding="utf-8").format(
         name=out.name,
         num_parameters=model.num_parameters(),
         shape=model.config,
         tokenizer=tokenizer.name,
         checkpoint=checkpoint,
-        # options of finetune.py have a method, those of train.py a recipe
+        # finetune.py's options have a method, train.py's a recipe
         method=options.get("method") or options["recipe"],
-        origin=origin.name,  # without its folder, which the readers of the card have not got
+        origin=origin.name,  # readers of the card do not have the folder
         # train.py names its corpus, which may be a mixture; finetune.py reads one file
         data=checkpoint.get("corpus") or Path(options.get("data", "not recorded")).name,
-        # infinite before the first validation
+        # best_loss is infinite before the first validation
         best_loss=f"{checkpoint['best_loss']:.4f}".replace("inf", "none yet"),
         inputs=TEXT_INPUTS if chat_template is None else CHAT_INPUTS,
     )
@@ -118,47 +120,46 @@ def to_nanogpt(model: GPT) -> dict:
     nanoGPT computes the exact GELU, also where `model` computes the tanh approximation.
     """
     config = model.config
-    # its GELU and biases may be any of nanoGPT's; tied: a head of its own is a misfit
+    # The activation may be any GELU, with or without biases; nanoGPT's head is always tied.
     misfits = differences(config, replace(nearest_gpt2(config), tied=True))
     if misfits:
         raise UserError(f"nanoGPT has no model that differs from GPT-2 in {', '.join(misfits)}")
-    weights = model.state_dict()  # its names are nanoGPT's
-    # without padding, which nanoGPT would sample
+    weights = model.state_dict()  # parameter names are nanoGPT's
+    # Drop the rows of padding, which nanoGPT would sample.
     weights[EMBEDDING] = weights[EMBEDDING][: config.vocab_size]
-    weights[HEAD] = weights[EMBEDDING]  # one tensor, which nanoGPT's files have under both names
-    model_args = {name: getattr(config, name) for name in (*SIZED, "bias")}  # all it knows
+    weights[HEAD] = weights[EMBEDDING]  # tied: one tensor under both names
+    # the fields of nanoGPT's GPTConfig
+    model_args = {name: getattr(config, name) for name in (*SIZED, "bias")}
     return {"model": weights, "model_args": model_args}
 
 
 def import_model(name: str, out: Path) -> None:
     """Write a model (of another project) as a checkpoint at step 0, without optimizer state."""
-    # float32: all bits of the weights, of which a checkpoint would give the bfloat16 half alone
+    # float32 takes all bits of the weights, also if `name` is a checkpoint of this project.
     model, tokenizer_spec, _ = open_model(name, float32=True)
-    recipe = Recipe()  # the default: AdamW and GPT-2's rates, whatever trained the weights
+    recipe = Recipe()  # the default, AdamW with GPT-2's rates
     # With init_from, a run that resumes the file takes the architecture of its weights.
     given_options = TrainConfig(init_from=name, block_size=model.config.block_size)
     options = resolve_from_recipe(given_options, recipe)
     entries = {
         "script": "train.py",
-        # a run that resumes it derives these anew, its warmup as well: there were no steps yet
+        # None: a run that resumes this file derives its warmup, too, as no step is done yet
         "config": options.to_dict() | {"warmup_steps": None},
-        "derived": dict.fromkeys(DERIVED),  # None: nobody gave one of them
-        "init_checksum": checksum(model.state_dict()),  # of what the run begins from
+        "derived": dict.fromkeys(DERIVED),  # None: the user gave none of these
+        "init_checksum": checksum(model.state_dict()),
         "recipe": asdict(recipe),
         "model_config": asdict(model.config),
         "tokenizer": tokenizer_spec,
-        # step 0 of a new run
         **asdict(TrainState()),
-        "scaler": {},  # no scale of the loss, as a run in float16 would have
+        "scaler": {},  # no loss scale, which only float16 needs
     }
-    # pieces with all rows of the weights; without optimizers no moments: the first step of a run
-    # makes them
+    # All rows of the weights; without optimizers `moments` is empty, as before the first step.
     weights, moments = copy_state(model, [], ALONE)
     save_checkpoint(out, weights, moments, entries)
 
 
 def main(config: ConvertConfig) -> None:
-    if (config.checkpoint is None) == (config.model is None):  # both, or none
+    if (config.checkpoint is None) == (config.model is None):  # both or neither
         raise UserError("give one of --checkpoint (to a folder) and --model (to a .pt file)")
     is_import = config.model is not None
     is_for_nanogpt = config.format == "nanogpt"
@@ -171,7 +172,7 @@ def main(config: ConvertConfig) -> None:
     config.out.parent.mkdir(parents=True, exist_ok=True)
     if config.model is not None:
         import_model(config.model, config.out)
-    elif config.checkpoint is not None:  # always: one of the two was given
+    elif config.checkpoint is not None:  # always true: one of the two was given
         export_checkpoint(config.checkpoint, config.out, is_for_nanogpt)
     print(f"wrote {config.out}")
 

@@ -12,7 +12,7 @@ import utils.environment  # noqa: F401 (first: it says what to type without PyTo
 from evaluation.figure import draw
 from utils.cli import start_script
 
-# OpenAI's names by build-nanogpt's names of the sizes
+# OpenAI's names of the models, by build-nanogpt's names of the sizes
 NICKNAMES = {"124M": "gpt2", "350M": "gpt2-medium", "774M": "gpt2-large", "1558M": "gpt2-xl"}
 
 
@@ -29,8 +29,8 @@ class PlotConfig:
 
 
 def main(config: PlotConfig) -> None:
-    size = NICKNAMES[config.sz] if config.sz else None  # "gpt2" for "124M"
-    draw(list(config.log), config.out, size)  # UserError if none of the folders holds a run
+    size = NICKNAMES[config.sz] if config.sz else None
+    draw(list(config.log), config.out, size)
     print(f"wrote {config.out}")
 
 

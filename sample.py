@@ -69,24 +69,25 @@ class GeneratedText:
 
     def __init__(self, tokenizer: Tokenizer, is_answer: bool) -> None:
         self.tokenizer = tokenizer
-        self.is_answer = is_answer  # of a chat
+        self.is_answer = is_answer
         # A character can span several tokens: the decoder holds its bytes back until it is whole,
         # and gives U+FFFD for bytes that are no UTF-8.
         self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self.content = ""  # without the prompt
-        self.has_begun = False  # True from the first token on, whose characters may be none
-        self.has_ended = False  # True from end of text on
+        # True after the first token, even if that token completes no character
+        self.has_begun = False
+        self.has_ended = False
 
     def append(self, token: int) -> str:
         """Add a token; return the characters that it completes, none from end of text on."""
         if token in self.tokenizer.end_ids:  # end of text, or the end of a turn
             self.has_ended = True
-        # a text that has ended gets further tokens as long as others of its batch have not
+        # The batch goes on until every text has ended, so that an ended text still gets tokens.
         if self.has_ended:
             return ""
         characters = self.decoder.decode(self.tokenizer.decode_bytes([token]))
         if self.is_answer and not self.has_begun:
-            characters = characters.removeprefix(" ")  # between "Assistant:" and the answer
+            characters = characters.removeprefix(" ")  # the space after "Assistant:"
         self.content += characters
         self.has_begun = True
         return characters
@@ -113,32 +114,33 @@ class Writer:
             config.max_new_tokens, config.temperature, config.top_k, config.top_p, seed
         )
         texts = [GeneratedText(self.tokenizer, config.chat) for _ in range(config.num_samples)]
-        prompts = [prompt_ids] * config.num_samples  # one batch: row i draws from (seed, i)
+        # One batch: row i draws its random numbers from (seed, i).
+        prompts = [prompt_ids] * config.num_samples
         show(heading)
         # `generate` yields the next token of each text, up to max_new_tokens times
         for token_ids in generate(self.model, prompts, sampling):  # (num_samples,)
             pairs = zip(texts, token_ids.tolist(), strict=True)
-            pieces = [text.append(token) for text, token in pairs]  # new characters of each text
-            show(pieces[0])  # of the first text, as soon as it is there
-            if all(text.has_ended for text in texts):  # before max_new_tokens
+            pieces = [text.append(token) for text, token in pairs]
+            show(pieces[0])
+            if all(text.has_ended for text in texts):
                 break
         show("\n")
-        for text in texts[1:]:  # they are complete by now
+        for text in texts[1:]:
             show(f"\n{'-' * 80}\n{heading}{text.content}\n")
         return texts[0].content
 
     def encode(self, prompt: str, history: Messages) -> list[int]:
         """Return the token ids to continue. Raises UserError if they do not fit the context."""
         config = self.config
-        block_size = self.model.config.block_size  # the context, in tokens
+        block_size = self.model.config.block_size
         if config.chat:
             messages = [*history, {"role": "user", "content": prompt}]
-            # the newest messages that fit, with room for an answer; the last one in any case
+            # The newest messages that fit with room for an answer; the last one is always kept.
             prompt_ids = fit_history(messages, self.tokenizer, block_size, config.max_new_tokens)
         else:
-            # list of ids: BOS or end of text, then the prompt, as a document of the shards begins
+            # BOS or end of text, then the prompt, as at the beginning of a document in the shards
             prompt_ids = encode_prompt(prompt, self.tokenizer, chat=False)
-        if len(prompt_ids) > block_size:  # `generate` would leave out its beginning
+        if len(prompt_ids) > block_size:  # `generate` would drop the beginning
             raise UserError(
                 f"the prompt has {len(prompt_ids):,} tokens; this model reads at most "
                 f"{block_size:,}"
@@ -147,9 +149,9 @@ class Writer:
 
     def converse(self) -> None:
         """Answer messages from the keyboard until /quit or Ctrl-D."""
-        with contextlib.suppress(ImportError):  # a Python built without it
+        with contextlib.suppress(ImportError):  # some Pythons are built without readline
             import readline  # noqa: F401  line editing and history for input()
-        history: Messages = []  # of this chat: questions and answers in turn
+        history: Messages = []  # questions and answers in turn
         seed = self.config.seed
         show("say something; /new begins a new chat, /quit ends\n")
         while True:
@@ -159,17 +161,17 @@ class Writer:
                     return
                 if line.strip() == "/new":
                     history = []
-                elif line:  # an empty line is no message
+                elif line:
                     answer = self.write(line, history, seed)
-                    # only now: after Ctrl-C or an error the question is forgotten, too
+                    # Appended after the answer: Ctrl-C or an error drops the question, too.
                     history.append({"role": "user", "content": line})
                     history.append({"role": "assistant", "content": answer})
                     seed += 1  # the same question gets another answer next time
-            except UserError as error:  # a message that is too long: the next may be shorter
+            except UserError as error:  # the message is too long
                 show(f"{error}\n")
-            except KeyboardInterrupt:  # Ctrl-C ends an answer or a line, and the chat goes on
+            except KeyboardInterrupt:  # Ctrl-C ends the answer, not the chat
                 show("\n")
-            except EOFError:  # Ctrl-D, or the end of a file
+            except EOFError:  # Ctrl-D, or the end of standard input
                 return
 
 
@@ -180,14 +182,15 @@ def show(text: str) -> None:
 
 def main(config: SampleConfig) -> None:
     device = pick_device(config.device)
-    dtype = pick_dtype(config.dtype, device)  # of matmuls
-    name = config.model or config.checkpoint  # --model wins, as --checkpoint has a default
-    # matmuls in bfloat16 need the upper half of each weight alone: half the bytes to read
+    dtype = pick_dtype(config.dtype, device)
+    # --model wins, as --checkpoint has a default.
+    name = config.model or config.checkpoint
+    # bfloat16 matmuls need only the upper half of each weight: half the bytes to read.
     model, tokenizer_spec, checkpoint = open_model(name, float32=dtype is not torch.bfloat16)
-    # `checkpoint` is {} for a model of another project: then a chat template tells
+    # `checkpoint` is {} for a model of another project: is_chat then looks for a chat template.
     if config.chat and not is_chat(checkpoint, name, tokenizer_spec):
         print("note: this model has not learned to chat: finetune.py --method sft", file=sys.stderr)
-    # in place: weights in the layout or dtype in which a token reads them fastest
+    # In place: converts the weights to the layout or dtype that is fastest for one token at a time.
     prepare_for_inference(model.to(device), device, dtype)
 
     writer = Writer(model, load_tokenizer(tokenizer_spec), config)
@@ -196,7 +199,7 @@ def main(config: SampleConfig) -> None:
         if config.chat and not prompt:
             writer.converse()
         else:
-            writer.write(prompt, [], config.seed)  # []: no messages before
+            writer.write(prompt, [], config.seed)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ def compile_template(source: str) -> Template:
     # The tags {% generation %} and {% endgeneration %} stand around answers. They write nothing,
     # and limit the scope of variables, as Jinja's own {% with %} does.
     source = re.sub(r"({%[-+]?\s*(end)?)generation\b", r"\1with", source)
-    # A sandbox, because a template is code of strangers. The options are those of transformers;
+    # A sandbox, because a template is untrusted code. The options are those of transformers;
     # loopcontrols has the tags {% break %} and {% continue %}.
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
@@ -30,7 +30,7 @@ def compile_template(source: str) -> Template:
     # Jinja's own filter escapes HTML, and json.dumps by default all that is not ASCII
     environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
     environment.globals["raise_exception"] = raise_exception
-    # One time for all dialogs: the beginning of one, rendered apart, has to be the same text.
+    # One time for all dialogs, so that the beginning of a dialog, rendered alone, is the same text.
     environment.globals["strftime_now"] = datetime.now().strftime
     return environment.from_string(source)
 
@@ -43,6 +43,6 @@ def raise_exception(message: str) -> None:
 def template_message(message: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of a message that a template sees: none that is null, and not "weight",
     which is for the loss alone."""
-    # without null, which templates would write as "None"
+    # templates would write a null as "None"
     fields = message.items()
     return {name: value for name, value in fields if value is not None and name != "weight"}

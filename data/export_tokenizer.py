@@ -13,7 +13,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from data.named_tokenizer import TOKENIZER_FILE, Tokenizer
 from data.tokenizer import FileTokenizer, byte_characters
 
-END_OF_TEXT = "<|endoftext|>"  # GPT-2's name
+END_OF_TEXT = "<|endoftext|>"
 GPT2_MERGES = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/vocab.bpe"
 # Pieces of text that no token crosses, as Qwen 3.5 cuts them: letters keep their marks, which GPT-2
 # splits off in Hindi, and each digit is a token.
@@ -27,32 +27,33 @@ def byte_level(model: models.BPE, split: str = "gpt2") -> tokenizers.Tokenizer:
     """Return byte-level BPE whose tokens lie within the pieces that `split` ("gpt2" or "unicode")
     cuts a text into."""
     engine = tokenizers.Tokenizer(model)
-    # This writes a text as characters that stand for its bytes (byte_characters). Before that,
-    # use_regex cuts it by GPT-2's expression.
+    # `to_bytes` writes a text as characters that stand for its bytes (byte_characters). With
+    # use_regex it first cuts the text by GPT-2's expression.
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split == "gpt2")
     engine.pre_tokenizer = to_bytes
     if split == "unicode":
         # isolated: each match is a piece of its own, so that no character is dropped
         cut = pre_tokenizers.Split(tokenizers.Regex(UNICODE_PIECES), "isolated")
         engine.pre_tokenizer = pre_tokenizers.Sequence([cut, to_bytes])
-    engine.decoder = decoders.ByteLevel()  # for other programs; ours has FileTokenizer.bytes_of_id
+    engine.decoder = decoders.ByteLevel()  # for other programs only
     return engine
 
 
 def to_engine(tokenizer: Tokenizer) -> tokenizers.Tokenizer:
     """Return GPT-2's tokenizer, or that of bytes, in Hugging Face's format."""
-    characters = byte_characters()  # 256, one for each byte
-    vocab: dict[str, int] = {}  # ids by token, which is spelled in these characters
+    characters = byte_characters()
+    vocab: dict[str, int] = {}  # ids by token, spelled in these characters
     for token_id in range(tokenizer.eot):  # end of text is the last id
         token_bytes = tokenizer.decode_bytes([token_id])
         vocab["".join(characters[byte] for byte in token_bytes)] = token_id
-    merges: list[tuple[str, str]] = []  # pairs of tokens, the first one has priority; [] for bytes
+    # pairs of tokens in order of priority; byte tokens have none
+    merges: list[tuple[str, str]] = []
     if tokenizer.name == "gpt2":
-        # tiktoken keeps tokens without the pairs that they are merged from, but the file that it
-        # made them of lies in its cache: a line of version, then a pair in each
+        # tiktoken does not keep the pairs that its tokens are merged from, but its cache has
+        # OpenAI's file of them: a line with the version, then one pair a line.
         lines = read_file_cached(GPT2_MERGES).decode().splitlines()
         merges = [(left, right) for left, right in map(str.split, lines[1:])]
-    engine = byte_level(models.BPE(vocab, merges))  # cut as in GPT-2
+    engine = byte_level(models.BPE(vocab, merges))
     engine.add_special_tokens([END_OF_TEXT])  # gets the next id, which is tokenizer.eot
     return engine
 
@@ -63,13 +64,13 @@ def save_tokenizer(
     """Write tokenizer.json and tokenizer_config.json, which transformers' AutoTokenizer reads."""
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": block_size}
     if isinstance(tokenizer, FileTokenizer):
-        tokenizer_json = tokenizer.tokenizer_json  # text of the file that it came from
-        config.update(tokenizer.template_tokens)  # bos_token, eos_token, ... of its model
+        tokenizer_json = tokenizer.tokenizer_json
+        config.update(tokenizer.template_tokens)  # bos_token, eos_token, ...
     else:
         tokenizer_json = to_engine(tokenizer).to_str()
         # GPT-2 has one token for all of these
         config.update(dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_TEXT))
-    if chat_template:  # Jinja, of a chat model
+    if chat_template:
         config["chat_template"] = chat_template
     (folder / TOKENIZER_FILE).write_text(tokenizer_json, encoding="utf-8")
     (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")

@@ -110,10 +110,10 @@ def read_documents(
         first `start.tokens` tokens of this one, are in the shards already."""
         documents: list[Document] = []
         for row, text in enumerate(batch.rows):
-            # rows before start.documents are in the shards; a Skipped one is in the ledger only
+            # Rows before start.documents are in the shards. A Skipped row is only counted.
             if row >= start.documents and isinstance(text, str):
                 document = tokenize(tokenizer, config.val_fraction, text)
-                # where a later run would read it again
+                # from where a later run would read the document again
                 document.position = batch.position
                 document.row = row
                 documents.append(document)
@@ -121,7 +121,7 @@ def read_documents(
             documents[0].num_written = start.tokens  # 0 after the first batch
         return documents
 
-    # what tokenize_batch returns for each batch, in the order of the source
+    # documents of each batch, in the order of the source
     pending: deque[Future[list[Document]]] = deque()
     # threads, not processes: tokenizers release the interpreter lock, and nothing is copied
     workers = ThreadPoolExecutor(config.num_workers)
@@ -134,7 +134,8 @@ def read_documents(
                 yield from pending.popleft().result()  # waits for the oldest batch
         while pending:
             yield from pending.popleft().result()
-    finally:  # also when max_shards or an error ends the run: nothing of what is left is tokenized
+    finally:
+        # Also when max_shards or an error ends the run: waiting batches are not tokenized.
         workers.shutdown(cancel_futures=True)
 
 
@@ -143,20 +144,20 @@ def write_shards(
 ) -> bool:
     """Write shards; return True at the end of the source, False once max_shards are full."""
     documents = read_documents(config, source, tokenizer, sharder.manifest.state)
-    # between two updates of the bar; in a log each of them is a line
+    # seconds between updates of the bar; in a log file each update is a line
     bar_seconds = 0.1 if sys.stderr.isatty() else 60
     bar = tqdm(
-        initial=sum(sharder.num_tokens.values()),  # of earlier runs
+        initial=sum(sharder.num_tokens.values()),  # tokens of earlier runs
         unit="tok",
         unit_scale=True,  # 1.2M, not 1200000
         delay=bar_seconds,  # a short run shows no bar
         mininterval=bar_seconds,
     )
-    # the same documents, but of the last ones a part may be held out for validation
+    # hold_back yields the same documents, but may hold out a part of the last ones for validation.
     for document in sharder.hold_back(documents):
         # e.g. tabs, for a tokenizer.json whose pre-tokenizer drops white space
         if document.lost_text and not config.allow_loss:
-            characters = "".join(dict.fromkeys(document.lost_text))  # each one once
+            characters = "".join(dict.fromkeys(document.lost_text))  # without repeats
             raise UserError(
                 f"{tokenizer.name} loses {len(document.lost_text):,} characters of a text, as "
                 f"{characters[:20]!r}; take another --tokenizer, or shard what is left by "
@@ -166,7 +167,7 @@ def write_shards(
         if not sharder.write(document):  # max_shards are full, and the state is saved
             return False
     sharder.save_state(Position(len(source.names)))  # after the last file
-    # every byte of text that was read is in the shards, those of earlier runs included
+    # Every byte of text that was read, by earlier runs too, is in the shards.
     num_bytes = sum(counts.bytes for counts in source.ledger.values())
     assert num_bytes == sum(sharder.manifest.bytes.values()), "text was lost"
     return True
@@ -174,9 +175,10 @@ def write_shards(
 
 def prepare(config: DataConfig, folder: Path) -> tuple[Manifest, int]:
     """Write the shards that the folder lacks; return its manifest and the number of new tokens."""
-    sizes = list_files(config.input) if config.input else {}  # of all workers; {}: the dataset
-    tokenizer_spec = config.tokenizer  # "gpt2" or "bytes"
-    if tokenizer_spec not in TOKENIZERS:  # the path of a tokenizer.json, whose spec is JSON text
+    # files of all workers; {} if the dataset is read
+    sizes = list_files(config.input) if config.input else {}
+    tokenizer_spec = config.tokenizer
+    if tokenizer_spec not in TOKENIZERS:  # the path of a tokenizer.json
         tokenizer_spec = read_tokenizer(Path(config.tokenizer), config.end_of_text)
     tokenizer = load_tokenizer(tokenizer_spec)
     source = Source(
@@ -189,7 +191,7 @@ def prepare(config: DataConfig, folder: Path) -> tuple[Manifest, int]:
     )
     # what the tokens depend on: a folder with shards of other settings is refused
     settings = Settings(
-        tokenizer=tokenizer.name,  # "gpt2", "bytes" or a checksum
+        tokenizer=tokenizer.name,
         vocab_size=tokenizer.vocab_size,
         eot=tokenizer.eot,
         shard_size=config.shard_size,
@@ -209,21 +211,22 @@ def prepare(config: DataConfig, folder: Path) -> tuple[Manifest, int]:
     lock = lock_folder(folder, "sharding into")
     try:
         sharder = Sharder(folder, settings, source, config.max_shards)
-        if isinstance(tokenizer, FileTokenizer):  # it travels with the shards
+        if isinstance(tokenizer, FileTokenizer):  # the file travels with the shards
             with atomic_write(folder / TOKENIZER_FILE) as file:
                 file.write(tokenizer.tokenizer_json.encode())
-        manifest = sharder.manifest  # of an earlier run, or new; the sharder goes on changing it
-        source.ledger.update(manifest.ledger)  # of the rows that earlier runs have sharded
+        # the manifest of an earlier run, or a new one; the sharder updates it in place
+        manifest = sharder.manifest
+        source.ledger.update(manifest.ledger)  # rows that earlier runs have sharded
         manifest.source = list(config.input) or [config.dataset, config.remote_name]
-        if manifest.complete:  # an earlier run has read the source to its end
+        if manifest.complete:  # the source is read to its end
             return manifest, 0
         sharder.reopen()
-        num_tokens_before = sum(sharder.num_tokens.values())  # of both splits
-        # full already after an earlier run with this --max_shards
+        num_tokens_before = sum(sharder.num_tokens.values())
+        # is_full: an earlier run has written all of --max_shards already
         is_complete = not sharder.is_full and write_shards(config, source, sharder, tokenizer)
         sharder.end(is_complete)
     finally:
-        os.close(lock)  # unlocks the folder
+        os.close(lock)
     return manifest, sum(sharder.num_tokens.values()) - num_tokens_before
 
 
@@ -237,26 +240,26 @@ def report(manifest: Manifest) -> None:
         sizes = [entry.tokens for entry in manifest.shards if entry.split == split]
         num_tokens = sum(sizes)
         line = f"{split}: {num_tokens:,} tokens; shards: {len(sizes)}"
-        if num_tokens:  # no division by zero
+        if num_tokens:
             line += f"; {manifest.bytes[split] / num_tokens:.2f} bytes per token"
         print(line)
     if manifest.lost_bytes:
         share = manifest.lost_bytes / sum(manifest.bytes.values())
         print(f"lost: {share:.2%} of the bytes, which {manifest.tokenizer} does not give back")
-    if manifest.held_out:  # hashes left a split without text, or with too little
+    if manifest.held_out:  # hashes gave a split too little text, or none
         print(f"validation: {PIECES} pieces, spread over the last text, or texts if that is short")
 
 
 def main(config: DataConfig) -> None:
     if config.worker_index >= config.worker_count:
         raise UserError(f"--worker_index {config.worker_index} must be below --worker_count")
-    name = "edu_fineweb10B"  # where train.py looks
+    name = "edu_fineweb10B"  # train.py's default
     if config.input:
         # "books" for books.jsonl.gz; "." has no name
         name = Path(config.input[0]).name.split(".")[0] or "text"
     folder = config.local_dir or Path("data", name)
     start = time.time()
-    manifest, num_new = prepare(config, folder)  # num_new: tokens of this run
+    manifest, num_new = prepare(config, folder)
     seconds = time.time() - start
     print(f"{folder}: {'complete' if manifest.complete else 'stopped at --max_shards'}")
     report(manifest)

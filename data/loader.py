@@ -38,7 +38,7 @@ from utils.errors import UserError
 # every seed.
 FEISTEL_ROUNDS = 6
 
-LONGEST_PERIOD = 1_000_000  # positions of a mixture; finding their corpora takes some seconds
+LONGEST_PERIOD = 1_000_000  # positions; assigning them to corpora takes some seconds
 
 
 def permute(positions: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
@@ -54,9 +54,9 @@ def permute(positions: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
     until it lies inside (cycle walking, Black and Rogaway 2002). That stays a permutation, as each
     cycle of the network only loses its elements outside, and takes below 4 passes in the mean.
     """
-    # half of the fewest bits, an even number of them, that write all numbers below n
+    # half of the smallest even number of bits that holds all numbers below n
     half_bits = ((n - 1).bit_length() + 1) // 2
-    half_mask = (1 << half_bits) - 1  # ones in the lower half
+    half_mask = (1 << half_bits) - 1
     # a uint64 key for each round; the hash is the same on every machine, as Python's hash() is not
     digest = hashlib.blake2b(f"{seed} {epoch}".encode(), digest_size=8 * FEISTEL_ROUNDS).digest()
     round_keys = np.frombuffer(digest, "<u8")
@@ -87,17 +87,15 @@ def epoch_order(positions: np.ndarray, n: int, seed: int) -> np.ndarray:
     """Return the ids (N,) of the sequences, of n in all, at positions (N,) of the data order, epoch
     after epoch."""
     ids = np.empty_like(positions)
-    epochs = positions // n  # epoch of each position, (N,)
+    epochs = positions // n  # (N,)
     for epoch in np.unique(epochs):  # a batch may reach into the next epoch
-        in_epoch = epochs == epoch  # (N,) bool
-        # each epoch has a shuffle of its own
+        in_epoch = epochs == epoch
         ids[in_epoch] = permute(positions[in_epoch] % n, n, seed, int(epoch))
     return ids
 
 
 def step_sequences(step: int, batch: int, n: int, seed: int) -> np.ndarray:
     """Return the ids (G,) of the sequences, of n in all, in a step with G = `batch`."""
-    # a step takes the next G positions of the data order
     return epoch_order(step * batch + np.arange(batch), n, seed)
 
 
@@ -125,7 +123,7 @@ class Sequences:
 
     def read(self, sequence_id: int) -> np.ndarray:
         """Return the tokens of a sequence, int64 (T + 1,), T = block_size."""
-        start = sequence_id * self.block_size  # place of its first token in the stream
+        start = sequence_id * self.block_size
         # + 1: the target of the last input, which is the first input of the next sequence
         return self.stream.tokens(start, self.block_size + 1)
 
@@ -157,12 +155,12 @@ def parse_corpora(data_dir: Sequence[Path | str]) -> list[Corpus]:
     FOLDER:WEIGHT is a corpus, folders without weights are one together. Raises UserError if some
     folders have a weight and others do not.
     """
-    corpora: list[Corpus] = []  # those with a weight
+    corpora: list[Corpus] = []
     for name in data_dir:
         # a number after the last colon; a path may hold a colon, too
         match = re.fullmatch(r"(.+):(\d+\.?\d*|\.\d+)", str(name))
         if match:
-            corpora.append(Corpus([Path(match[1])], Fraction(match[2])))  # exact, also for 0.1
+            corpora.append(Corpus([Path(match[1])], Fraction(match[2])))  # exact, even 0.1
     if not corpora:  # no folder has a weight
         return [Corpus([Path(name) for name in data_dir], Fraction(1))]
     if len(corpora) < len(data_dir) or min(corpus.weight for corpus in corpora) == 0:
@@ -194,10 +192,10 @@ def assign_places(shares: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
     rank_of_place = np.empty(period, np.int64)
     for place in range(period):
         # Corpora that may have this place: floor(c * P / share) <= place, in whole numbers, for
-        # c = counts[i]. There is always one: the counts add up to `place`, and what is due after
-        # it to one more.
+        # c = counts[i]. There is at least one: the counts add up to `place`, their limits
+        # (place + 1) * share / P to place + 1.
         allowed = [i for i, share in enumerate(shares) if counts[i] * period < (place + 1) * share]
-        next_corpus = min(allowed, key=deadline)  # of equal deadlines the first corpus
+        next_corpus = min(allowed, key=deadline)  # the first corpus wins a tie
         corpus_of_place[place] = next_corpus
         rank_of_place[place] = counts[next_corpus]
         counts[next_corpus] += 1
@@ -219,27 +217,26 @@ class Mixture:
         """Sequences of each corpus."""
         all_folders: list[ShardFolder] = []
         for corpus in corpora:
-            # those that have shards of the split; UserError if none has
+            # only folders that have shards of the split; UserError if none has
             folders = open_folders(corpus.folders, split)
             self.parts.append(Sequences(TokenStream(folders), block_size))
             all_folders += folders
         self.stream = TokenStream(all_folders)
         """All tokens, for their number, checksum and tokenizer. Batches read `parts`."""
-        # a corpus of several folders, which have no weights, has the name of the first
+        # Folders without weights are one corpus, which is named after the first of them.
         first_folders = [part.stream.folders[0] for part in self.parts]
         self.names = [folder.name for folder in first_folders]
         """Name of each corpus, for the log: loss_NAME."""
-        if len(set(self.names)) < len(self.names):  # a/shards and b/shards
+        if len(set(self.names)) < len(self.names):  # e.g. a/shards and b/shards
             self.names = [str(folder.path) for folder in first_folders]
-        sizes = [len(part) for part in self.parts]  # sequences of each corpus
+        sizes = [len(part) for part in self.parts]
         self.starts = np.cumsum([0, *sizes])
         """Id of the first sequence of each corpus; last, the number of sequences."""
-        # the fewest positions of which each weight is a whole number
+        # the smallest number of positions in which each corpus has a whole number of places
         self.period = math.lcm(*(corpus.weight.denominator for corpus in corpora))
         """Positions after which the places of the corpora repeat."""
         self.shares = [int(corpus.weight * self.period) for corpus in corpora]
         """Places of each corpus in a period."""
-        # `places` holds two int64 for each position of a period, found by a loop in Python
         if self.period > LONGEST_PERIOD:
             raise UserError(
                 "--data_dir: give weights of at most six digits, or whole numbers that add up to "
@@ -258,14 +255,14 @@ class Mixture:
         num_periods, place_ids = np.divmod(positions, self.period)  # (N,) each
         ids = np.empty_like(positions)
         for i, part in enumerate(self.parts):
-            chosen = corpus_of_place[place_ids] == i  # (N,) True at positions of this corpus
-            # Positions in the corpus' own order: each earlier period gave it its share of
-            # positions, this one its rank so far.
+            chosen = corpus_of_place[place_ids] == i  # (N,) bool
+            # Positions in this corpus' own order: `shares[i]` for each earlier period, plus the
+            # rank within this period.
             ranks = rank_of_place[place_ids[chosen]]
             part_positions = num_periods[chosen] * self.shares[i] + ranks
             # each corpus shuffles its own sequences, whose ids count from 0
             part_ids = epoch_order(part_positions, len(part), seed)
-            ids[chosen] = self.starts[i] + part_ids  # unique over the corpora
+            ids[chosen] = self.starts[i] + part_ids
         return ids
 
     def step_ids(self, step: int, batch: int, seed: int) -> np.ndarray:
@@ -278,7 +275,7 @@ class Mixture:
         for sequence_id in ids:
             # ids of corpus i are [starts[i], starts[i + 1]): the last start not above the id
             corpus_id = np.searchsorted(self.starts, sequence_id, side="right") - 1
-            part_id = sequence_id - self.starts[corpus_id]  # within the corpus
+            part_id = sequence_id - self.starts[corpus_id]
             rows.append(self.parts[corpus_id].read(part_id))
         return shift(rows)
 
@@ -296,7 +293,7 @@ class Mixture:
     def describe_epochs(self, tokens: int) -> str:
         """Return how often `tokens` tokens of training see their corpus; of several, the one that
         they see most often, by name."""
-        # weight * tokens is what the run draws from a corpus, len the tokens that it has
+        # tokens that the run draws from each corpus, over the tokens that the corpus has
         epochs = [
             weight * tokens / len(part.stream)
             for weight, part in zip(self.weights, self.parts, strict=True)
@@ -351,14 +348,15 @@ def prefetch(items: Iterator) -> Iterator:
     # one thread: `items` is a generator, which two threads may not advance at once
     worker = ThreadPoolExecutor(1, thread_name_prefix="prefetch")
     try:
-        # In the order of the items. Four are enough for a slow read between fast ones; more only
-        # take memory. None is what `next` returns after the last item.
+        # Futures in the order of the items. Four bridge a slow read between fast ones; more only
+        # take memory. `next` returns None after the last item.
         pending: deque[Future] = deque(worker.submit(next, items, None) for _ in range(4))
         while True:
             item = pending.popleft().result()  # waits for the item, and raises its error
-            if item is None:  # the end
+            if item is None:
                 return
             pending.append(worker.submit(next, items, None))
             yield item
-    finally:  # also when the consumer stops early: the waiting calls are dropped
+    finally:
+        # Also when the consumer stops early: calls that have not begun are dropped.
         worker.shutdown(cancel_futures=True)

@@ -121,15 +121,16 @@ def read_manifest(folder: Path) -> Manifest | None:
     path = folder / MANIFEST
     if not path.exists():
         return None
-    # turns what the lines raise for other content into a UserError that names the file
+    # An error within becomes a UserError that names the file.
     with reading(path, "a manifest of shards"):
         content = json.loads(path.read_text(encoding="utf-8"))
-        # dataclasses for the objects in it, which `asdict` has made dicts
+        # `asdict` has turned these dataclasses into dicts.
         content["shards"] = [ShardEntry(**entry) for entry in content["shards"]]
         ledger = content.get("ledger", {})
         content["ledger"] = {name: FileCounts(**counts) for name, counts in ledger.items()}
         content["state"] = State(**content.get("state", {}))
-        names = {field.name for field in fields(Manifest)}  # other versions may have others
+        # Keys of other versions are dropped.
+        names = {field.name for field in fields(Manifest)}
         return Manifest(**{name: content[name] for name in names & content.keys()})
 
 

@@ -10,7 +10,7 @@ import tiktoken
 
 from utils.errors import UserError
 
-TOKENIZER_FILE = "tokenizer.json"  # file name of Hugging Face's format, and its key in a spec
+TOKENIZER_FILE = "tokenizer.json"  # Hugging Face's file name, and the key in a spec
 
 
 class Tokenizer(ABC):
@@ -49,13 +49,13 @@ class Tokenizer(ABC):
     def encode_document(self, text: str) -> np.ndarray:
         """Return start_ids and the ids of a text, uint32 (n,): a document of the shards, or the
         beginning of one, which a model continues."""
-        # dtype given, as int64, the default, would make the whole document int64
+        # uint32 is given, as NumPy's default, int64, would make the whole document int64.
         return np.concatenate([np.array(self.start_ids, np.uint32), self.encode(text)])
 
     def encode_continuation(self, text: str) -> np.ndarray:
         """Return the ids, uint32 (n,), of a text that follows another one: without the space, or
         the mark for one, that some tokenizers put before a text."""
-        # GPT-2's and bytes put none; FileTokenizer has an engine of its own for this
+        # GPT-2's and byte tokenizers put no space there; FileTokenizer overrides this.
         return self.encode(text)
 
     @abstractmethod
@@ -65,7 +65,7 @@ class Tokenizer(ABC):
 
     def lost_text(self, text: str, ids: np.ndarray) -> str:
         """Return the characters of a text that its ids (n,) do not give back."""
-        return ""  # GPT-2's and byte tokens give back any text; a FileTokenizer may not
+        return ""  # only a FileTokenizer may lose text
 
 
 class ByteTokenizer(Tokenizer):
@@ -78,11 +78,11 @@ class ByteTokenizer(Tokenizer):
     end_ids = frozenset([eot])
 
     def encode(self, text: str) -> np.ndarray:
-        # a byte is its own id, as uint8
+        # each byte is its own id
         return np.frombuffer(text.encode(), np.uint8).astype(np.uint32)
 
     def decode_bytes(self, ids: list[int]) -> bytes:
-        # end of text decodes to nothing: it is no byte, and bytes() would raise ValueError for 256
+        # bytes() would raise ValueError for end of text, 256
         return bytes(token for token in ids if token != self.eot)
 
 
@@ -97,8 +97,8 @@ class GPT2Tokenizer(Tokenizer):
 
     def __init__(self) -> None:
         try:
-            self.encoding = tiktoken.get_encoding("gpt2")  # from its cache, else downloaded
-        except OSError as error:  # the base class of the errors of requests, too
+            self.encoding = tiktoken.get_encoding("gpt2")
+        except OSError as error:  # also the base class of the errors of `requests`
             raise UserError(
                 f"the GPT-2 vocabulary could not be downloaded ({type(error).__name__}); go online "
                 "once, or set TIKTOKEN_CACHE_DIR to a folder that holds tiktoken's copy of it"

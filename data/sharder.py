@@ -24,7 +24,8 @@ from data.source import Position, Source
 from utils.errors import UserError
 from utils.files import atomic_write, replace_file
 
-PIECES = 10  # of the last text, where a part of it is held out for validation
+# spans of the last text; where it is divided, validation gets the end of each span
+PIECES = 10
 MIN_VAL_TOKENS = 1_025  # a sequence of GPT-2's context, and the target of its last token
 
 
@@ -63,12 +64,12 @@ def hold_out(document: Document, num_held_out: int) -> Document:
     num_pieces = min(PIECES, num_held_out)
     # tokens held out of each span; the division's remainder is trained on
     piece_size = num_held_out // num_pieces
-    train: list[np.ndarray] = []  # token ids; start_ids and a piece by turns
+    train: list[np.ndarray] = []  # start_ids and a piece in turn
     val: list[np.ndarray] = []
     for span in np.array_split(text_ids, num_pieces):
         train += [start_ids, span[:-piece_size]]
         val += [start_ids, span[-piece_size:]]
-    # all train pieces first: Sharder.write needs one border between train and validation
+    # All train pieces come first: Sharder.write needs one border between train and validation.
     return replace(
         document,
         tokens=np.concatenate(train + val),
@@ -89,7 +90,7 @@ class ShardWriter:
     def __init__(self, path: Path, split: str, dtype: str, start: int = 0) -> None:
         self.path = path
         self.dtype = np.dtype(dtype)
-        self.split = split  # "train" or "val", for the manifest
+        self.split = split
         self.temporary = path.with_name(path.name + ".tmp")
         if start and not self.temporary.exists():
             # The earlier run ended before the shard was full, or was killed after the rename and
@@ -99,9 +100,10 @@ class ShardWriter:
                 shutil.copyfileobj(shard, copy, 2**20)
         # "r+b" keeps the tokens of the earlier run, "wb" empties the file
         self.file = open(self.temporary, "r+b" if start else "wb")
-        self.num_tokens = start  # in the file
+        self.num_tokens = start
         self.write_header()
-        # Cuts off what the earlier run wrote after its last state. `tell` is the header's length.
+        # Cuts off what the earlier run wrote after its last state. `tell` returns the length of the
+        # header, which was just written.
         self.file.truncate(self.file.tell() + start * self.dtype.itemsize)
         self.file.seek(0, os.SEEK_END)  # for `append`
 
@@ -127,17 +129,17 @@ class ShardWriter:
 
     def sync(self) -> int:
         """Flush the tokens to disk, so that they survive a crash; return their number."""
-        self.file.flush()  # Python's buffer to the kernel
-        os.fsync(self.file.fileno())  # the kernel's to the disk
+        self.file.flush()  # from Python's buffer to the kernel
+        os.fsync(self.file.fileno())  # from the kernel to the disk
         return self.num_tokens
 
     def finish(self) -> ShardEntry:
         """Write the header, rename the file to its final name and return its manifest entry."""
-        self.write_header()  # now with the number of all tokens
+        self.write_header()  # with the final number of tokens
         self.sync()
         self.file.close()
         digest = sha256(self.temporary)
-        # the content is on disk, so that the name never stands for a part of a shard
+        # After the sync, so that the final name never stands for a partial shard.
         replace_file(self.temporary, self.path)
         return ShardEntry(self.path.name, self.split, self.num_tokens, digest)
 
@@ -161,13 +163,13 @@ class Sharder:
         self.min_val_tokens = min(MIN_VAL_TOKENS, max(1, self.shard_size // 4))
         """Validation tokens below which `divide_last` holds out more. At most a quarter of a shard,
         so that once a validation shard is full, a run that continues never finds too few."""
-        # the smallest that holds the ids; little-endian on any machine, as the headers say
+        # the smallest dtype that holds all ids; little-endian on any machine, as the headers say
         self.dtype = "<u2" if settings.vocab_size <= 2**16 else "<u4"
         self.writers: dict[str, ShardWriter] = {}
         """Open shard of each split that has one."""
         self.num_tokens = {"train": 0, "val": 0}
         """Tokens in the shards of each split; from `reopen` on with those of earlier runs."""
-        manifest = read_manifest(folder)  # None if the folder has none
+        manifest = read_manifest(folder)
         advice = "give another --local_dir or empty that one"
         if manifest is None and shard_paths(folder):
             raise UserError(f"{folder} holds shards without a manifest; {advice}")
@@ -175,9 +177,9 @@ class Sharder:
         if manifest is None or not manifest.shards:
             manifest = Manifest(**vars(settings), shards=[])
             write_manifest(folder, manifest)
-        # one folder is one sharding: with other settings the new shards would not follow the old
         for setting, value in vars(settings).items():
-            value_of_shards = getattr(manifest, setting)  # Manifest inherits the fields of Settings
+            # Manifest inherits the fields of Settings.
+            value_of_shards = getattr(manifest, setting)
             if value_of_shards != value:
                 raise UserError(
                     f"{folder} holds shards of {setting} {value_of_shards!r:.99}; {advice}"
@@ -197,18 +199,18 @@ class Sharder:
     def reopen(self) -> None:
         """Open the unfinished shards after the tokens that the state counts. Those that `end` of an
         earlier run has listed stay in the manifest until they are longer."""
-        # training then warns that the folder holds a part of its text, until `end`
+        # Neither complete nor stopped: until `end`, training warns that the folder is not finished.
         self.manifest.stopped = False
         write_manifest(self.folder, self.manifest)
         for split in self.num_tokens:
             self.num_tokens[split] = self.shard_size * self.num_full(split)
-        for split, num_tokens in self.manifest.state.open.items():  # of shards that are not full
+        for split, num_tokens in self.manifest.state.open.items():
             self.open_shard(split, num_tokens)
             self.num_tokens[split] += num_tokens
 
     def open_shard(self, split: str, start: int = 0) -> None:
         """Open the next shard of a split, after its first `start` tokens."""
-        # shards are numbered from 0, and all before this one are full and in the manifest
+        # Shards are numbered from 0; all before this one are full and in the manifest.
         index = self.num_full(split)
         path = self.folder / f"{split}_{index:06d}.{self.manifest.format}"
         self.writers[split] = ShardWriter(path, split, self.dtype, start)
@@ -224,16 +226,16 @@ class Sharder:
         """Yield documents to write, and the last ones of the source only at its end: if
         --val_fraction is above 0, a part of them may have to be held out for validation."""
         last: list[Document] = []  # read, but not yet yielded
-        num_tokens = 0  # of these
+        num_tokens = 0  # sum over `last`
         for document in documents:
             last.append(document)
             num_tokens += len(document.tokens)
-            # Keeps the fewest of them with twice the tokens that validation needs, as divide_last
-            # holds out half of them at most.
+            # Keep just enough documents for twice the tokens that validation needs, as divide_last
+            # holds out at most half of them.
             while num_tokens - len(last[0].tokens) >= 2 * self.min_val_tokens:
                 num_tokens -= len(last[0].tokens)
                 yield last.pop(0)
-        # if hashes chose no validation text for one of several workers, another one may have some
+        # One of several workers may go without validation text: another one may have some.
         if last and self.manifest.val_fraction and self.manifest.worker_count == 1:
             last = self.divide_last(last, self.manifest.val_fraction)
         yield from last
@@ -243,35 +245,36 @@ class Sharder:
         little for validation, as of one book or a few short notes, those that are in the other
         split become one document, with pieces of it held out: a tenth of it, `val_fraction` of all
         tokens or min_val_tokens, whichever is most, but at most half."""
-        # so far each document is in one split as a whole: num_train is 0 in validation
+        # So far each document is in one split as a whole: num_train is 0 in validation.
         to_divide = [document for document in last if document.num_train]
         of_val = [document for document in last if not document.num_train]
-        # validation tokens written so far, and those of `last`
+        # validation tokens: written so far, and in `last`
         num_val = self.num_tokens["val"] + sum(len(document.tokens) for document in of_val)
         if not to_divide:  # hashes put all of them into validation
             to_divide, of_val = of_val, []
         tokens = np.concatenate([document.tokens for document in to_divide])  # (n,)
-        # An earlier run may have written a part of these. Then manifest.held_out is its number, and
-        # is not computed again: num_tokens, from which it follows, has changed.
+        # If an earlier run has written a part of these tokens, manifest.held_out stays as it is:
+        # computed again it would differ, as num_tokens has grown.
         if last[0].num_written == 0:
             self.manifest.held_out = 0
             # false if hashes put every text of the source into validation
             has_train = to_divide[0].num_train > 0 or self.num_tokens["train"] > 0
             if num_val < self.min_val_tokens or not has_train:
-                # tokens that val_fraction of the whole folder would be
+                # val_fraction of all tokens of the folder
                 share = int(val_fraction * (sum(self.num_tokens.values()) + len(tokens)))
                 num_held_out = max(self.min_val_tokens, len(tokens) // 10, share)
                 self.manifest.held_out = min(num_held_out, len(tokens) // 2)
         if self.manifest.held_out == 0:  # both splits have enough
             return last
         joined = replace(
-            last[0],  # its position: a later run reads all of `last` again from there
+            # with the first position: a later run reads all of `last` again from there
+            last[0],
             tokens=tokens,
             num_bytes=sum(document.num_bytes for document in to_divide),
             lost_text="".join(document.lost_text for document in to_divide),
             num_texts=len(to_divide),
         )
-        # first of all: a run that is killed within it begins again with all of these documents
+        # The joined document comes first: a run that is killed within it reads all of these again.
         return [hold_out(joined, self.manifest.held_out)] + of_val
 
     def write(self, document: Document) -> bool:
@@ -279,7 +282,7 @@ class Sharder:
         full. Saves the manifest each time a shard gets full."""
         total = len(document.tokens)
         start = document.num_written  # tokens [start, total) are not written yet
-        if start == 0:  # else an earlier run has counted it
+        if start == 0:  # else an earlier run has counted the document
             self.manifest.documents += document.num_texts
             self.manifest.lost_bytes += len(document.lost_text.encode())
         while start < total:
@@ -287,22 +290,21 @@ class Sharder:
             split, split_end = "train", document.num_train
             if start >= document.num_train:
                 split, split_end = "val", total
-            if split not in self.writers:  # its last shard got full, or it has none yet
+            if split not in self.writers:  # none yet, or the last one is full
                 self.open_shard(split)
-            writer = self.writers[split]  # of the open shard
-            # as much as fits: a document may go on in the next shard, or in the other split
+            writer = self.writers[split]
+            # As much as fits: a document may go on in the next shard, or in the other split.
             end = min(split_end, start + self.shard_size - writer.num_tokens)
             writer.append(document.tokens[start:end])
             self.num_tokens[split] += end - start
-            # A cut text counts by its share of the tokens: no token knows its bytes, as a
-            # normalizer may have changed the text. Differences of rounded sums, so that the cuts
-            # of a text add up to all of its bytes.
+            # Bytes of a divided text are counted by the share of its tokens, as a normalizer may
+            # have changed the text. Differences of rounded sums add up to all of the bytes.
             bytes_before = document.num_bytes * start // total
             bytes_after = document.num_bytes * end // total
             self.manifest.bytes[split] += bytes_after - bytes_before
             start = end
             if writer.num_tokens == self.shard_size:
-                # a moment from which a later run can continue
+                # a later run can continue from here
                 self.finish_shard(split)
                 self.save_state(document.position, document.row, start)
                 if self.is_full:
@@ -312,15 +314,16 @@ class Sharder:
     def save_state(self, position: Position, row: int = 0, num_written: int = 0) -> None:
         """Save the manifest, to continue after `num_written` tokens of the document in a row of the
         batch at a position. Tokens of the open shards are on disk before it counts them."""
-        # tokens of each shard that is not full, by split; `sync` forces them to disk
+        # tokens of each open shard, by split; `sync` forces them to disk
         open_tokens = {split: writer.sync() for split, writer in self.writers.items()}
         self.manifest.state = State(
             source=asdict(position), documents=row, tokens=num_written, open=open_tokens
         )
-        self.manifest.ledger = self.source.ledger_at(position)  # without rows that are read ahead
+        # Rows that were read ahead do not count yet.
+        self.manifest.ledger = self.source.ledger_at(position)
         skipped: Counter[str] = Counter()  # rows by reason
-        for counts in self.manifest.ledger.values():  # FileCounts of each file
-            skipped.update(counts.skipped)  # adds to the counts
+        for counts in self.manifest.ledger.values():
+            skipped.update(counts.skipped)  # Counter.update adds
         self.manifest.skipped = dict(skipped)
         write_manifest(self.folder, self.manifest)
 
@@ -329,7 +332,7 @@ class Sharder:
         source is read to its end; otherwise max_shards are full."""
         for split in sorted(self.writers):
             self.finish_shard(split)
-        # an interrupted run never comes here, so that neither is true
+        # An interrupted run never comes here: both stay false.
         self.manifest.complete = complete
         self.manifest.stopped = not complete
         write_manifest(self.folder, self.manifest)

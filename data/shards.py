@@ -31,11 +31,12 @@ from data.named_tokenizer import TOKENIZER_FILE, TOKENIZERS
 from data.tokenizer import count_tokens, load_tokenizer, read_tokenizer, tokenizer_identity
 from utils.errors import UserError, reading
 
-SUFFIXES = (".npy", ".bin", ".ds")  # of shards; other files of a folder are not read
-BIN_HEADER = struct.Struct("<3i1012x")  # magic, version, token count, and zeros up to 1,024 bytes
-# magic and version by the dtype of the tokens: llm.c writes GPT-2's as uint16, Llama 3's as uint32
+SUFFIXES = (".npy", ".bin", ".ds")  # other files of a folder are ignored
+# magic, version, token count, and zeros up to 1,024 bytes
+BIN_HEADER = struct.Struct("<3i1012x")
+# magic and version by dtype: llm.c writes GPT-2's tokens as uint16 and Llama 3's as uint32
 BIN_VERSIONS = {"<u2": (20240520, 1), "<u4": (20240801, 7)}
-GPT2_NAMES = ("gpt2", "openai-community/gpt2")  # on the Hugging Face hub, where datatrove looks
+GPT2_NAMES = ("gpt2", "openai-community/gpt2")  # names on the Hugging Face hub
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ def inspect_shard(path: Path) -> Shard:
             shard = inspect_bin(path)
         else:
             shard = inspect_datatrove(path)
-        # in bytes; a copy that was cut off has another size
+        # in bytes; a truncated copy has fewer
         expected_size = shard.offset + shard.num_tokens * shard.dtype.itemsize
         size = path.stat().st_size
         if size != expected_size:
@@ -91,7 +92,6 @@ def inspect_bin(path: Path) -> Shard:
     for dtype, known in BIN_VERSIONS.items():
         if known == (magic, version):
             return Shard(path, BIN_HEADER.size, num_tokens, np.dtype(dtype))
-    # no header of llm.c: a file of tokens alone
     raise ValueError("no header of llm.c; np.save(path, np.fromfile(...)) adds one")
 
 
@@ -99,10 +99,10 @@ def inspect_datatrove(path: Path) -> Shard:
     """Return the shard that the metadata of a .ds file say it is. Raise UserError if they name
     another tokenizer than GPT-2's, and no tokenizer.json stands in the folder."""
     metadata = path.with_name(path.name + ".metadata").read_text(encoding="utf-8")
-    first_line, num_tokens = metadata.splitlines()[:2]  # num_tokens in digits
-    tokenizer, _, token_size = first_line.rpartition("|")  # as "gpt2", "|" and "2"
-    # The file of a local path, as datatrove takes it, is not looked for there: this may be another
-    # machine. Without this check, tokens of about as many ids would be taken for GPT-2's.
+    first_line, num_tokens = metadata.splitlines()[:2]
+    tokenizer, _, token_size = first_line.rpartition("|")  # e.g. "gpt2|2"
+    # A tokenizer.json at a local path is not looked for there, as this may be another machine.
+    # Without this check, ids of another vocabulary of that size would be taken for GPT-2's.
     if tokenizer not in GPT2_NAMES and not path.with_name(TOKENIZER_FILE).exists():
         raise UserError(f"{path} holds tokens of {tokenizer}: put its {TOKENIZER_FILE} beside it")
     return Shard(path, 0, int(num_tokens), np.dtype(f"<u{token_size}"))  # 0: no header
@@ -130,7 +130,7 @@ class LazyShard:
         """The file. Raises UserError if it is damaged, or not the one that the manifest lists. It
         may have become longer since, if sharding goes on: its first tokens stay."""
         shard = inspect_shard(self.path)  # FileNotFoundError if it is missing
-        if shard.num_tokens < self.num_tokens:  # replaced by one of another sharding
+        if shard.num_tokens < self.num_tokens:  # replaced by another sharding
             raise UserError(f"{self.path} is not as {MANIFEST} lists it; make or copy it again")
         return shard
 
@@ -152,10 +152,11 @@ class ShardFolder:
     @property
     def name(self) -> str:
         """Name of the corpus: FineWeb-Edu for GPT-2 tokens of that dataset, else the folder's."""
-        source = self.path.name  # as edu_fineweb10B of build-nanogpt
+        source = self.path.name  # e.g. "edu_fineweb10B", of build-nanogpt
         if self.manifest:
-            source = str(self.manifest.source)  # as "['HuggingFaceFW/fineweb-edu', 'sample-10BT']"
-        # published losses are compared with those of this corpus and these tokens only
+            # e.g. "['HuggingFaceFW/fineweb-edu', 'sample-10BT']"
+            source = str(self.manifest.source)
+        # Published losses hold for this corpus and these tokens only.
         edu_match = re.search("fineweb-edu|edu_?fineweb", source.lower())
         if edu_match and self.tokenizer == "gpt2":
             return "FineWeb-Edu"
@@ -170,15 +171,15 @@ def open_folder(folder: Path, split: str) -> ShardFolder:
     shard that is missing, damaged or not the one that the manifest lists raises an error when it is
     first read; without a manifest all are inspected now.
     """
-    manifest = read_manifest(folder)  # None without manifest.json, as in other projects' folders
+    manifest = read_manifest(folder)
     paths = shard_paths(folder)  # files of all splits
-    shards: list[LazyShard] = []  # of this split, in the order of the stream
+    shards: list[LazyShard] = []
     if manifest:
-        # not `paths`: a sharding that goes on has files that the manifest does not list yet
+        # Not `paths`: while sharding goes on, there are files that the manifest does not list yet.
         for entry in manifest.shards:
             if entry.split == split:
                 shards.append(LazyShard(folder / entry.file, entry.tokens, entry.sha256))
-    else:  # of another project: the files in name order
+    else:  # made by another project
         for path in paths:
             # the last of these words in a name counts, as in retrieval_train_000001.npy
             if re.findall("train|val", path.stem.lower())[-1:] == [split]:
@@ -186,9 +187,9 @@ def open_folder(folder: Path, split: str) -> ShardFolder:
                 # no SHA-256 is known, and reading whole files would take minutes at each start
                 checksum = zlib.crc32(shard.read(0, 1000).tobytes())
                 shards.append(LazyShard(path, shard.num_tokens, f"{checksum}"))
-    if not paths and not shards:  # of no split: the folder's name was mistyped
+    if not paths and not shards:  # no split at all: a mistyped folder
         raise missing_shards([folder], split)
-    tokenizer = find_tokenizer(folder, manifest, shards)  # its spec
+    tokenizer = find_tokenizer(folder, manifest, shards)
     return ShardFolder(folder, split, shards, tokenizer, manifest)
 
 
@@ -216,12 +217,11 @@ def find_tokenizer(folder: Path, manifest: Manifest | None, shards: list[LazySha
     """Return the spec of the tokenizer of a folder's shards; raise UserError if it is missing, or
     if the tokenizer.json in the folder is another."""
     path = folder / TOKENIZER_FILE
-    if manifest is None:  # of another project, which shards GPT-2's tokens if it has no file
-        # the file may be of any tokenizer, or of one with a name here: then the spec is that name
+    if manifest is None:  # made by another project
         if path.exists():
             return read_tokenizer(path)
-        # In practice 1,000 tokens of GPT-2 hold an id above 2**15. The ids of a smaller vocabulary,
-        # as of characters, would train without an error, as another text.
+        # In practice 1,000 tokens of GPT-2 hold an id above 2**15. Ids of a smaller vocabulary,
+        # such as characters, would train without an error, but as another text.
         first_ids = shards[0].shard.read(0, 100_000) if shards else np.zeros(0)
         if len(first_ids) >= 1_000 and first_ids.max() < 2**15:
             raise UserError(
@@ -229,13 +229,13 @@ def find_tokenizer(folder: Path, manifest: Manifest | None, shards: list[LazySha
                 f"{TOKENIZER_FILE} beside them, or shard the text anew"
             )
         return "gpt2"
-    if manifest.tokenizer in TOKENIZERS:  # a name, which is a spec, too
+    if manifest.tokenizer in TOKENIZERS:  # "gpt2" or "bytes", which is also the spec
         return manifest.tokenizer
     # else it is "tokenizer-" and a checksum of the file that data/fineweb-edu.py has copied here
     if not path.exists():
         raise UserError(f"{path}, the tokenizer of these shards, is missing")
-    spec = read_tokenizer(path, manifest.end_of_text)  # JSON with the content of the file
-    # the name of a FileTokenizer is this checksum: with another file, ids would be other tokens
+    spec = read_tokenizer(path, manifest.end_of_text)
+    # FileTokenizer.name has the checksum: with another file, the ids would be other tokens.
     if load_tokenizer(spec).name != manifest.tokenizer:
         raise UserError(
             f"{path} is not the tokenizer of these shards, which have {manifest.tokenizer} tokens"
@@ -259,15 +259,15 @@ class TokenStream:
         self.vocab_size = count_tokens(self.tokenizer)  # without the model's padding
         self.shards: list[LazyShard] = []
         for folder in folders:
-            self.shards += folder.shards  # in the order given
-        # one tokenizer.json has another spec if its keys are sorted, but the same identity
+            self.shards += folder.shards
+        # The spec changes with the order of the keys in tokenizer.json, the identity does not.
         identities = sorted({tokenizer_identity(folder.tokenizer) for folder in folders})
         if len(identities) > 1:
             raise UserError(f"the folders of --data_dir have several tokenizers: {identities}")
         self.tokenizer_identity = identities[0]
         fractions: set[float] = set()
         for folder in folders:
-            # the rule of other projects, and of older versions, is not known
+            # not known for folders of other projects and of older versions
             if folder.manifest and folder.manifest.val_fraction is not None:
                 fractions.add(folder.manifest.val_fraction)
         if len(fractions) > 1:
@@ -286,23 +286,23 @@ class TokenStream:
         """Return tokens [start, start + length), int64 (length,), across the borders of shards.
         Raises UserError for an id that the tokenizer does not have."""
         assert 0 <= start and start + length <= len(self)
-        pieces: list[np.ndarray] = []  # one of each shard that the range touches
+        pieces: list[np.ndarray] = []  # one from each shard in the range
         # the last shard that begins at `start` or before
         index = np.searchsorted(self.starts, start, side="right") - 1
         while length > 0:
             lazy_shard = self.shards[index]
-            shard = lazy_shard.shard  # its file, which is checked when it is first read
+            shard = lazy_shard.shard  # opened and checked at the first read
             offset = start - self.starts[index]  # tokens of the shard before `start`
-            # not shard.num_tokens: the file may have become longer than the manifest lists it
+            # Not shard.num_tokens: the file may have become longer than the manifest lists it.
             piece = shard.read(offset, min(length, lazy_shard.num_tokens - offset))
-            # on a GPU an id beyond the embedding is an assertion without a file's name
+            # On a GPU, an id beyond the embedding fails an assertion that names no file.
             highest = piece.max(initial=0)  # initial: an empty shard has no maximum
             if highest >= self.vocab_size:
                 raise UserError(
                     f"{shard.path} holds token id {highest}, not one of the {self.vocab_size:,} of "
                     f"{self.tokenizer_identity}"
                 )
-            pieces.append(piece)  # uint16 or uint32; the next one is in the next shard
+            pieces.append(piece)  # uint16 or uint32
             start += len(piece)
             length -= len(piece)
             index += 1
@@ -315,9 +315,9 @@ class TokenStream:
         folder of another project does not tell."""
         num_bytes = 0
         for folder in self.folders:
-            # no manifest: made by another project; 0: the bytes of its text were not counted
+            # 0: the bytes of the text were not counted
             if folder.manifest is None or folder.manifest.bytes[self.split] == 0:
-                return None  # one unknown term makes the sum unknown
+                return None
             num_bytes += folder.manifest.bytes[self.split]
         return num_bytes / len(self)
 
@@ -325,7 +325,7 @@ class TokenStream:
     def digest(self) -> int:
         """Checksum of the lengths and checksums of the shards, in their order. It tells other data
         from the same data in another place."""
-        # quick, as it runs at each start of a training run; data/verify.py reads all tokens
+        # Cheap, as it runs at each start of a training run; data/verify.py reads all tokens.
         contents = [(shard.num_tokens, shard.checksum) for shard in self.shards]
         return zlib.crc32(f"{contents}".encode())
 

@@ -25,11 +25,11 @@ from typing import IO, Literal, NamedTuple
 from data.manifest import FileCounts
 from utils.errors import UserError
 
-# Rows. A manifest counts rows within a batch (State.documents): with a smaller number a later run
-# would continue at the wrong one.
+# Rows in a batch. A manifest counts rows within a batch (State.documents): with a smaller number
+# a later run would continue at the wrong row.
 BATCH = 100
-IN_FOLDERS = (".parquet", ".jsonl", ".txt", ".py")  # read in folders; other files only if named
-# How the reasons begin that are usual in a sound file: "without text", "without a column 'text'".
+IN_FOLDERS = (".parquet", ".jsonl", ".txt", ".py")  # other files are read only if named
+# Beginnings of the reasons that a sound file may have: "without text", "without a column 'text'".
 # A file with another reason, or without any text, is suspect.
 USUAL = ("empty", "without")
 
@@ -76,7 +76,7 @@ def open_zstd(path: str | IO[bytes], mode: str = "rb") -> IO[bytes]:
     return io.BufferedReader(CompressedInputStream(path, "zstd"))
 
 
-# what opens a file for reading, by the last suffix of its name
+# openers of compressed files, by the last suffix of the name
 COMPRESSIONS: dict[str, Callable[[str, Literal["rb"]], IO[bytes] | gzip.GzipFile]] = {
     ".gz": gzip.open,
     ".bz2": bz2.open,
@@ -107,13 +107,13 @@ def walk(folder: str) -> list[Path]:
     """Return the files below a folder in name order. Left out are hidden ones, those in hidden
     folders, and installed packages."""
     paths: list[Path] = []
-    for path in Path(folder).rglob("*"):  # files and folders at any depth
-        names = path.relative_to(folder).parts  # of the folders between, and of the file
+    for path in Path(folder).rglob("*"):
+        names = path.relative_to(folder).parts
         is_hidden = any(name.startswith(".") for name in names)
-        # is_file is false for a folder, and for a link to a file that is gone
+        # is_file() is false for folders and for broken links
         if path.is_file() and not is_hidden and "site-packages" not in names:
             paths.append(path)
-    # the order of rglob differs between file systems, and the shards follow that of the files
+    # The order of rglob differs between file systems, and the order of the shards would follow it.
     return sorted(paths)
 
 
@@ -121,7 +121,7 @@ def list_files(inputs: tuple[str, ...]) -> dict[str, int]:
     """Return the sizes in bytes of the files of --input by name, folders in name order. Prints
     what is left out of the folders; raises UserError if nothing is left."""
     sizes: dict[str, int] = {}
-    left_out: Counter[str] = Counter()  # number of files in folders that are not read, by suffix
+    left_out: Counter[str] = Counter()  # number of files that are not read, by suffix
     for name in inputs:
         if os.path.isdir(name):
             for path in walk(name):
@@ -129,9 +129,10 @@ def list_files(inputs: tuple[str, ...]) -> dict[str, int]:
                     sizes[str(path)] = path.stat().st_size
                 else:
                     left_out[path.suffix.lower() or "without a suffix"] += 1
-        else:  # a file is read whatever its suffix; a missing one is an OSError that names it
+        else:
+            # A named file is read whatever its suffix. OSError if it is missing.
             sizes[name] = os.path.getsize(name)
-    # as "2 .jpg, 1 without a suffix"; "" if nothing is left out
+    # e.g. "2 .jpg, 1 without a suffix"; "" if nothing is left out
     others = ", ".join(f"{count:,} {suffix}" for suffix, count in left_out.most_common(8))
     if not sizes:
         raise UserError(f"{' '.join(inputs)} holds none of {IN_FOLDERS}, but {others or 'nothing'}")
@@ -153,15 +154,16 @@ def read_document(file: IO[str]) -> Iterator[object]:
 def read_json(file: IO[str]) -> Iterator[object]:
     """Yield the values of JSON, one in each line, or the elements of one array, which may span
     lines. A line that is not JSON is skipped; an array has to fit into memory."""
-    first_line = next(filter(str.strip, file), "")  # not a blank one; "" in a file of these alone
+    # the first line that is not blank; "" if there is none
+    first_line = next(filter(str.strip, file), "")
     if first_line.lstrip().startswith("["):
-        yield from json.loads(first_line + "".join(file))  # the lines after the first one
+        yield from json.loads(first_line + "".join(file))
         return
     for line in chain([first_line], file):
         if line.strip():  # a blank line is no row
             try:
                 value = json.loads(line)
-            except ValueError:  # also a number of more than 4,300 digits, which int() refuses
+            except ValueError:  # also for a number of over 4,300 digits
                 value = Skipped("not JSON")
             yield value
 
@@ -169,12 +171,13 @@ def read_json(file: IO[str]) -> Iterator[object]:
 def read_csv(file: IO[str], delimiter: str = ",") -> Iterator[object]:
     """Yield the rows of CSV. One with more cells than the header is skipped: it has a comma that is
     not quoted, and which of the cells is the text cannot be told."""
-    csv.field_size_limit(2**31 - 1)  # characters of a cell; the default, 131,072, is below a book
+    # Characters of a cell: the default, 131,072, is too few for a book.
+    csv.field_size_limit(2**31 - 1)
     # A row is a dict of cells by column. strict: a quote that is never closed is an error, and not
     # one cell to the end of the file.
     for row in csv.DictReader(file, delimiter=delimiter, strict=True):
         # None is the key of the list of cells beyond the header. Commas at the end of a line add
-        # empty ones, which do no harm.
+        # empty cells, which do no harm.
         if any(row.pop(None, [])):
             yield Skipped("wider than the header")
         else:
@@ -196,11 +199,11 @@ def read_parquet(name: str, column: str) -> Iterator[object]:
     from pyarrow.parquet import ParquetFile  # slow to import; few files need it
 
     file = ParquetFile(name)
-    # None: all columns. For a name that the file lacks, pyarrow would give rows without any column,
-    # and the reason why they are skipped could not list those that there are.
+    # None reads all columns. If the file lacks the column, pyarrow would give rows without any
+    # column, and the reason for skipping them could not list the columns that exist.
     columns = [column] if column in file.schema_arrow.names else None
     for record_batch in file.iter_batches(BATCH, columns=columns):
-        yield from record_batch.to_pylist()  # a dict of values by column for each row
+        yield from record_batch.to_pylist()  # one dict for each row
 
 
 def without_column(column: str, names: Iterable[str]) -> Skipped:
@@ -210,20 +213,20 @@ def without_column(column: str, names: Iterable[str]) -> Skipped:
 
 def as_text(value: object) -> str | Skipped:
     """Return the text of a row from what its reader gave for it; Skipped if that is no text."""
-    if isinstance(value, bytes):  # of a binary column of parquet
-        value = value.decode("utf-8", "surrogateescape")  # as open_text
-    if isinstance(value, Skipped):  # its reader knows why it is no text
+    if isinstance(value, bytes):  # a binary column of parquet
+        value = value.decode("utf-8", "surrogateescape")  # as in open_text
+    if isinstance(value, Skipped):
         return value
     if not isinstance(value, str):  # null, a number, a list
         return Skipped("without text")
-    if not value.strip():  # white space alone
+    if not value.strip():
         return Skipped("empty")
     try:
         value.encode()
     except UnicodeEncodeError:  # a tokenizer would raise it, too, and end the run
         # a byte that open_text has escaped, or "\ud800" in JSON without its other half
         return Skipped("not UTF-8, or half of a surrogate pair")
-    if "\0" in value:  # no text has it; UTF-16 without a byte order mark and binary files do
+    if "\0" in value:  # binary, or UTF-16 without a byte order mark
         return Skipped("with U+0000")
     return value
 
@@ -231,13 +234,13 @@ def as_text(value: object) -> str | Skipped:
 def read_texts(name: str, column: str) -> Iterator[str | Skipped]:
     """Yield the text of each row of a file, or why it has none. If the file is damaged, the last
     row says so. An error of the machine, as of a disk, is raised."""
-    # The same one for all rows that lack the column, as it is a key of the ledger: their other
-    # columns, which it lists, may differ.
+    # One Skipped for all rows that lack the column: the reason is a key of the ledger, and lists
+    # the columns of a row, which may differ.
     lacking: Skipped | None = None
     try:
         for row in read_rows(name, column):
             value = row  # a text, a value of JSON, or Skipped
-            if isinstance(row, dict):  # values by column
+            if isinstance(row, dict):
                 value = row.get(column)
                 if column not in row:
                     lacking = lacking or without_column(column, row)
@@ -253,7 +256,7 @@ def read_texts(name: str, column: str) -> Iterator[str | Skipped]:
 
 def read_rows(name: str, column: str) -> Iterator[object]:
     """Yield the rows of a file: objects with columns, texts, or Skipped."""
-    if suffix_of(name) == ".parquet":  # pyarrow opens it by name
+    if suffix_of(name) == ".parquet":  # pyarrow opens files by name
         yield from read_parquet(name, column)
         return
     read = READERS.get(suffix_of(name), read_document)
@@ -278,7 +281,7 @@ def count_rows(counts: FileCounts, rows: list[str | Skipped]) -> None:
             counts.skipped[row.reason] = counts.skipped.get(row.reason, 0) + 1
         else:
             counts.texts += 1
-            counts.bytes += len(row.encode())  # as UTF-8
+            counts.bytes += len(row.encode())
 
 
 def warn_if_suspect(name: str, counts: FileCounts) -> None:
@@ -328,8 +331,8 @@ class Source:
     def ledger_at(self, position: Position) -> dict[str, FileCounts]:
         """Return the ledger up to a position, for the manifest. Reading is ahead of it: batches
         wait for the tokenizer."""
-        ledger = dict(islice(self.ledger.items(), position.file))  # of the files before
-        if position.counts:  # else it is after the last file
+        ledger = dict(islice(self.ledger.items(), position.file))
+        if position.counts:  # {} after the last file
             ledger[self.names[position.file]] = FileCounts(**position.counts)
         return ledger
 
@@ -341,19 +344,20 @@ class Source:
         read = self.read_file if self.sizes else self.read_dataset
         for index in range(position.file, len(self.names)):
             name = self.names[index]
-            # begins with the rows before the position, which an earlier run has sharded
+            # The counts begin with the rows that an earlier run has sharded.
             counts = FileCounts(**(position.counts or {"size": self.sizes.get(name, 0)}))
-            self.ledger[name] = counts  # grows by count_rows below
+            self.ledger[name] = counts  # updated in place by count_rows
             try:
                 for batch in read(name, position):
-                    # read_dataset has set the other two fields, which are None for a file
+                    # For a dataset, read_dataset has set the other two fields; else they are None.
                     batch.position.file = index
-                    batch.position.counts = asdict(counts)  # a copy, of the rows before this batch
+                    # a copy: counts of the rows before this batch
+                    batch.position.counts = asdict(counts)
                     count_rows(counts, batch.rows)
                     yield batch
-            except UserError:  # names it already
+            except UserError:  # the message names the source already
                 raise
-            except Exception as error:  # each reader has classes of its own, and none names it
+            except Exception as error:  # a reader's own error, without the file's name
                 message = f"{name:.300} is damaged or cannot be read {quote(error)}"
                 if not self.sizes:
                     message = (
@@ -363,7 +367,7 @@ class Source:
                 raise UserError(message) from error
             warn_if_suspect(name, counts)
             position = Position()  # the next file is read from its beginning
-        # the ledger has the texts of earlier runs, too: this one may continue at the very end
+        # The ledger has the texts of earlier runs, too: this run may have begun at the very end.
         if not any(counts.texts for counts in self.ledger.values()):
             names = " ".join(self.names) or "the input"  # a worker may have no file
             raise UserError(f"{names:.300} holds no text for this worker")
@@ -371,7 +375,7 @@ class Source:
     def read_file(self, name: str, position: Position) -> Iterator[Batch]:
         """Yield the batches of a file from a position in it on; their own positions are empty,
         `batches` fills them in."""
-        # most formats have no index of their rows: earlier ones are read again, and dropped
+        # Most formats have no index of rows: earlier rows are read again and dropped.
         first_row = position.counts.get("rows", 0)
         rows_left = islice(read_texts(name, self.column), first_row, None)
         rows = list(islice(rows_left, BATCH))
@@ -382,31 +386,30 @@ class Source:
     def read_dataset(self, name: str, position: Position) -> Iterator[Batch]:
         """Yield the batches of the hub's dataset, named `name`, from a position on; in their own
         positions `batches` fills in the rest."""
-        import datasets  # slow to import, as all that is needed for the hub only
+        import datasets  # slow to import; only the hub needs these
         from fsspec.compression import register_compression
         from huggingface_hub import HfApi
 
-        datasets.disable_progress_bars()  # one a file, between the lines of our own
-        # fsspec would need another package for zstd, which reads the first frame only
-        # force: replace fsspec's own opener, if it has one
+        datasets.disable_progress_bars()  # else one bar for each file
+        # For zstd, fsspec would need another package, which reads the first frame only.
+        # force: replace fsspec's own opener, if it has one.
         register_compression("zstd", open_zstd, "zst", force=True)
-        # a dataset may change on the hub between two runs; its commit does not
+        # A dataset may change on the hub between two runs; its commit does not.
         revision = position.revision or HfApi().dataset_info(name).sha
         # an IterableDataset, which downloads a file when its rows are due
         stream = datasets.load_dataset(
             name, self.remote_name, split="train", revision=revision, streaming=True
         )
-        if self.worker_index >= stream.num_shards:  # files
+        if self.worker_index >= stream.num_shards:
             raise UserError(f"--worker_count must be at most the {stream.num_shards} files")
-        # every n-th file, not a contiguous part of them
         stream = stream.shard(self.worker_count, self.worker_index, contiguous=False)
-        state = position.stream  # None at the beginning
+        state = position.stream
         if state:
             stream.load_state_dict(state)
-        for columns in stream.iter(BATCH):  # a dict: the values of the rows by column
-            if self.column not in columns:  # now, not after hours of rows without a text
+        for columns in stream.iter(BATCH):  # a dict of lists, by column
+            if self.column not in columns:  # fail now, not after hours without a text
                 reason = without_column(self.column, columns).reason
                 raise UserError(f"{name} is {reason}; give another --text_column")
             rows = [as_text(value) for value in columns[self.column]]
             yield Batch(Position(revision=revision, stream=state), rows)
-            state = stream.state_dict()  # where the next batch begins; the manifest keeps it
+            state = stream.state_dict()  # where the next batch begins

@@ -26,15 +26,15 @@ from data.named_tokenizer import TOKENIZER_FILE, TOKENIZERS, Tokenizer
 from utils.errors import UserError
 
 MERGES_FILE = "merges.txt"
-VOCABULARY_FILE = "vocab.json"  # with merges.txt, what GPT-2 had before tokenizer.json existed
-# A text that tells tokenizers apart, and its ids by the tokenizers that have a name here. Other
+VOCABULARY_FILE = "vocab.json"  # used with merges.txt before tokenizer.json existed
+# A text that tells tokenizers apart, and its ids in the tokenizers that have a name here. Other
 # languages have vocabularies of 50,257 tokens, too; a normalizer would change the ligature U+FB01.
 PROBE = "Hello naïve  \ufb01 天🐍"
 PROBE_IDS = {
     "gpt2": [15496, 41492, 220, 27332, 105, 223, 36469, 102, 8582, 238, 235],
     "bytes": list(PROBE.encode()),
 }
-# names that end of text has in published tokenizers, the most telling first
+# names of end of text in published tokenizers, the most telling first
 ENDS_OF_TEXT = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>")
 # The chats of finetuning/chat.py as a template, for exports: the role is capitalized, and end of
 # text precedes each turn, but BOS the first one, and closes the last one.
@@ -44,7 +44,7 @@ CHAT_TEMPLATE = (
     "+ message['content'] }}{% endfor %}{{ eos_token }}"
     "{% if add_generation_prompt %}Assistant:{% endif %}"
 )
-SPACE = "\u2581"  # stands for a space in the tokens of SentencePiece (LLaMA)
+SPACE = "\u2581"  # SentencePiece (LLaMA) writes this for a space
 # messages that show what a chat template writes after an answer
 SYSTEM = {"role": "system", "content": "Be kind."}
 QUESTION = {"role": "user", "content": "Hi"}
@@ -60,13 +60,13 @@ class FileTokenizer(Tokenizer):
     """
 
     def __init__(self, spec: str) -> None:
-        spec_fields = json.loads(spec)  # as read_tokenizer writes them
-        content = spec_fields[TOKENIZER_FILE]  # of the file, as a dict
-        # as text again, which the library reads; not ASCII, or each character would be a \u escape
+        spec_fields = json.loads(spec)  # written by read_tokenizer
+        content = spec_fields[TOKENIZER_FILE]
+        # Text again, for the library; ensure_ascii would write \u escapes in place of characters.
         self.tokenizer_json = json.dumps(content, ensure_ascii=False)
-        engine = make_engine(self.tokenizer_json)  # the library's tokenizer
+        engine = make_engine(self.tokenizer_json)
         self.engine = engine
-        self.bos_ids = find_bos_ids(engine)  # () if the file writes nothing before a text
+        self.bos_ids = find_bos_ids(engine)  # () if there is no BOS
         self.end_of_text = spec_fields["eot"]  # the token; self.eot is its id
 
         # Two files with the same content, BOS included, are the same tokenizer, wherever they lie.
@@ -79,14 +79,14 @@ class FileTokenizer(Tokenizer):
 
         vocab = engine.get_vocab()  # ids by token, added tokens included
         self.vocab_size = max(vocab.values()) + 1  # not len(vocab): ids may have gaps
-        self.eot = vocab[self.end_of_text]  # read_tokenizer has found it there
+        self.eot = vocab[self.end_of_text]
         self.added_ids = set(engine.get_added_tokens_decoder())
         """Ids beside the vocabulary of plain text: special tokens."""
 
         self.chat_template = spec_fields["chat_template"]
         self.template_tokens: dict[str, str] = spec_fields["template_tokens"]
         """Strings that the chat template may insert, by the name of their variable."""
-        # A chat template needs the model's own strings. Without one, exports alone read these.
+        # A chat template needs the model's own strings. Without one, only exports read these.
         if not self.chat_template:
             self.template_tokens["bos_token"] = engine.id_to_token(self.start_ids[0])
             self.template_tokens.setdefault("eos_token", self.end_of_text)
@@ -112,7 +112,7 @@ class FileTokenizer(Tokenizer):
         The decoder of the file is not asked: it gives strings, in which a character that spans two
         tokens is lost, and some files have none.
         """
-        # the inverse of byte_characters, as "Ġ" stands for a space, byte 32
+        # The inverse of byte_characters: "Ġ" stands for a space, byte 32.
         byte_of_character = {character: i for i, character in enumerate(byte_characters())}
         bytes_of_id: dict[int, bytes] = {}
         for token, token_id in vocab.items():
@@ -121,11 +121,11 @@ class FileTokenizer(Tokenizer):
                 token_bytes = bytes(byte_of_character[character] for character in token)
             elif token.startswith("<0x") and len(token) == 6:  # byte fallback, as <0x0A>
                 token_bytes = bytes([int(token[3:5], 16)])
-            else:  # plain text, or SentencePiece's
+            else:  # plain text, or a token of SentencePiece
                 token_bytes = token.replace(SPACE, " ").encode()
             bytes_of_id[token_id] = token_bytes
         for token_id in (self.eot, *self.start_ids):
-            bytes_of_id[token_id] = b""  # no part of a text
+            bytes_of_id[token_id] = b""
         return bytes_of_id
 
     @cached_property
@@ -144,20 +144,21 @@ class FileTokenizer(Tokenizer):
     def encode_dialog(self, text: str) -> list[int]:
         """Return the token ids of a text of `render`: a special token's name is this token."""
         # An assignment fails while another thread encodes. Threads encode documents only.
-        self.engine.encode_special_tokens = False  # True is the library's name for "as text"
+        # True would read special tokens as text.
+        self.engine.encode_special_tokens = False
         ids = self.engine.encode(text, add_special_tokens=False).ids
         self.engine.encode_special_tokens = True
         return ids
 
     def decode_bytes(self, ids: list[int]) -> bytes:
-        # a model may have ids that its tokenizer lacks, as rows of padding
+        # A model may have ids that its tokenizer lacks, such as rows of padding.
         return b"".join(self.bytes_of_id.get(token, b"") for token in ids)
 
     def render(self, messages: list[dict[str, Any]], open_turn: bool = False) -> str:
         """Return a dialog as text by the chat template; with `open_turn`, up to the place where
         the assistant's next answer begins. Raise UserError where the template cannot write it."""
-        assert self.chat_template  # only a tokenizer that has one is asked
-        variables = {  # the names that transformers gives to a template
+        assert self.chat_template
+        variables = {  # variables that transformers gives to a template
             "messages": [template_message(message) for message in messages],
             "tools": None,
             "documents": None,
@@ -166,8 +167,8 @@ class FileTokenizer(Tokenizer):
         try:
             template = compile_template(self.chat_template)
             return template.render(variables, **self.template_tokens)
-        except Exception as error:  # a program of strangers can raise anything
-            reason = " ".join(str(error).split())  # one line
+        except Exception as error:  # untrusted code can raise anything
+            reason = " ".join(str(error).split())  # as one line
             raise UserError(f"the chat template of {self.name} fails: {reason}") from error
 
     def find_turn_end(self) -> int:
@@ -177,7 +178,7 @@ class FileTokenizer(Tokenizer):
             text = self.render([QUESTION, ANSWER])
         except UserError:  # some templates demand a system message, others refuse one
             text = self.render([SYSTEM, QUESTION, ANSWER])
-        after_answer = text.rpartition(ANSWER["content"])[2]  # as "<|im_end|>\n"
+        after_answer = text.rpartition(ANSWER["content"])[2]  # e.g. "<|im_end|>\n"
         # white space may come before the special token, as in Llama 2's template
         for token_id in self.encode_dialog(after_answer):
             if token_id in self.added_ids:
@@ -185,15 +186,18 @@ class FileTokenizer(Tokenizer):
         return self.eot
 
     def lost_text(self, text: str, ids: np.ndarray) -> str:
-        # U+FFFD in place of a character of which some bytes are lost
+        # errors="replace" gives U+FFFD where bytes of a character are lost
         decoded = self.decode_bytes(ids.tolist()).decode(errors="replace")
-        if decoded in (text, f" {text}"):  # many tokenizers put a space before the first word
+        # Many tokenizers put a space before the first word.
+        if decoded in (text, f" {text}"):
             return ""
-        # What a normalizer does, as lower-casing or composing characters, is meant and counts as no
-        # loss. What lacks after it was dropped by a pre-tokenizer, as white space, or has no token.
+        # What a normalizer does, such as lower-casing or composing characters, is intended and
+        # counts as no loss. Other lost characters were dropped by a pre-tokenizer, such as white
+        # space, or have no token.
         if self.engine.normalizer is not None:
             text = self.engine.normalizer.normalize_str(text)
-        # the characters that `text` has more of; the difference drops others, as an added space
+        # The characters that `text` has more of. The difference of Counters ignores those that
+        # `decoded` has more of, such as an added space.
         lost_counts = Counter(text.replace(SPACE, " ")) - Counter(decoded)
         return "".join(lost_counts.elements())
 
@@ -203,19 +207,19 @@ def load_tokenizer(spec: str) -> Tokenizer:
     """Return the tokenizer of a spec. Raise UserError if that of GPT-2 cannot be downloaded, and
     what FileTokenizer raises for a tokenizer.json that cannot be used."""
     if spec in TOKENIZERS:
-        return TOKENIZERS[spec]()  # an instance, which reads the vocabulary
+        return TOKENIZERS[spec]()
     return FileTokenizer(spec)
 
 
 def tokenizer_identity(spec: str) -> str:
     """Return Tokenizer.identity of a spec, without a download."""
-    # of GPT-2's and bytes the name, which is the spec
+    # for "gpt2" and "bytes" the identity is the spec
     return spec if spec in TOKENIZERS else load_tokenizer(spec).identity
 
 
 def count_tokens(spec: str) -> int:
     """Return Tokenizer.vocab_size of a spec, without a download."""
-    # of GPT-2's and bytes the class, which has vocab_size already
+    # the classes of "gpt2" and "bytes" have vocab_size: no instance is needed
     tokenizer = TOKENIZERS[spec] if spec in TOKENIZERS else load_tokenizer(spec)
     return tokenizer.vocab_size
 
@@ -244,24 +248,25 @@ def find_bos_ids(engine: Engine) -> tuple[int, ...]:
     The library is asked, as several kinds of post-processors write them. A text that it has no
     token for would not tell what stands before and what after it.
     """
-    # the probe, else the first token that the tokenizer finds again as a text
+    # the probe, or else the first token that encodes to at least one id
     for text in (PROBE, *engine.get_vocab()):
-        encoding = engine.encode(text)  # with what the post-processor writes
-        if 0 in encoding.sequence_ids:  # 0: of the text; None: of the post-processor
+        encoding = engine.encode(text)  # includes what the post-processor adds
+        if 0 in encoding.sequence_ids:  # 0: from the text; None: from the post-processor
             return tuple(encoding.ids[: encoding.sequence_ids.index(0)])
-    return ()  # it has no token for any text
+    return ()  # no text has a token
 
 
 def without_prefix(component: dict) -> dict:
     """Return a component of a tokenizer.json (normalizer, pre-tokenizer, ...) without its option to
     put something before each text."""
     component_type = component.get("type")
-    if component_type == "Prepend":  # of Llama 2's normalizer
+    if component_type == "Prepend":  # Llama 2's normalizer
         component["prepend"] = ""
     if component_type in ("ByteLevel", "Metaspace"):
         component["add_prefix_space"] = False
     if component_type == "Metaspace":
-        component["prepend_scheme"] = "never"  # newer files have it instead of add_prefix_space
+        # Newer files have prepend_scheme instead of add_prefix_space.
+        component["prepend_scheme"] = "never"
     return component
 
 
@@ -271,7 +276,7 @@ def byte_characters() -> list[str]:
     A printable character of Latin-1 stands for its own byte, and the n-th character from U+0100 on
     for the n-th of the other bytes (bytes_to_unicode of GPT-2's encoder.py).
     """
-    characters: list[str] = []  # one for each byte
+    characters: list[str] = []
     num_others = 0  # bytes so far that are not printable
     for byte in range(256):
         character = chr(byte)
@@ -297,32 +302,35 @@ def read_tokenizer(
     an answer. `template_tokens` are the template's bos_token, eos_token, ...
     """
     try:
-        if path.name == VOCABULARY_FILE:  # joined with merges.txt, as JSON of the newer format
+        if path.name == VOCABULARY_FILE:
+            # vocab.json and merges.txt, joined as JSON of the newer format
             content = ByteLevelBPETokenizer(str(path), str(path.with_name(MERGES_FILE))).to_str()
         else:
             content = path.read_text(encoding="utf-8")
         engine = make_engine(content)
-        vocab = engine.get_vocab()  # ids by token
+        vocab = engine.get_vocab()
         end_token = find_end_of_text(vocab, end_of_text)
-        eot = vocab[end_token]  # its id
-        spec_fields = {  # which FileTokenizer reads
+        eot = vocab[end_token]
+        spec_fields = {  # read by FileTokenizer
             "eot": end_token,
             "end_ids": list(end_ids),
             "chat_template": chat_template,
             "template_tokens": template_tokens or {},
             TOKENIZER_FILE: json.loads(content),
         }
-        # A tokenizer that has a name here is known by it, so that shards, checkpoints and models
-        # of others agree about it. Only what a name does not tell needs the file.
+        # A tokenizer with the tokens of a key in TOKENIZERS has that key as its spec, so that
+        # shards, checkpoints and models of other projects agree. Only other end ids or a template
+        # need the file.
         name = find_known_name(engine, eot)  # "gpt2", "bytes" or None
-        if name and not find_bos_ids(engine):  # those with a name write no BOS
-            # a name stands for one end of text, and for no template or our own
+        if name and not find_bos_ids(engine):  # named tokenizers write no BOS
+            # A name implies one end of text, and no chat template or CHAT_TEMPLATE.
             has_one_end = set(end_ids) <= {eot}
             if has_one_end and chat_template in (None, CHAT_TEMPLATE):
                 return name
-            spec_fields["name"] = name  # the same tokens, so that shards of that name fit
+            spec_fields["name"] = name  # same tokens: shards of that name fit
         spec = json.dumps(spec_fields)
-        load_tokenizer(spec)  # raises for a vocabulary or a chat template that cannot be used
+        # Raises for a vocabulary or a chat template that cannot be used.
+        load_tokenizer(spec)
     except Exception as error:  # the library raises bare Exceptions
         raise UserError(f"{path} is no tokenizer that can be used: {error}") from error
     return spec
@@ -334,10 +342,10 @@ def find_end_of_text(vocab: dict[str, int], end_of_text: str | int | None) -> st
     An id that the vocabulary lacks does not count: transformers writes GPT-2's 50256 as a default
     into the config.json of GPT-2s of any vocabulary.
     """
-    for token, token_id in vocab.items():  # `end_of_text` may be a token or an id
+    for token, token_id in vocab.items():
         if end_of_text in (token, token_id):
             return token
-    if not isinstance(end_of_text, str):  # a token that the user named has to be there
+    if not isinstance(end_of_text, str):  # a token that the user named must exist
         for token in ENDS_OF_TEXT:
             if token in vocab:
                 return token
@@ -346,7 +354,7 @@ def find_end_of_text(vocab: dict[str, int], end_of_text: str | int | None) -> st
 
 def find_known_name(engine: Engine, eot: int) -> str | None:
     """Return the key of TOKENIZERS that has the same tokens, None if there is none."""
-    for name, known in TOKENIZERS.items():  # known: the class
+    for name, known in TOKENIZERS.items():
         has_same_size = engine.get_vocab_size() == known.vocab_size and eot == known.eot
         # Size and eot are not enough: a vocabulary of another language, or a normalizer, gives the
         # probe other ids.
@@ -362,18 +370,18 @@ def pretrained_tokenizer(folder: Path, vocab_size: int) -> str:
     path = folder / TOKENIZER_FILE
     if not path.is_file() and (folder / MERGES_FILE).is_file():
         path = folder / VOCABULARY_FILE  # read_tokenizer finds MERGES_FILE beside it
-    if not path.is_file():  # some GPT-2 come without a tokenizer
+    if not path.is_file():  # some GPT-2 models come without a tokenizer
         if vocab_size == 50_304:  # GPT-2's, padded for fast matmuls
             vocab_size = 50_257
         for name, known in TOKENIZERS.items():
             if known.vocab_size == vocab_size:
-                return name  # the size is all that tells
+                return name  # the size is the only evidence
         raise UserError(
             f"{folder} has no {TOKENIZER_FILE} for its {vocab_size:,} tokens, which are neither "
             "GPT-2's (50,257, or 50,304 with padding) nor bytes (257)"
         )
 
-    # each eos_token_id, a number or a list in either file, ends a text; the first is end of text
+    # Each eos_token_id, a number or a list in either file, ends a text; the first is end of text.
     end_ids: list[int] = []
     for file_name in ("config.json", "generation_config.json"):
         eos = read_json(folder / file_name).get("eos_token_id")
@@ -383,17 +391,17 @@ def pretrained_tokenizer(folder: Path, vocab_size: int) -> str:
             end_ids.append(eos)
 
     tokenizer_config = read_json(folder / "tokenizer_config.json")
-    template_tokens: dict[str, str] = {}  # as "bos_token": "<s>"
+    template_tokens: dict[str, str] = {}  # e.g. "bos_token": "<s>"
     for name, token in tokenizer_config.items():
-        if isinstance(token, dict):  # the token and its properties
+        if isinstance(token, dict):  # a token with its properties
             token = token.get("content")
         if name.endswith("_token") and isinstance(token, str):
             template_tokens[name] = token
     template = tokenizer_config.get("chat_template")  # None for a model of plain text
-    if isinstance(template, list):  # several, of which one is the default
+    if isinstance(template, list):  # several templates by name
         template = {entry["name"]: entry["template"] for entry in template}.get("default")
-    template_path = folder / "chat_template.jinja"  # where newer transformers write it
-    if template_path.is_file():  # it wins over the one in JSON, as in transformers
+    template_path = folder / "chat_template.jinja"  # newer transformers write this file
+    if template_path.is_file():  # preferred over the JSON, as in transformers
         template = template_path.read_text(encoding="utf-8")
 
     end_of_text = end_ids[0] if end_ids else None

@@ -24,7 +24,7 @@ from data.source import Skipped, Source, list_files
 from utils.cli import start_script
 from utils.ranges import Count
 
-PIECE = 2_000  # characters of a text that are sampled together, about a page
+PIECE = 2_000  # characters that are sampled together, about a page
 
 
 @dataclass
@@ -52,12 +52,13 @@ def read_pieces(source: Source, share: float) -> Iterator[str]:
     the same ones."""
     for batch in source.batches():
         for text in batch.rows:
-            if isinstance(text, Skipped):  # a row without text
+            if isinstance(text, Skipped):
                 continue
             # pieces, not texts, so that a source of one long book can be sampled, too
             for start in range(0, len(text), PIECE):
                 piece = text[start : start + PIECE]
-                if zlib.crc32(piece.encode()) / 2**32 < share:  # CRC-32 as a number in [0, 1)
+                # CRC-32 as a number in [0, 1)
+                if zlib.crc32(piece.encode()) / 2**32 < share:
                     yield piece
 
 
@@ -71,7 +72,8 @@ def main(config: TokenizerConfig) -> None:
     engine = byte_level(models.BPE(), config.split)
     trainer = trainers.BpeTrainer(
         vocab_size=config.vocab_size - 1,  # end of text is added below
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),  # all bytes, also unseen ones
+        # all 256 bytes, whether they occur in the text or not
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     engine.train_from_iterator(read_pieces(source, share), trainer)

@@ -29,29 +29,29 @@ class VerifyConfig:
 
 
 def main(config: VerifyConfig) -> None:
-    # as train.py: a folder with a weight is a corpus, and those without weights are one together
+    # As in train.py, a folder with a weight is a corpus; folders without weights form one corpus.
     for corpus in parse_corpora(config.data_dir):
         names = " ".join(map(str, corpus.folders))
         for split in ("train", "val"):
-            # opens those of the folders that have the split, and compares their tokenizers
+            # Opens the folders that have this split; TokenStream compares their tokenizers.
             stream = TokenStream(open_folders(corpus.folders, split))
-            check_shards(stream)  # reads every token
+            check_shards(stream)
             print(f"{names}: {len(stream):,} {split} tokens of {stream.tokenizer_identity}, intact")
 
 
 def check_shards(stream: TokenStream) -> None:
     """Raise UserError for a shard that differs from its checksum or holds what is no token."""
     for folder in stream.folders:
-        if folder.manifest is None:  # of another project, without checksums
+        if folder.manifest is None:  # made by another project, without checksums
             continue
-        for entry in folder.manifest.shards:  # of both splits
+        for entry in folder.manifest.shards:
             path = folder.path / entry.file
             if entry.split == stream.split and sha256(path) != entry.sha256:
                 raise UserError(f"{path} differs from the manifest's checksum; make it again")
     # in chunks: a split may be larger than memory
     for start in range(0, len(stream), CHUNK):
-        # only reads: it raises UserError for an id beyond the vocabulary, and for a header that
-        # contradicts the size of its file
+        # Reading is the check: it raises UserError for an id beyond the vocabulary, and for a
+        # header that contradicts the size of its file.
         stream.tokens(start, min(CHUNK, len(stream) - start))
 
 
