@@ -177,7 +177,7 @@ def open_tasks(
     only one task."""
     score_tasks: ScoreTasks = {}
     errors: dict[str, UserError] = {}
-    data_paths = list(config.data)  # one for each benchmark of --tasks, or none: see check
+    data_paths = list(config.data)  # none, or one for each benchmark (see check)
     for task in config.tasks:
         path = None  # None: open_benchmark downloads the data
         if task in BENCHMARKS and data_paths:
@@ -244,7 +244,7 @@ def main(config: EvalConfig) -> None:
     }
     # The results of a task are printed and written at once, as a later task may fail.
     results: list[Result] = []
-    examples: list[dict] = []  # one row for each example, for --dump
+    examples: list[dict] = []
     for task, score_task in score_tasks.items():
         bar.reset()
         bar.set_description(task)

@@ -113,7 +113,7 @@ def main() -> None:
                     scores = method.evaluate(model)
                 if "loss" in scores:
                     run.logger.log_scores("val", scores, step)
-                    saver.save_if_best(scores["loss"])  # as model_best.pt
+                    saver.save_if_best(scores["loss"])
                 else:  # grpo logs a mean reward, and keeps no best model
                     run.logger.log_scores("held_out", scores, step)
             if run.ended:  # the last step is taken, saved and evaluated
@@ -132,7 +132,7 @@ def main() -> None:
             else:
                 run.logger.log_skip(result.skip_reason, example_ids.tolist(), state.step)
             if prepared.sample and is_due(options.sample_every, state.step):
-                run.logger.log_sample(prepared.sample, state.step)  # grpo: completions and rewards
+                run.logger.log_sample(prepared.sample, state.step)
             saver.end_after_patience()  # UserError after 5 skipped steps in a row
             if result.got_signal:
                 raise Stopped

@@ -88,7 +88,7 @@ class Evaluator:
             tokenizer = read_on_all(partial(load_tokenizer, val.stream.tokenizer), process)
         except UserError as error:
             process.print(f"{error}; so there are no samples and benchmarks")
-            self.scorer = Scorer(model, process, dtype, batch_size)  # for the validation loss alone
+            self.scorer = Scorer(model, process, dtype, batch_size)  # validation loss only
             return
         self.scorer = ItemScorer(model, process, dtype, batch_size, tokenizer)
         for name, benchmark in BENCHMARKS.items():

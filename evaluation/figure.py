@@ -100,7 +100,7 @@ def draw(paths: list[Path], out: Path, size: str | None = None) -> None:
                 raise
             print(f"skipped: {error}")
     last_rows = [run.log["train"][-1] for run in runs]
-    metric = comparable_loss(runs)  # for the first panel
+    metric = comparable_loss(runs)  # drawn in the first panel
     columns = ["lr", "tokens_per_s"]  # training metrics, in panels side by side
     is_grpo = all("reward" in row for row in last_rows)  # no other method logs a reward
     if is_grpo:  # its loss does not tell how good the texts are
@@ -150,7 +150,8 @@ def draw_main(axes: Axes, run: Run, metric: str, color: str) -> None:
         split = "held_out"
         best = max
         best_label = "highest held-out reward"
-    training = curve(run, "train", metric)  # empty for bits per byte, which training does not log
+    # empty for bits per byte, which training does not log
+    training = curve(run, "train", metric)
     validation = curve(run, split, metric)
     if metric != "reward":  # a reward begins near its later values
         training = without_start(*training)

@@ -68,7 +68,7 @@ class Batch:
 
     ids: Tensor  # (B, T), with padding of 0 on the right
     positions: Tensor  # (B, T), as if each continuation stood alone after the context
-    mask: Tensor | None  # bool (B, 1, T, T), True where a query attends; None: plain causal
+    mask: Tensor | None  # bool (B, 1, T, T), True where a query attends; None: causal
     target_rows: Tensor  # (N,), row of the hidden state that predicts a target
     target_columns: Tensor  # (N,), column of that hidden state
     target_ids: Tensor  # (N,)
@@ -213,7 +213,7 @@ class ItemScorer(Scorer):
         # Only hidden states that predict a target go through the head: logits of whole rows would
         # be V / C times as large as their hidden states, 65 times in GPT-2 124M.
         predicting = x[batch.target_rows, batch.target_columns]  # (N, C)
-        weight = self.model.head_weight[: self.model.config.vocab_size]  # (V, C), without padding
+        weight = self.model.head_weight[: self.model.config.vocab_size]  # (V, C)
         outputs = score_targets(predicting, weight, batch.target_ids, banned_ids)
         # (N,) each, copied at once: every element read from a GPU would be a copy of its own
         logprobs, is_argmax, is_allowed_argmax = [values.cpu() for values in outputs]

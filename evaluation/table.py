@@ -85,7 +85,7 @@ def format_table(results: list[Result], size: str) -> str:
             details.append(f"± {result.stderr:.4f}")
         if result.centered is not None:
             details.append(f"centered {result.centered:.4f}")
-        openai = ""  # if nothing was published
+        openai = ""
         published = PUBLISHED.get((result.task, result.protocol, result.metric))
         if published and size in published.values:
             # a source keeps its mark; a new one gets the next number

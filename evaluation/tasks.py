@@ -85,7 +85,8 @@ class Result:
     """Accuracy between that of guessing, 0, and 1: the scale of CORE."""
 
 
-TaskScores = tuple[list[Result], list[dict]]  # results, and one row per example for --dump
+# results, and one row per example for --dump
+TaskScores = tuple[list[Result], list[dict]]
 ScoreTask = Callable[[], TaskScores]  # scores a task whose data has been read
 # ItemScorer.score: takes items and their task, gives a Score for each choice of each item
 ScoreItems = Callable[[list[Item], "Task"], list[list[Score]]]
@@ -254,11 +255,12 @@ class Task(Benchmark):
             # the model.
             if items != scored_items:
                 scores = score_items(items, self)
-                scored_items = items  # the items of `scores`
+                scored_items = items  # `scores` belongs to these items
             ratings: dict[str, list[Rating]] = defaultdict(list)  # by metric, one per example
             for index, (item, item_scores) in enumerate(zip(items, scores, strict=True)):
                 example = {"task": self.name, "protocol": protocol, "index": index}
-                by_metric = self.rate(protocol, item, item_scores, example)  # fills `example`, too
+                # `rate` also adds to `example`, in place
+                by_metric = self.rate(protocol, item, item_scores, example)
                 for metric, rating in by_metric.items():
                     ratings[metric].append(rating)
                 examples.append(example)

@@ -85,7 +85,7 @@ def is_chat(checkpoint: Checkpoint, name: str | Path, tokenizer_spec: str) -> bo
     A checkpoint of finetune.py tells it. Else a chat template does: that of the tokenizer, or one
     in the Hugging Face folder `name`. `checkpoint` is {} for such a folder.
     """
-    options = checkpoint.get("config", {})  # of the run that trained it
+    options = checkpoint.get("config", {})
     if "plain" in options:  # an option of finetune.py alone
         return not options["plain"]
     # a tokenizer with a name has no template; loading GPT-2's could need a download

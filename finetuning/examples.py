@@ -50,7 +50,7 @@ def encode_messages(messages: Messages, tokenizer: Tokenizer) -> Example:
     ids = encode_dialog(messages, tokenizer)
     loss_mask = np.zeros(len(ids), bool)
     for i, message in enumerate(messages):
-        if is_learned(message):  # of the assistant, without "weight": 0
+        if is_learned(message):
             # the slice of its token ids, including the one that ends it
             loss_mask[find_answer(messages, i, ids, tokenizer)] = True
     return Example(np.array(ids, np.uint32), loss_mask)

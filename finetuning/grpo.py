@@ -55,7 +55,7 @@ class GroupRelativePolicy(Method):
         places = list(range(len(example_ids) * group_size))
         # raises Stopped after a signal; a resumed run samples the same completions again
         micro_batches = self.process.map(complete_places, self.micro_batches(places))
-        completions = list(chain.from_iterable(micro_batches))  # by place
+        completions = list(chain.from_iterable(micro_batches))  # in the order of places
         # float64, so that the means over groups and over the step round less
         rewards = torch.tensor([x.reward for x in completions], dtype=torch.float64)
         groups = rewards.view(-1, group_size)  # (batch_size, group_size)
@@ -70,7 +70,7 @@ class GroupRelativePolicy(Method):
             sample += f"\n{completion.reward:g}  {completion.text!r}"
         # tokens of each completion, including its end
         lengths = [x.example.loss_mask.sum() for x in completions]
-        metrics = {  # for the log, means over the completions of all processes
+        metrics = {  # means over the completions of all processes
             "reward": rewards.mean().item(),
             "completion_tokens": float(np.mean(lengths)),
             "cut": float(np.mean([x.is_cut for x in completions])),
@@ -130,7 +130,7 @@ def group_advantages(rewards: Tensor) -> Tensor:
     """Return (reward - mean) / standard deviation within each group, for rewards (groups, size)
     (Shao et al. 2024, section 4.1.2); 0 in a group of equal rewards."""
     mean = rewards.mean(dim=1, keepdim=True)  # (groups, 1)
-    std = rewards.std(dim=1, keepdim=True)  # (groups, 1), by size - 1, as in trl
+    std = rewards.std(dim=1, keepdim=True)  # (groups, 1); divides by size - 1, as in trl
     advantages = (rewards - mean) / (std + 1e-4)  # 1e-4 as in trl
     # The mean of equal numbers can be rounded: without this, noise would be divided by 1e-4.
     is_equal = (rewards == rewards[:, :1]).all(dim=1, keepdim=True)
@@ -153,7 +153,7 @@ def policy_losses(logprobs: Tensor, advantages: Tensor) -> Tensor:
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     """Return exp(ref - logprob) - (ref - logprob) - 1, (N, T): an unbiased estimate of the KL
     divergence from the reference, never negative (Shao et al. 2024, equation 4)."""
-    difference = ref_logprobs - logprobs  # log of reference / policy, per token
+    difference = ref_logprobs - logprobs  # log(reference / policy) of each token
     return difference.exp() - difference - 1
 
 

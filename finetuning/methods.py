@@ -202,7 +202,7 @@ class RewardModeling(Method):
         return chosen - rejected
 
     def metric_sums(self, model: nn.Module, batch: Batch) -> Sums:
-        margin = self.margin(model, batch)  # (N,); for dpo, of implicit rewards
+        margin = self.margin(model, batch)  # (N,)
         return {
             "margin": margin.sum(),
             # Bradley-Terry: sigmoid(margin) is the probability that a human prefers the chosen text
@@ -239,7 +239,7 @@ class DirectPreference(RewardModeling):
         return logprobs.view(2, -1).T.cpu()
 
     def margin(self, model: nn.Module, batch: Batch) -> Tensor:
-        logprobs = token_logprobs(model, batch).sum(1)  # (2 N,), of whole completions
+        logprobs = token_logprobs(model, batch).sum(1)  # (2 N,), sums over completions
         assert batch.ref_logprobs is not None  # __post_init__ has computed them
         # log ratio of policy and reference; times beta it is the implicit reward
         chosen, rejected = (logprobs - batch.ref_logprobs).chunk(2)  # (N,) each

@@ -143,7 +143,7 @@ def resolve_options(
     batch_size = 32  # a power of 2, which divides among 2, 4 or 8 processes
     while batch_size > max(4, world_size, num_rows // 16):
         batch_size //= 2
-    batch_size = max(1, batch_size // world_size) * world_size  # a multiple of 3 for 3 processes
+    batch_size = max(1, batch_size // world_size) * world_size  # 3 processes: 30, not 32
     batch_size = options.batch_size or batch_size
 
     # Micro-batches are of equal size, as many on each process: a forward pass of a sharded model
@@ -175,7 +175,7 @@ def resolve_options(
         "reward": 1e-4,
         "grpo": 1e-6,
     }
-    return resolve(  # replaces None alone
+    return resolve(  # the values below replace None alone
         ResolvedFinetuneConfig,
         options,
         log_dir=log_folder(options.checkpoint_dir),
