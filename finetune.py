@@ -181,8 +181,7 @@ def train_step(
     seed_step(options.seed, state.step, process.rank)  # for dropout
 
     # forward and backward, micro-batch by micro-batch: the gradients add up
-    # for each metric, the scalar tensor that this process adds to the mean over the step
-    shares: dict[str, Tensor] = {}
+    shares: dict[str, Tensor] = {}  # scalars: the share of this process in each mean
     num_tokens = 0  # on this process
     for batch in prepared.batches:
         is_last = batch is prepared.batches[-1]
