@@ -45,8 +45,9 @@ from utils.devices import pick_dtype
 from utils.errors import UserError
 from utils.ranges import Count
 
-ScoreTasks = dict[str, ScoreTask]  # by name of the task, in the order of --tasks
-EXPECTED_ROWS = 2048  # tokens in a batch, about: oneDNN lays out weights on a CPU for so many
+ScoreTasks = dict[str, ScoreTask]  # by task, in the order of --tasks
+# Approximate number of tokens in a batch, for which oneDNN lays out weights on a CPU.
+EXPECTED_ROWS = 2048
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ def check(config: EvalConfig) -> None:
             f"--tasks {' '.join(config.tasks)}: two tasks have one name, and so would their "
             "results; rename one"
         )
-    num_benchmarks = 0  # in --tasks: each takes one path of --data, other tasks take none
+    num_benchmarks = 0  # in --tasks; each takes one path of --data
     for task in config.tasks:
         if task in BENCHMARKS:
             num_benchmarks += 1
@@ -115,9 +116,9 @@ def output_paths(config: EvalConfig, name: str, checkpoint: Path | None) -> dict
     in logs for a model `name` of another project."""
     if config.out:
         return dict.fromkeys(config.tasks, config.out)
-    # resolve: "." and ".." are folders without a name
+    # "." and ".." have no name before they are resolved
     stem = Path("logs", Path(name).resolve().name)
-    if checkpoint:  # checkpoints/model_best.pt gives checkpoints/model_best_hellaswag.json
+    if checkpoint:
         stem = checkpoint.with_suffix("")
     return {task: Path(f"{stem}_{Path(task).stem}.json") for task in config.tasks}
 
@@ -128,22 +129,22 @@ def open_validation(config: EvalConfig, scorer: ItemScorer, trained_on: Sequence
     folders: Sequence[Path | str] = config.data_dir or trained_on
     if not folders:
         raise UserError("the task val needs --data_dir, folders of shards")
-    # cut into sequences of the model's context length; val.stream is all tokens of all corpora
+    # sequences of the model's context length
     val = Mixture(folders, "val", scorer.model.config.block_size)
-    # The ids of another tokenizer would give a loss, and it would mean nothing.
+    # With the ids of another tokenizer the loss would mean nothing.
     if val.stream.tokenizer_identity != scorer.tokenizer.identity:
         raise UserError(
             f"{folders[0]} holds tokens of {val.stream.tokenizer_identity}, the model takes those "
             f"of {scorer.tokenizer.identity}"
         )
-    # a call without arguments, which main makes when the data of all tasks is open
+    # main calls it when the data of all tasks is open
     return partial(score_validation, val, scorer, config.val_tokens)
 
 
 def score_validation(val: Mixture, scorer: ItemScorer, val_tokens: Count) -> TaskScores:
     """Return loss, bits per byte and perplexity of each corpus, and of several the weighted mean.
     The corpus stands in the place of the protocol."""
-    # of each corpus: loss in nats per token, number n of targets, perhaps bits_per_byte
+    # for each corpus "loss" in nats per token, the number "n" of targets, perhaps bits_per_byte
     scores = [scorer.validation_loss(part, val_tokens) for part in val.parts]
     corpora = dict(zip(val.names, scores, strict=True))
     if len(scores) > 1:
@@ -159,7 +160,7 @@ def score_validation(val: Mixture, scorer: ItemScorer, val_tokens: Count) -> Tas
 
 def open_questions(path: Path, config: EvalConfig, scorer: ItemScorer) -> ScoreTask:
     """Read a file of questions, and return the function that asks them."""
-    # encodes prompts as fine-tuning does, so that the model sees the tokens that it has learned
+    # prompts are encoded as in fine-tuning, so that the model sees the tokens that it has learned
     encoder = TextEncoder(scorer.tokenizer, config.chat, scorer.model.config.block_size)
     # Each row becomes a Question, with its prompt as ids. read_jsonl raises UserError for a row
     # without an answer to compare with, or whose prompt leaves no room for max_new_tokens.
@@ -176,11 +177,11 @@ def open_tasks(
     only one task."""
     score_tasks: ScoreTasks = {}
     errors: dict[str, UserError] = {}
-    data_paths = list(config.data)  # one for each benchmark of --tasks, or none: see check
-    for task in config.tasks:  # "val", a name in BENCHMARKS, FILE.jsonl or a folder
-        path = None  # open_benchmark downloads the data
+    data_paths = list(config.data)  # none, or one for each benchmark (see check)
+    for task in config.tasks:
+        path = None  # None: open_benchmark downloads the data
         if task in BENCHMARKS and data_paths:
-            path = data_paths.pop(0)  # the next one is that of the next benchmark
+            path = data_paths.pop(0)
         try:
             if task == "val":
                 score_tasks[task] = open_validation(config, scorer, trained_on)
@@ -194,7 +195,7 @@ def open_tasks(
                 score_tasks[task] = open_benchmark(
                     benchmark, path, config.limit, scorer, benchmark.protocols
                 )
-        except UserError as error:  # such as no network
+        except UserError as error:  # such as a failed download
             if len(config.tasks) == 1:
                 raise
             scorer.process.print(f"{task} is left out: {error}")
@@ -204,36 +205,36 @@ def open_tasks(
 
 def main(config: EvalConfig) -> None:
     check(config)
-    process = distributed.start(config.device)  # one of those that torchrun started, or alone
-    name = str(config.model or config.checkpoint or "checkpoints")  # a path, or one of the hub
+    process = distributed.start(config.device)
+    name = str(config.model or config.checkpoint or "checkpoints")  # a path, or a name on the hub
     checkpoint_path = find_checkpoint(name)  # None for a model of another project
-    # float32: all bits of the weights, so that the validation loss equals that of training.
-    # `checkpoint` is the content of the file as a dict, {} for a model of another project.
+    # float32 keeps all bits of the weights, so that the validation loss equals that of training.
+    # `checkpoint` is the content of the file, {} for a model of another project.
     model, tokenizer_spec, checkpoint = open_model(checkpoint_path or name, float32=True)
-    # as after a run that diverged: the loss would be NaN, too, which is no valid JSON
+    # The weights of a run that diverged can be NaN. The loss would be NaN, too, which JSON lacks.
     if any(weights.isnan().any() for weights in model.parameters()):
         raise UserError(f"{checkpoint_path or name} has weights that are NaN (not a number)")
     # A model that has learned to chat is asked in the format of its chats, as in training.
     config = replace(config, chat=config.chat or is_chat(checkpoint, name, tokenizer_spec))
-    dtype = pick_dtype(config.dtype, process.device, process.all_agree)  # the same on all processes
-    # on the main process alone; None: and only if standard error is a terminal
+    dtype = pick_dtype(config.dtype, process.device, process.all_agree)
+    # The main process alone shows the bar, and with None only if standard error is a terminal.
     bar = tqdm(unit="row", disable=None if process.is_main else True)
     tokenizer = load_tokenizer(tokenizer_spec)
     # bar.update is called with the number of rows of each forward pass
     scorer = ItemScorer(model, process, dtype, config.batch_size, tokenizer, bar.update)
 
-    # folders, as strings; () for a model of another project, or of finetune.py
+    # folders of training shards; () for a model of another project, or of finetune.py
     trained_on = checkpoint.get("config", {}).get("data_dir", ())
     score_tasks, errors = open_tasks(config, scorer, trained_on)
-    outputs = output_paths(config, name, checkpoint_path)  # by task
+    outputs = output_paths(config, name, checkpoint_path)
     if process.is_main:
         for path in [*outputs.values(), config.dump]:
             if path is not None:
                 path.parent.mkdir(parents=True, exist_ok=True)
-                # raises OSError now, not after hours of scoring, if there can be no file in it
+                # a folder without write access raises OSError now, not after hours of scoring
                 tempfile.TemporaryFile(dir=path.parent).close()
 
-    # In place, so that the scorer has it, too. On a CPU it may replace linear layers by oneDNN's,
+    # The model of the scorer is changed in place. On a CPU its linear layers may become oneDNN's,
     # whose weights are no parameters: the check for NaN above would not see them.
     prepare_for_inference(model.to(process.device), process.device, dtype, rows=EXPECTED_ROWS)
     header = {
@@ -241,22 +242,22 @@ def main(config: EvalConfig) -> None:
         "model": name,
         "dtype": str(dtype).removeprefix("torch."),
     }
-    # Score one task after the other. What is there is printed and kept: others may still fail.
+    # The results of a task are printed and written at once, as a later task may fail.
     results: list[Result] = []
-    examples: list[dict] = []  # a row for each example of the tasks so far, for --dump
+    examples: list[dict] = []
     for task, score_task in score_tasks.items():
         bar.reset()
         bar.set_description(task)
         try:
-            # All processes score their share, and get the same results, or raise the same error.
+            # Each process scores its share; all get the same results, or raise the same error.
             task_results, task_examples = score_task()
         except UserError as error:  # such as a model that gives NaN
             errors[task] = error
             continue
         results += task_results
         examples += task_examples
-        if process.is_main:  # at once, so that an end before the last task loses none
-            # one file of --out for all tasks so far, or a file for each task
+        if process.is_main:
+            # --out holds all tasks so far; without it each task has its file
             written = results if config.out else task_results
             content = {**header, "results": [asdict(result) for result in written]}
             outputs[task].write_text(json.dumps(content, indent=1))

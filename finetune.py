@@ -62,18 +62,19 @@ METHODS: dict[str, type[Method]] = {
 
 
 def main() -> None:
-    # options: flags, then what follows from the machine, then from the rows and the model
-    # `derived`: options that nobody gave; `checkpoint`: content of that of --resume, None if new
+    # `derived` names the options that nobody gave. `checkpoint` is the content of the file of
+    # --resume, None for a new run.
     given_options, derived, checkpoint = read_options(FinetuneConfig, "finetune.py", sys.argv[1:])
-    process = start_process(given_options)  # one of torchrun's, or alone; signals are remembered
+    process = start_process(given_options)  # catches signals from here on
     device_options = resolve_on_device(given_options, derived, process)
-    # `start`: shape, weights and tokenizer of the resumed model, or of that of --init_from
+    # `start` has shape, weights and tokenizer of the resumed model, or of the model of --init_from.
     is_reward = device_options.method == "reward"
     start = open_start(device_options, checkpoint, process, is_reward_model=is_reward)
     assert start is not None  # --init_from is required
-    weights_checksum = init_checksum(device_options, checkpoint, start, process)  # of --init_from
+    weights_checksum = init_checksum(device_options, checkpoint, start, process)
     model, weights = build_model(device_options, start)
-    # --batch_size and --max_steps follow from the number of rows, --max_lr from that of parameters
+    # By default --batch_size and --max_steps depend on the number of rows, and --max_lr on the
+    # number of parameters.
     assert device_options.data is not None  # FinetuneConfig demands it
     num_rows = len(read_lines(device_options.data))
     options = resolve_options(device_options, num_rows, model.num_parameters(), process.world_size)
@@ -81,16 +82,17 @@ def main() -> None:
     run = Run.start(options, checkpoint, process, entries)  # locks the folders of the run
     state = run.state  # step, tokens, lowest loss, ...
 
-    # rows and optimizers; `wrapped` shares the weights of the model and synchronizes gradients
     method = open_data(run, model, weights, checkpoint)
-    # the default recipe is AdamW for all weights, also of a model that was trained with Muon
+    # The default recipe is AdamW for all weights, also of a model that was trained with Muon.
+    # `wrapped` shares the weights of `model`, and synchronizes gradients.
     wrapped, optimizers = run.distribute(model, weights, Recipe(), checkpoint)
-    del weights, start, checkpoint  # closes the file, from which their tensors are mapped
+    del weights, start, checkpoint  # closes the file that their tensors are mapped from
 
-    # Log and checkpoints come last: an error above has removed and written nothing.
+    # The log is opened last: an error above leaves the files of an earlier run as they were.
     run.open_log(model.config)
     if options.eval_data:
-        run.validate_on(str(entries["val_checksum"]))  # the lowest loss of other rows is forgotten
+        # forgets the lowest loss so far if it is of other rows
+        run.validate_on(str(entries["val_checksum"]))
     saver = Saver(run, model, optimizers)
     resumed = f"; resumed at step {state.step}" if state.step else ""
     process.print(
@@ -103,26 +105,26 @@ def main() -> None:
         while True:
             # once in a while: save and evaluate; every process takes part
             step = state.step
-            if saver.due(step):  # every --save_every steps, and before the first
+            if saver.due(step):
                 saver.save_last()
             if method.held_out and (run.ended or is_due(options.eval_every, step)):
                 # Without gradients and dropout each shape would need a compiled graph of its own.
                 with uncompiled(options.use_torch_compile):
-                    scores = method.evaluate(model)  # means by metric, over the rows of --eval_data
+                    scores = method.evaluate(model)
                 if "loss" in scores:
                     run.logger.log_scores("val", scores, step)
-                    saver.save_if_best(scores["loss"])  # as model_best.pt
-                else:  # grpo has the reward instead, and no best model
+                    saver.save_if_best(scores["loss"])
+                else:  # grpo logs a mean reward, and keeps no best model
                     run.logger.log_scores("held_out", scores, step)
-            if run.ended:  # the last step is taken, saved and evaluated; a signal raises Stopped
+            if run.ended:  # the last step is taken, saved and evaluated
                 break
 
             # one step, then its log
-            tokens_before = state.tokens  # how many a step has depends on its examples
-            timer.start()  # with grpo, sampling counts as time of the step
-            # indices (batch_size,) of rows, as in pre-training a pure function of seed and step
+            tokens_before = state.tokens  # steps differ in their number of tokens
+            timer.start()  # with grpo, the time of a step includes sampling
+            # indices (batch_size,) of rows, a pure function of seed and step
             example_ids = step_sequences(step, options.batch_size, num_rows, options.seed)
-            prepared = method.prepare(model, step, example_ids)  # with grpo, it samples completions
+            prepared = method.prepare(model, step, example_ids)
             result = train_step(run, wrapped, optimizers, method, prepared)
             speed = timer.stop(state.tokens - tokens_before)  # tokens_per_s, mfu, ms
             if result.skip_reason is None:
@@ -130,16 +132,18 @@ def main() -> None:
             else:
                 run.logger.log_skip(result.skip_reason, example_ids.tolist(), state.step)
             if prepared.sample and is_due(options.sample_every, state.step):
-                run.logger.log_sample(prepared.sample, state.step)  # grpo: completions and rewards
+                run.logger.log_sample(prepared.sample, state.step)
             saver.end_after_patience()  # UserError after 5 skipped steps in a row
-            if result.got_signal:  # any process
+            if result.got_signal:
                 raise Stopped
-    except Stopped:  # a resumed run does the evaluation, or samples completions, again
+    except Stopped:
+        # A resumed run repeats the evaluation or the sampling that the signal interrupted.
         run.stopping = True  # run.finish then says how to continue
         saver.save_last()
 
     saver.finish()  # waits for the last write
-    chat = "" if options.plain else "--chat "  # in the command that is printed as the next one
+    # run.finish prints the next command: it samples from the model, unless that is a reward model
+    chat = "" if options.plain else "--chat "
     run.finish([] if options.method == "reward" else [f"sample.py {chat}--checkpoint"])
 
 
@@ -153,8 +157,9 @@ def resolve_on_device(
     # the completions of grpo have too many lengths to compile the model for each
     is_compiled = options.use_torch_compile and options.method != "grpo"
     assert options.init_from is not None
-    # The path of a checkpoint, which goes into those of this run: when it is resumed it reads the
-    # same file, not the best or newest by then. None for a model of another project.
+    # Checkpoints of this run record the path of a file, not of its folder: a resumed run reads the
+    # same file again, not the best or newest one by then. A model of another project, for which
+    # find_checkpoint returns None, keeps its name.
     init_from = str(find_checkpoint(options.init_from) or options.init_from)
     return replace(options, use_torch_compile=is_compiled, init_from=init_from)
 
@@ -173,57 +178,57 @@ def train_step(
     process = run.process
     state = run.state
     lr = set_rates(optimizers, options, state.step)
-    seed_step(options.seed, state.step, process.rank)  # of dropout
+    seed_step(options.seed, state.step, process.rank)  # for dropout
 
     # forward and backward, micro-batch by micro-batch: the gradients add up
-    shares: dict[str, Tensor] = {}  # by metric, (): this process's part of the mean
-    num_tokens = 0  # of this process
-    for batch in prepared.batches:  # as many on every process
+    shares: dict[str, Tensor] = {}  # scalars: the share of this process in each mean
+    num_tokens = 0  # on this process
+    for batch in prepared.batches:
         is_last = batch is prepared.batches[-1]
-        # under none and zero1 processes reduce gradients in the last micro-batch, else in each
+        # --sharding none and zero1 reduce gradients in the last micro-batch alone, others in each
         with sync_gradients(wrapped, options.sharding, last=is_last):
-            # A forward pass casts each weight once: keeping the copies would only take memory.
+            # A forward pass casts each weight once, so that cached copies would only take memory.
             with autocast(process.device, run.dtype, keep_weights=False):
                 sums = method.metric_sums(wrapped, batch)
-            # the divisor is that of the whole step: of all micro-batches of all processes
+            # the divisor counts the targets, pairs or completions of the step on all processes
             loss = sums["loss"] / prepared.divisor
-            # DDP and FSDP2 average gradients over processes; these losses are to be added
+            # DDP and FSDP2 average gradients over processes, but these losses are to be summed
             run.scaler.scale(loss * process.world_size).backward()
         for name, value in sums.items():
             share = value.detach() / prepared.divisor
-            shares[name] = shares.get(name, 0.0) + share.float()  # on the device: no wait for a GPU
-        # padding counts, as it takes the same time: tokens per second are of these
+            shares[name] = shares.get(name, 0.0) + share.float()  # no host sync
+        # padding counts as tokens, too: it takes the same time
         num_tokens += batch.idx.numel()
 
-    # clip the gradient; in float16 the loss was scaled up, and the gradient is scaled down before
+    # clip the gradient; in float16 first divide it by the scale of the loss
     for optimizer in optimizers:
-        run.scaler.unscale_(optimizer)  # records infinities, too, for scaler.update below
-    grad_norm = clip_grad_norm(wrapped, options.grad_clip)  # (), the norm before
-    # every process has the norm of the whole gradient: the sum of these shares is that norm
+        run.scaler.unscale_(optimizer)  # also records infinities, for scaler.update below
+    grad_norm = clip_grad_norm(wrapped, options.grad_clip)  # norm before clipping
+    # every process has the norm of the whole gradient: its shares add up to that norm again
     shares["grad_norm"] = grad_norm / process.world_size
 
-    # Sum all numbers over processes at once. full_like fills a tensor on the device, without a copy
-    # from the host.
+    # One all-reduce sums all numbers. full_like fills a tensor on the device, without a copy from
+    # the host.
     shares["tokens"] = torch.full_like(grad_norm, num_tokens)
     shares["signals"] = torch.full_like(grad_norm, process.signal != 0)
-    # at `tolist` the CPU waits for the GPU, in float16 at get_scale again
+    # tolist waits for the GPU, and so does get_scale in float16
     totals = process.sum(torch.stack(list(shares.values()))).tolist()
-    figures = dict(zip(shares, totals, strict=True))  # the same on every process from here on
+    figures = dict(zip(shares, totals, strict=True))  # the same on every process
     got_signal = figures.pop("signals") > 0
 
     # update, unless a loss or gradient is not finite: then no process updates
     skip_reason = reason_to_skip(figures["loss"], figures["grad_norm"])
-    figures |= prepared.metrics  # of grpo: reward, completion_tokens, cut
+    figures |= prepared.metrics  # grpo: reward, completion_tokens, cut
     figures["lr"] = lr
     if run.scaler.is_enabled():
         figures["scale"] = run.scaler.get_scale()
     for optimizer in optimizers:
         if skip_reason is None:
-            optimizer.step()  # also in float16: what scaler.step would look at is decided above
+            optimizer.step()  # not scaler.step: the check for infinities is done
         optimizer.zero_grad(set_to_none=True)
-    run.scaler.update()  # a lower scale after infinities, a higher one after 2,000 steps without
-    state.advance(round(figures["tokens"]), skip_reason)  # round: it was summed as a float
-    figures["tokens"] = state.tokens  # of all steps so far, skipped ones included
+    run.scaler.update()
+    state.advance(round(figures["tokens"]), skip_reason)  # summed as a float above
+    figures["tokens"] = state.tokens  # of all steps so far
     return StepResult(figures, skip_reason, got_signal)
 
 
@@ -231,17 +236,17 @@ def build_model(options: FinetuneConfig, start: SavedModel) -> tuple[GPT, dict[s
     """Return the model to train, on the device "meta", and the weights that it begins with, by
     parameter name. Raise UserError for a context that `start` does not have, and for one that
     learned another kind of text."""
-    # its shape: a shorter context, and the dropout of fine-tuning
     longest = start.shape.block_size
     T = options.block_size or longest
-    # a resumed run keeps its context: its optimizer state has that of the position embedding
+    # a resumed run keeps its context: the optimizer state of the position embedding has its length
     if T > longest or (options.resumed and T < longest):
         raise UserError(
             f"--block_size {T}: {options.source} has a context of {longest}; give that, or none"
         )
 
-    # A chat model would rate or write plain text badly, and the other way round. sft may change it.
-    # Checkpoints of train.py and models of others have no such option: any --plain suits them.
+    # A chat model would rate or write plain text badly, and the other way round: only sft may
+    # change --plain. Checkpoints of train.py and models of other projects do not record it, and
+    # either is allowed.
     learned_plain = start.checkpoint.get("config", {}).get("plain", options.plain)
     if options.method != "sft" and learned_plain != options.plain:
         raise UserError(f"{options.source} was fine-tuned on another kind of text: change --plain")
@@ -249,12 +254,12 @@ def build_model(options: FinetuneConfig, start: SavedModel) -> tuple[GPT, dict[s
     dropout = options.dropout if options.method in ("sft", "reward") else 0.0
     shape = replace(start.shape, block_size=T, dropout=dropout)
     execution = Execution(options.activation_checkpointing, options.use_torch_compile)
-    weights = dict(start.weights)  # a copy, which is changed below
+    weights = dict(start.weights)  # a copy, changed below
     if options.method != "reward":
         return build_without_weights(shape, execution), weights
-    # the head of a resumed reward model is there; all rewards of a new one begin at 0
+    # A resumed reward model has a head. A new one gets zeros, so that all rewards begin at 0.
     weights.setdefault(REWARD_HEAD, torch.zeros(1, shape.n_embd))
-    # Rewards need no logits: without the lm_head of an untied model, which nothing would train.
+    # Rewards need no logits, so an untied model loses its lm_head, which nothing would train.
     weights.pop("lm_head.weight", None)
     shape = replace(shape, tied=True)
     return build_without_weights(shape, execution, RewardModel), weights
@@ -268,16 +273,16 @@ def checkpoint_entries(
 ) -> Checkpoint:
     """Return what checkpoints and config.json hold of a run beside options, model and progress;
     `weights_checksum` is of the weights of --init_from."""
-    val_checksum = None  # names the held-out rows that the lowest loss belongs to
+    val_checksum = None  # identifies the held-out rows of the lowest loss
     if options.eval_data is not None:
         val_checksum = zlib.crc32(options.eval_data.read_bytes())
     return {
         "script": "finetune.py",
         "command": sys.argv,
-        "derived": derived,  # options that follow from others: a resumed run derives them again
+        "derived": derived,  # a resumed run derives these options again
         "tokenizer": tokenizer_spec,
         "init_checksum": weights_checksum,
-        # what the examples of a step follow from, beside the step: a resumed run warns of changes
+        # what determines the examples of a step: a resumed run warns if it has changed
         "data_order": {
             "batch_size": options.batch_size,
             "seed": options.seed,
@@ -301,32 +306,33 @@ def open_data(
     """
     options = run.config
     process = run.process
-    tokenizer = load_tokenizer(run.entries["tokenizer"])  # from its spec
+    tokenizer = load_tokenizer(run.entries["tokenizer"])
     block_size = model.config.block_size
     encoder = TextEncoder(tokenizer, chat=not options.plain, block_size=block_size)
 
-    # dpo and grpo compare the trained model with that of --init_from
+    # dpo and grpo compare the trained model with the model of --init_from
     reference: GPT | None = None
     if options.method == "dpo" or (options.method == "grpo" and options.kl > 0):
-        # `weights` of a resumed run are the trained ones. Its losses would jump with another
-        # reference, and nobody would know why: open_original raises UserError for other weights.
+        # The weights of a resumed run are trained already, so --init_from is read again. Other
+        # weights there would make the loss jump for no visible reason: open_original raises
+        # UserError for them.
         if checkpoint is not None:
             weights = open_original(options, checkpoint, process)
         # compiled if the trained model is: both then round alike
         execution = Execution(compiled=options.use_torch_compile)
         reference = build_without_weights(model.config, execution)
-        fill_model(reference, weights, process.device)  # whole, also where --sharding divides model
-        reference.eval().requires_grad_(False)  # in place: it is never trained
+        # every process holds the whole reference, also if --sharding divides the trained model
+        fill_model(reference, weights, process.device)
+        reference.eval().requires_grad_(False)
 
-    # examples, and for grpo the function that rates completions of their prompts
     reward_function = None
     if options.method == "grpo":
         assert options.reward is not None  # FinetuneConfig demands it
         reward_function = load_reward_function(options.reward, encoder, process, run.dtype)
-    # reads and encodes the rows; dpo also rates them by the reference, which is freed then
+    # reads and encodes the rows; dpo also rates them by the reference, and then frees it
     method_class = METHODS[options.method]
     method = method_class(options, process, run.dtype, encoder, reference, reward_function)
-    if encoder.num_cut:  # counted while the rows of --data and --eval_data were encoded
+    if encoder.num_cut:  # counted while rows are encoded
         process.print(f"warning: {encoder.num_cut:,} texts are cut to {block_size} tokens")
     return method
 

@@ -50,20 +50,21 @@ class HellaSwag(Task):
             context = row["ctx"]
             endings = row["endings"]  # four texts
             if protocol != "build-nanogpt":
-                # ctx in two parts: ctx_b begins the sentence that the endings complete
+                # ctx_a and ctx_b are the parts of ctx; ctx_b begins the sentence that the endings
+                # complete
                 if "ctx_a" in row:
                     context = f"{row['activity_label']}: {row['ctx_a']} {row['ctx_b'].capitalize()}"
                 context = clean_wikihow(context)
                 endings = [clean_wikihow(ending) for ending in endings]
-            # GPT-2's tokens of words begin with their space
+            # GPT-2's tokens include the space before a word
             choices = tuple(f" {ending}" for ending in endings)
-            items.append(Item(context, choices, int(row["label"])))  # a string in the hub's copy
+            items.append(Item(context, choices, int(row["label"])))  # str in the hub's copy
         return items
 
     def values(self, protocol: str, choice: str, score: Score) -> dict[str, float]:
         """Return the log-probability of an ending, and its mean per token, or per character and
         per byte as in the harness."""
-        # nats of the whole ending, a sum: longer endings have lower ones
+        # logprob is a sum over all tokens in nats, lower for longer endings
         if protocol == "build-nanogpt":
             return {"acc": score.logprob, "acc_norm": score.logprob / score.num_tokens}
         ending = choice[1:]  # the harness counts without the space in front
@@ -110,17 +111,16 @@ class Lambada(Task):
         white space after the word, which OpenAI's file does not have and some copies do."""
         items = []
         for row in rows:
-            # rpartition: at the last space
             context, _, word = row["text"].rstrip().rpartition(" ")
-            items.append(Item(context, (f" {word}",)))  # one choice, whose probability counts
+            items.append(Item(context, (f" {word}",)))
         return items
 
     def rate(
         self, protocol: str, item: Item, scores: list[Score], example: dict
     ) -> dict[str, Rating]:
         """Return whether the word is what the model writes, and by lm-eval its nats."""
-        [score] = scores  # of the word, the only choice: logprob in nats, is_greedy, ...
-        example |= asdict(score)  # in place: to the row for --dump
+        [score] = scores  # the word is the only choice
+        example |= asdict(score)  # adds to the row for --dump, in place
         hits = {
             "lm-eval": score.is_greedy,
             "last token": score.is_last_greedy,
@@ -128,7 +128,7 @@ class Lambada(Task):
         }
         ratings = {"acc": Rating(hits[protocol])}  # True counts as 1
         if protocol == "lm-eval":
-            # nats of the whole word; `result` turns their mean into a perplexity
+            # `result` turns the mean of these nats per word into a perplexity
             ratings["perplexity"] = Rating(-score.logprob)
         return ratings
 
@@ -163,8 +163,8 @@ class ChildrensBookTest(Task):
         That has the question (XXXXX is the blank), a tab, the answer, two tabs, and candidates
         separated by bars."""
         rows = []
-        # Line numbers begin anew with each question: a line "1 ..." begins one. [1:], as nothing
-        # stands before the first one.
+        # Line numbers start again with each question, so a line "1 ..." begins one. [1:] drops the
+        # empty text before the first question.
         for numbered_lines in re.split(r"^1 ", text, flags=re.MULTILINE)[1:]:
             lines = re.split(r"\s*\n\d+ ", numbered_lines.strip())  # without their numbers
             columns = lines[-1].split("\t")  # question, answer, "", candidates
@@ -182,8 +182,8 @@ class ChildrensBookTest(Task):
         items = []
         for row in rows:
             before, after = row["question"].split("XXXXX", 1)
-            # CBT separates punctuation by spaces; that stays, as in the paper's setting. The space
-            # before the blank goes to the choices.
+            # CBT separates punctuation by spaces, which stay, as in the paper's setting. The space
+            # before the blank moves to the choices.
             context = " ".join(row["sentences"] + [before]).rstrip()
             choices = tuple(f" {option}{after}" for option in row["options"])
             items.append(Item(context, choices, row["options"].index(row["answer"])))

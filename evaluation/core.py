@@ -20,7 +20,7 @@ import shutil
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from os.path import commonprefix  # of lists of any kind
+from os.path import commonprefix  # works on lists, too
 from pathlib import Path
 from typing import Literal
 
@@ -42,8 +42,8 @@ from evaluation.tasks import (
 from utils.errors import UserError
 
 BUNDLE_URL = "https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip"
-BUNDLE = Path("data/eval_bundle")  # where the download is kept, below the working directory
-NUM_TASKS = 22  # of CORE; the mean over a part of them is not comparable
+BUNDLE = Path("data/eval_bundle")  # the downloaded folder, in the working directory
+NUM_TASKS = 22  # in CORE; a mean over fewer tasks is not comparable
 
 TaskType = Literal["multiple_choice", "schema", "language_modeling"]
 
@@ -68,10 +68,10 @@ class FewShotTask(Task):
     def load(self, path: Path | None, limit: int | None) -> list[dict]:
         """Return the items in nanochat's order: shuffled, and then cut. The examples before an item
         come from the same rows."""
-        rows = super().load(path, None)  # all: a limit would spread them over the file
+        rows = super().load(path, None)  # None: a limit would spread the rows over the file
         random.Random(1337).shuffle(rows)  # in place, with nanochat's seed
-        rows = rows[:limit]  # all if the limit is None
-        # raises AssertionError, now and not while scoring, if too few are left for examples
+        rows = rows[:limit]
+        # raises AssertionError now, not while scoring, if there are too few rows for the examples
         self.items(rows, self.protocols[0])
         return rows
 
@@ -94,14 +94,14 @@ class FewShotTask(Task):
             places = random.Random(1234 + index).sample(range(len(rows) - 1), self.num_shots)
             context = ""
             for place in places:
-                # that list lacks the row itself: what follows has moved up by one
+                # that list lacks the row itself, so later rows have moved up by one
                 example = rows[place if place < index else place + 1]
                 # "gold" is the index of the right prompt; of language_modeling there is only one
                 context += self.prompts(example)[example.get("gold", 0)] + "\n\n"
             choices = self.prompts(row)
             if self.type == "language_modeling":
                 prompt = context + choices[0]
-                # without the white space that the first token of the answer begins with
+                # white space before the answer belongs to the first token of the answer
                 context = prompt.removesuffix(row["continuation"]).rstrip()
                 choices = [prompt.removeprefix(context)]
             items.append(Item(context, tuple(choices), row.get("gold", 0)))
@@ -111,14 +111,14 @@ class FewShotTask(Task):
         """Return a continuation for each choice, of the tokens that count: what follows the longest
         common start of all choices, for language_modeling that of question and prompt; for a schema
         the longest common end. All tokens before them are its context."""
-        # what begins a document of the shards: end of text, or BOS of a LLaMA
+        # documents of the shards begin with these: end of text, or BOS of a LLaMA
         start_ids = list(tokenizer.start_ids)
         wholes: list[list[int]] = []  # ids of examples and prompt, for each choice
         for choice in item.choices:
             wholes.append(start_ids + tokenizer.encode(item.context + choice).tolist())
         shortest = min(len(ids) for ids in wholes)
         if self.type == "schema":
-            # reversed: the start that these have in common is the end of the prompts
+            # a common prefix of the reversed ids is the common end of the prompts
             num_counted = len(commonprefix([ids[::-1] for ids in wholes]))
             # split_ids needs a token to score, and one before it
             num_counted = min(max(num_counted, 1), shortest - 1)
@@ -126,12 +126,12 @@ class FewShotTask(Task):
         else:
             compared = wholes
             if self.type == "language_modeling":
-                # the one prompt, and the same without its answer
+                # compare the prompt with the same prompt without its answer
                 compared = [*wholes, start_ids + tokenizer.encode(item.context).tolist()]
-            # Of a choice that begins another one nothing would be left, and its mean loss is NaN in
-            # nanochat; here the last common token counts, of all choices.
+            # A choice that is the beginning of another one would have no token left: its mean loss
+            # is NaN in nanochat. Here the last common token counts, for all choices.
             starts = [min(len(commonprefix(compared)), shortest - 1)] * len(wholes)
-        # block_size tokens, and not one more: nanochat feeds the last one, too
+        # nanochat feeds the last token, too, so block_size tokens fit, not one more
         pairs = zip(wholes, starts, strict=True)
         return [split_ids(ids, start, block_size) for ids, start in pairs]
 
@@ -146,19 +146,19 @@ class FewShotTask(Task):
         is_right = pick == item.label
         if self.type == "language_modeling":  # one choice, so there is nothing to pick
             is_right = scores[0].is_greedy
-        # in place: to the row for --dump
+        # adds to the row for --dump, in place
         example |= {"label": item.label, "pick": pick, "correct": is_right, "mean_logprobs": means}
         return {"acc": Rating(is_right, is_tie=means.count(max(means)) > 1)}
 
     def result(self, protocol: str, metric: str, ratings: list[Rating]) -> Result:
-        # the table's column of protocols shows the number of examples
+        # the table shows the number of examples as the protocol
         mean = super().result(f"{self.num_shots} examples", metric, ratings)
         # 0 for guessing, 1 if all items are right
         centered = (mean.value - self.baseline) / (1 - self.baseline)
         return replace(mean, centered=centered)
 
 
-LoadedTask = tuple[FewShotTask, list[dict]]  # a task and its rows
+LoadedTask = tuple[FewShotTask, list[dict]]
 
 
 class FewShotTasks(Benchmark):
@@ -188,11 +188,11 @@ class FewShotTasks(Benchmark):
             task = FewShotTask(label, entry["icl_task_type"], num_shots, delimiter)
             try:
                 rows = task.load(folder / "eval_data" / entry["dataset_uri"], limit)
-            except Exception as error:  # `read` of Benchmark puts the folder before it
+            except Exception as error:  # Benchmark.read adds the folder
                 raise UserError(f"task {label}: {type(error).__name__}: {error}") from error
             if label in baselines:
                 task.baseline = baselines[label]
-            elif task.type != "language_modeling":  # no guess writes an answer: it stays 0
+            elif task.type != "language_modeling":  # others stay at 0: a guess is never right
                 # the mean over items, as they may have different numbers of choices
                 chances = [1 / len(task.prompts(row)) for row in rows]
                 task.baseline = sum(chances) / len(chances)
@@ -213,7 +213,7 @@ class FewShotTasks(Benchmark):
         results: list[Result] = []
         examples: list[dict] = []
         centered_sum = 0.0
-        variance_sum = 0.0  # of the centered accuracies, from their standard errors
+        variance_sum = 0.0
         for task, task_rows in rows:
             # one protocol with one metric: one Result
             [result], task_examples = task.score(task_rows, score_items, protocols)
@@ -241,19 +241,19 @@ class FewShotTasks(Benchmark):
 
 def download_bundle() -> Path:
     """Return the folder of CORE's 22 tasks; download it at the first call."""
-    from torch.hub import download_url_to_file  # here, as plot.py needs no PyTorch
+    from torch.hub import download_url_to_file  # here, as plot.py runs without PyTorch
 
     if BUNDLE.exists():
         return BUNDLE
     BUNDLE.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=BUNDLE.parent) as temporary:
         archive = f"{temporary}/bundle.zip"
-        download_url_to_file(BUNDLE_URL, archive)  # with a progress bar
-        # a connection that breaks off ends the file without an error; then it is no archive, whose
-        # list of files stands at its end
+        download_url_to_file(BUNDLE_URL, archive)
+        # A connection that breaks off leaves a truncated file without an error. Then unpack_archive
+        # raises one, as a zip archive has its list of files at the end.
         shutil.unpack_archive(archive, temporary)
-        # last, so that the folder is there when it is whole; another process of the machine may
-        # have been faster
+        # Renamed last, so that the folder is complete once it is there. OSError: another process of
+        # this machine was faster.
         with contextlib.suppress(OSError):
             os.rename(Path(temporary, "eval_bundle"), BUNDLE)
     assert BUNDLE.exists(), "the archive holds no eval_bundle"

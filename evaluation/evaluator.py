@@ -28,9 +28,9 @@ from utils.errors import UserError
 
 Content = TypeVar("Content")
 
-SUBSET_EXAMPLES = 500  # of each benchmark, scored without --eval_full
+SUBSET_EXAMPLES = 500  # examples of each benchmark without --eval_full
 SAMPLE_TOKENS = 128
-SAMPLE_TEMPERATURE = 0.8  # a bit below 1: a small model's least likely tokens are mostly errors
+SAMPLE_TEMPERATURE = 0.8  # below 1: unlikely tokens of a small model are mostly errors
 
 
 def is_due(every: int, step: int) -> bool:
@@ -44,10 +44,9 @@ def read_on_all(read: Callable[[], Content], process: Process) -> Content:
     The main process reads first, and the others after it, so that a download happens once and the
     others find it in the cache.
     """
-    # first round: the main process reads; second round: all others
     for is_turn_of_main in (True, False):
-        # Each round ends when all processes have come to its end. There all of them raise an error
-        # that one has had: if that one left alone, the others would wait for it.
+        # If one process left alone with an error, the others would wait forever. So each round ends
+        # on all processes together, and raises the error on all.
         with process.together():
             if process.is_main == is_turn_of_main:
                 content = read()
@@ -63,9 +62,8 @@ def open_benchmark(
 ) -> ScoreTask:
     """Read a benchmark's file, or download it, and return the function that scores it. Raises
     UserError for what cannot be read or scored, now and not in the middle of a run."""
-    # dicts of the file; of CORE pairs of a task and its rows
+    # dicts, or for CORE pairs of a task and its rows
     rows = read_on_all(partial(benchmark.read, path, limit), scorer.process)
-    # raises UserError for a continuation that is empty or longer than the context
     benchmark.check(rows, scorer.tokenizer, scorer.model.config.block_size)
     return partial(benchmark.score, rows, scorer.score, protocols)
 
@@ -79,18 +77,18 @@ class Evaluator:
         self, config: TrainConfig, model: GPT, val: Mixture, process: Process, dtype: torch.dtype
     ) -> None:
         self.config = config
-        self.val = val  # the split "val"; its `parts` are the sequences of each corpus
-        batch_size = config.sequences_per_pass  # as in training, so that it fits into memory
+        self.val = val  # val.parts has the sequences of each corpus
+        batch_size = config.sequences_per_pass  # as in training, where it fits into memory
         self.score_tasks: list[tuple[str, ScoreTask]] = []
         """Name of each benchmark, and what scores it: the same rows each time."""
         # GPT-2's vocabulary is downloaded once. Training itself needs ids alone, so a run on a
         # machine without network goes on.
         try:
-            # val.stream.tokenizer: the spec of the tokenizer that made the shards
+            # val.stream.tokenizer is the spec of the tokenizer that made the shards
             tokenizer = read_on_all(partial(load_tokenizer, val.stream.tokenizer), process)
         except UserError as error:
             process.print(f"{error}; so there are no samples and benchmarks")
-            self.scorer = Scorer(model, process, dtype, batch_size)  # scores no texts
+            self.scorer = Scorer(model, process, dtype, batch_size)  # validation loss only
             return
         self.scorer = ItemScorer(model, process, dtype, batch_size, tokenizer)
         for name, benchmark in BENCHMARKS.items():
@@ -98,10 +96,10 @@ class Evaluator:
             if getattr(config, f"{name}_every", 0) > 0:
                 path = getattr(config, f"{name}_data")  # None: downloaded
                 limit = None if config.eval_full else SUBSET_EXAMPLES
-                first = benchmark.protocols[:1]  # a curve needs one
+                first = benchmark.protocols[:1]  # one is enough for a curve
                 try:
                     score_task = open_benchmark(benchmark, path, limit, self.scorer, first)
-                except UserError as error:  # names the file, not the option that asks for it
+                except UserError as error:  # its message does not name the option
                     raise UserError(f"--{name}_every cannot score {name}: {error}") from error
                 self.score_tasks.append((name, score_task))
 
@@ -109,10 +107,9 @@ class Evaluator:
     def validation_id(self) -> str:
         """Identity of the text and tokens that are validated. A run remembers it with its lowest
         loss, which counts only against losses of the same text."""
-        stream = self.val.stream  # all validation tokens; its digest changes with the shards
-        # sequences of each corpus that are validated: they follow from --block_size, too
+        stream = self.val.stream  # all validation tokens; the digest changes with the shards
+        # validated sequences of each corpus, which depend on --block_size, too
         counts = [part.count_within(self.config.val_tokens) for part in self.val.parts]
-        # losses of other tokens, shards, lengths or weights cannot be compared
         return f"{stream.tokenizer_identity} {stream.digest} {counts} {self.val.weights}"
 
     def due(self, step: int, name: str = "eval") -> bool:
@@ -125,9 +122,8 @@ class Evaluator:
         shards tell the size of their text, "bits_per_byte". Several corpora give the means by
         weight, and as "loss_NAME" the loss of each."""
         val_tokens = self.config.val_tokens
-        # of each corpus, with the keys loss, n and perhaps bits_per_byte
         scores = [self.scorer.validation_loss(part, val_tokens) for part in self.val.parts]
-        if len(scores) == 1:  # no mixture
+        if len(scores) == 1:
             return scores[0]
         means = weighted_mean(scores, self.val.weights)
         for name, corpus_scores in zip(self.val.names, scores, strict=True):
@@ -140,10 +136,10 @@ class Evaluator:
         for name, score_task in self.score_tasks:
             if not self.due(step, name):
                 continue
-            # Compiled blocks are of one shape: each length of a text would be compiled anew.
+            # Blocks are compiled for one shape: each length of a text would be compiled anew.
             with uncompiled(self.config.use_torch_compile):
-                results, _ = score_task()  # all processes get the same; _: rows for --dump
-            # the last result is that of the whole benchmark: n examples, of CORE of all tasks
+                results, _ = score_task()  # without the rows for --dump
+            # the last result is of the whole benchmark; for CORE, n counts the items of all tasks
             figures: dict[str, float] = {"n": results[-1].n}
             for result in results:
                 if result.task == name:  # not a single task of CORE
@@ -154,26 +150,25 @@ class Evaluator:
         """Return a short text written from an empty prompt; None if none is due, or if the
         tokenizer of the shards is not known."""
         scorer = self.scorer
-        # 0 steps: noise. At the last step everything is due, even with --sample_every 0.
+        # A new model writes noise. At the last step `due` is True, also with --sample_every 0.
         is_asked = step > 0 and self.config.sample_every > 0 and self.due(step, "sample")
-        # a plain Scorer has no tokenizer to write with
+        # a plain Scorer has no tokenizer
         if not (is_asked and isinstance(scorer, ItemScorer)):
             return None
         model = scorer.model
-        num_tokens = min(SAMPLE_TOKENS, model.config.block_size)  # of the text at most
-        # another seed for each step, so that samples.txt does not show one text again and again
+        num_tokens = min(SAMPLE_TOKENS, model.config.block_size)
+        # a new seed for each step, so that samples.txt does not repeat one text
         sampling = Sampling(num_tokens, SAMPLE_TEMPERATURE, seed=self.config.seed + step)
-        prompts = [list(scorer.tokenizer.start_ids)]  # one, of what begins a document in the shards
-        end_ids = scorer.tokenizer.end_ids  # the text ends before the first of these
-        model.eval()  # without dropout
+        prompts = [list(scorer.tokenizer.start_ids)]  # what begins a document in the shards
+        end_ids = scorer.tokenizer.end_ids
+        model.eval()
         # All processes write the same text: under FSDP a forward pass needs all of them.
         with (
             autocast(scorer.process.device, scorer.dtype),
-            uncompiled(self.config.use_torch_compile),  # each length would be compiled anew
+            uncompiled(self.config.use_torch_compile),
         ):
-            # all_done: the processes stop together, and raise Stopped after a signal. One prompt
-            # gives one text, of token ids.
+            # all_done makes all processes stop together, and raises Stopped after a signal.
             texts = complete(model, prompts, end_ids, sampling, scorer.process.all_done)
-        model.train()  # with dropout again
+        model.train()
         # the last character may be cut in the middle of its bytes
         return scorer.tokenizer.decode_bytes(texts[0].tokens).decode(errors="replace")

@@ -19,7 +19,8 @@ from evaluation.table import PUBLIC_RUN, PUBLISHED, TOKENS_OF_PUBLIC_STEP
 from utils.errors import UserError, writing
 from utils.logger import find_metrics, logged_run, read_metrics
 
-LABELS = {  # of the panels' y axes, by the name of the figure in the log
+# Label of a panel's y axis, by the name of the logged value.
+LABELS = {
     "loss": "loss (nats per token)",
     "bits_per_byte": "loss (bits per byte)",
     "reward": "mean reward",
@@ -30,8 +31,8 @@ LABELS = {  # of the panels' y axes, by the name of the figure in the log
     "cut": "share of completions cut",
     "kl": "KL divergence (nats)",
 }
-MARKERS = "os^Dv"  # of the runs in turn: circle, square, triangle, diamond, triangle down
-# GitHub shows pictures 830 pixels wide: that is 92 pixels an inch, and letters of 8 points are 10
+MARKERS = "os^Dv"  # the runs take them in turn
+# GitHub shows pictures 830 pixels wide: 92 pixels an inch, so that letters of 8 points are 10
 # pixels high.
 WIDTH = 9  # inches
 
@@ -55,16 +56,16 @@ def read_run(path: Path) -> Run:
     if not log.get("train"):
         raise UserError(f"{path} has no training step yet")
     label = str(path).removesuffix("/logs")
-    if len(label) > 41:  # the ends tell most: folder above, options and seed of a sweep
+    if len(label) > 41:  # keeps both ends: the folder, and options and seed of a sweep
         label = f"{label[:20]}…{label[-20:]}"
-    # None, so {}, where the file has another name than metrics.jsonl
+    # logged_run returns None if the file has another name than metrics.jsonl
     return Run(label, log, logged_run(find_metrics(path).parent) or {})
 
 
 def comparable_loss(runs: list[Run]) -> str:
     """Return the loss by which runs are compared: "bits_per_byte" if their tokenizers differ, as a
     token of one stands for more text than a token of another, else "loss"."""
-    # Identities; None without a config.json, as beside a metrics.jsonl that was copied alone.
+    # None without a config.json, as for a metrics.jsonl that was copied alone
     tokenizers = {run.record.get("tokenizer") for run in runs}
     if len(tokenizers - {None}) > 1:
         return "bits_per_byte"
@@ -81,7 +82,7 @@ def curve(run: Run, split: str, metric: str) -> tuple[np.ndarray, np.ndarray]:
     rows = [row for row in run.log.get(split, []) if metric in row]
     steps = [row["step"] for row in rows]
     values = np.array([row[metric] for row in rows])
-    # rows of other splits have no "tokens": theirs are interpolated by step
+    # rows of other splits have no "tokens", which are interpolated by step
     return np.interp(steps, train_steps, train_tokens), values
 
 
@@ -94,27 +95,27 @@ def draw(paths: list[Path], out: Path, size: str | None = None) -> None:
     for path in paths:
         try:
             runs.append(read_run(path))
-        except UserError as error:  # names the path
+        except UserError as error:
             if not runs and path == paths[-1]:  # none of the paths has a run
                 raise
             print(f"skipped: {error}")
-    last_rows = [run.log["train"][-1] for run in runs]  # the newest training row of each
-    metric = comparable_loss(runs)  # of the first panel
-    columns = ["lr", "tokens_per_s"]  # of training rows, in panels side by side
+    last_rows = [run.log["train"][-1] for run in runs]
+    metric = comparable_loss(runs)  # drawn in the first panel
+    columns = ["lr", "tokens_per_s"]  # training metrics, in panels side by side
     is_grpo = all("reward" in row for row in last_rows)  # no other method logs a reward
     if is_grpo:  # its loss does not tell how good the texts are
         metric = "reward"
         columns = ["completion_tokens", "cut"]
         if any("kl" in row for row in last_rows):  # not with --kl 0
             columns.append("kl")
-    rows = [[metric], columns]  # names of the panels, row by row from above
-    # scores of a benchmark are a split of the log under its name
+    rows = [[metric], columns]  # names of the panels, from top to bottom
+    # the log has the scores of a benchmark as a split of that name
     if any(run.log.keys() & BENCHMARKS.keys() for run in runs):
         rows.insert(1, ["accuracy"])
     figure, panels = make_panels(rows)
 
     for i, run in enumerate(runs):
-        color = f"C{i}"  # the i-th of Matplotlib's ten colors
+        color = f"C{i}"
         draw_main(panels[metric], run, metric, color)
         for name in columns:
             panels[name].plot(*curve(run, "train", name), lw=1, color=color)
@@ -129,8 +130,8 @@ def draw(paths: list[Path], out: Path, size: str | None = None) -> None:
 def make_panels(rows: list[list[str]]) -> tuple[Figure, dict[str, Axes]]:
     """Return a figure of one, two or three panels in each of its rows, and the panels by name, a
     key of LABELS."""
-    # A name that stands several times in a row of the grid is one wide panel. 6 cells can be shared
-    # evenly by 1, 2 or 3 panels.
+    # subplot_mosaic makes one wide panel of equal names. 6 cells are enough for 1, 2 or 3 equally
+    # wide panels.
     grid = [np.repeat(names, 6 // len(names)).tolist() for names in rows]
     figure = Figure(figsize=(WIDTH, 2.6 * len(rows)), layout="constrained")
     panels = figure.subplot_mosaic(grid)
@@ -149,16 +150,18 @@ def draw_main(axes: Axes, run: Run, metric: str, color: str) -> None:
         split = "held_out"
         best = max
         best_label = "highest held-out reward"
-    training = curve(run, "train", metric)  # empty for bits per byte, which training does not log
+    # empty for bits per byte, which training does not log
+    training = curve(run, "train", metric)
     validation = curve(run, split, metric)
     if metric != "reward":  # a reward begins near its later values
         training = without_start(*training)
         validation = without_start(*validation)
-    [line] = axes.plot(*training, lw=0.8, alpha=0.6, color=color)  # gets the label, see below
+    [line] = axes.plot(*training, lw=0.8, alpha=0.6, color=color)
     label = run.label
-    # without rows that lack the metric, or have a NaN or infinity of a run that diverged
+    # skips rows without the metric, and the NaN or infinity of a run that diverged
     rows = [row for row in run.log.get(split, []) if math.isfinite(row.get(metric, math.nan))]
-    if rows:  # the thick line takes the label, otherwise the legend would name the run twice
+    if rows:
+        # this line takes the label: with one on both, the legend would name the run twice
         [line] = axes.plot(*validation, lw=1.8, marker="o", ms=3, color=color)
         best_row = best(rows, key=lambda row: row[metric])
         label += f": {best_label} {best_row[metric]:.3f}, at step {best_row['step']:,}"
@@ -182,13 +185,12 @@ def draw_accuracies(axes: Axes, runs: list[Run], size: str | None) -> None:
         if not runs_with_scores:
             continue
         for run, marker in zip(runs_with_scores, itertools.cycle(MARKERS), strict=False):
-            # the benchmark's rows are a split of the log
             x, accuracies = curve(run, task.name, task.metric)
             label = f"{task.name}, {run.label}: {accuracies[-1]:.3f}"
             axes.plot(x, accuracies, marker=marker, ms=3, color=color, label=label)
         if task.metric == "centered":
             axes.set_ylabel("accuracy (CORE: centered)")
-        # of the protocol that train.py logs
+        # train.py logs the first protocol
         draw_published(axes, (task.name, task.protocols[0], task.metric), size, color)
 
 
@@ -221,7 +223,7 @@ def save(figure: Figure, out: Path, x_label: str = "training tokens") -> None:
     """Label and style all panels, and write the picture as the type that its suffix names."""
     for axes in figure.axes:
         axes.set_xlabel(x_label)
-        axes.set_xlim(0, None)  # all panels begin at 0
+        axes.set_xlim(0, None)
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))  # 2M instead of 2000000
         axes.grid(alpha=0.25)
         for line in axes.lines:
@@ -229,7 +231,7 @@ def save(figure: Figure, out: Path, x_label: str = "training tokens") -> None:
                 line.set_marker(".")
         _, labels = axes.get_legend_handles_labels()
         if labels:  # Matplotlib warns of a legend without entries
-            # above the panel: inside, curves may run everywhere
+            # above the panel, as curves may run everywhere inside it
             axes.legend(loc="lower left", bbox_to_anchor=(0, 1), frameon=False, fontsize=8)
             # 0.17 inches for a line of the legend, so that the panels keep their size
             figure.set_figheight(figure.get_figheight() + 0.17 * len(labels))

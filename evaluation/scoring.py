@@ -42,17 +42,17 @@ class PackedItem:
         """Inputs of the row, rounded up to a multiple of 8 so that few different shapes occur. The
         last token of a continuation predicts nothing, so it is no input."""
         num_inputs = len(self.context) + sum(len(choice) - 1 for choice in self.choices)
-        return -(-num_inputs // 8) * 8  # -(-a // b) is a / b, rounded up
+        return -(-num_inputs // 8) * 8
 
 
 def pack(items: list[list[Continuation]]) -> list[PackedItem]:
     """Return the continuations of all items as rows, in order: those of an item that follow the
     same context share a row."""
     rows: list[PackedItem] = []
-    place = 0  # among all continuations
+    place = 0
     for continuations in items:
         for i, continuation in enumerate(continuations):
-            # rows[-1] is one of this item, as i > 0
+            # as i > 0, rows[-1] belongs to this item
             if i > 0 and continuation.context == rows[-1].context:
                 rows[-1].choices.append(continuation.ids)
             else:
@@ -68,9 +68,9 @@ class Batch:
 
     ids: Tensor  # (B, T), with padding of 0 on the right
     positions: Tensor  # (B, T), as if each continuation stood alone after the context
-    mask: Tensor | None  # bool (B, 1, T, T), True where a query attends; None: plain causal
-    target_rows: Tensor  # (N,) row and ...
-    target_columns: Tensor  # (N,) ... column of the hidden state that predicts a target
+    mask: Tensor | None  # bool (B, 1, T, T), True where a query attends; None: causal
+    target_rows: Tensor  # (N,), row of the hidden state that predicts a target
+    target_columns: Tensor  # (N,), column of that hidden state
     target_ids: Tensor  # (N,)
 
 
@@ -88,27 +88,28 @@ def make_batch(rows: list[PackedItem], device: torch.device) -> Batch:
     ids = np.zeros((B, T), np.int64)
     positions = np.zeros((B, T), np.int64)
     part = np.full((B, T), -1)
-    targets: list[tuple[int, int, int]] = []  # row, column that predicts it, id
+    targets: list[tuple[int, int, int]] = []  # row, column and id, as in Batch
     for b, row in enumerate(rows):
         context_length = len(row.context)
         # the last token of a continuation predicts nothing, so it is no input
         inputs = [row.context] + [choice[:-1] for choice in row.choices]
         start = 0
-        for n, tokens in enumerate(inputs):  # n: its number in `part`
+        for n, tokens in enumerate(inputs):  # n is the value in `part`
             end = start + len(tokens)
             ids[b, start:end] = tokens
             positions[b, start:end] = range(len(tokens))
             part[b, start:end] = n
             if n > 0:
                 positions[b, start:end] += context_length
-                # the first token is predicted from the context's end, others from the one before
+                # the first token is predicted at the end of the context, others at the token before
                 columns = [context_length - 1] + list(range(start, end))
-                # as many as the continuation has tokens: its inputs lack the last one
+                # one column for each token: the inputs lack the last token, the context adds a
+                # column
                 for column, token in zip(columns, row.choices[n - 1], strict=True):
                     targets.append((b, column, token))
             start = end
 
-    mask = None  # attention without a mask is faster, and enough for rows of one continuation
+    mask = None  # faster, and enough if each row has one continuation
     if any(len(row.choices) > 1 for row in rows):
         # A token attends to its own part and to the context, and not to what comes after it.
         # Padding attends to padding: a softmax over nothing would be NaN.
@@ -133,10 +134,10 @@ def score_targets(
     weight (V, C): the target's log-probability in nats, whether it is the argmax of all ids, and
     whether it is the argmax of those that are not banned. The argmax is the first of equal logits.
     """
-    # A slice at a time: a hidden state has V logits of 4 bytes. Half of what the loss in training
-    # takes, as its chunks have 2 bytes a logit on a GPU.
+    # A slice at a time, as each hidden state has V float32 logits. Half of chunk_bytes is the size
+    # in bfloat16 of a chunk of logits in training.
     num_rows = rows_within(chunk_bytes(x.device) // 2, 4 * len(weight))
-    logprobs, is_argmax, is_allowed_argmax = [], [], []  # tensors (n,), one of each slice
+    logprobs, is_argmax, is_allowed_argmax = [], [], []  # (n,) for each slice
     # In float32: many of V bfloat16 logits are equal, and ties would decide what is greedy.
     weight = weight.float()
     with torch.autocast(x.device.type, enabled=False):
@@ -164,8 +165,9 @@ class ItemScorer(Scorer):
     def score(self, items: list[Item], task: Task) -> list[list[Score]]:
         """Return a Score for each choice of each item; `task` encodes them. Raise UserError if one
         is NaN."""
-        self.model.eval()  # without dropout
-        # For is_greedy_filtered. Only a word that is one token can be banned as a first token.
+        self.model.eval()
+        # These ids make Score.is_greedy_filtered. Only a word that is one token can be banned as a
+        # first token.
         banned_ids: list[int] = []
         for word in task.banned_words:
             ids = self.tokenizer.encode_continuation(f" {word}").tolist()
@@ -175,15 +177,14 @@ class ItemScorer(Scorer):
         # Batches of rows of equal length (rounded up), the longest first: if memory runs out, it
         # does so at once and not after an hour.
         block_size = self.model.config.block_size
-        # `encode` raises UserError for a continuation that the context has no room for
         rows = pack([task.encode(item, self.tokenizer, block_size) for item in items])
         rows.sort(key=lambda row: row.length, reverse=True)
         batches: list[list[PackedItem]] = []
         for _, equal_rows in groupby(rows, key=lambda row: row.length):
             batches += batched(list(equal_rows), self.batch_size)
 
-        # By place among the continuations of all items. Each process scores some batches, and
-        # Process.map returns the scores of all; it raises Stopped after a signal.
+        # By place (see PackedItem). Process.map shares the batches among the processes, returns the
+        # scores of all, and raises Stopped after a signal.
         scores: dict[int, Score] = {}
         for batch_scores in self.process.map(partial(self.score_batch, banned_ids), batches):
             scores |= batch_scores
@@ -192,7 +193,7 @@ class ItemScorer(Scorer):
         if any(math.isnan(score.logprob) for score in scores.values()):
             raise UserError("the model gives NaN (not a number) instead of a probability")
 
-        # back in the order of the items, from that of the batches
+        # back to the order of the items
         scores_of_items: list[list[Score]] = []
         start = 0  # place of the item's first continuation
         for item in items:
@@ -212,19 +213,19 @@ class ItemScorer(Scorer):
         # Only hidden states that predict a target go through the head: logits of whole rows would
         # be V / C times as large as their hidden states, 65 times in GPT-2 124M.
         predicting = x[batch.target_rows, batch.target_columns]  # (N, C)
-        weight = self.model.head_weight[: self.model.config.vocab_size]  # (V, C), without padding
+        weight = self.model.head_weight[: self.model.config.vocab_size]  # (V, C)
         outputs = score_targets(predicting, weight, batch.target_ids, banned_ids)
-        # at once: an element of a GPU's tensor would be a copy of its own
-        logprobs, is_argmax, is_allowed_argmax = [values.cpu() for values in outputs]  # (N,) each
+        # (N,) each, copied at once: every element read from a GPU would be a copy of its own
+        logprobs, is_argmax, is_allowed_argmax = [values.cpu() for values in outputs]
         logprobs = logprobs.double()  # sums of hundreds of tokens keep their digits
 
-        # Walk along the N targets in the order of Batch: those of a choice are [start, end).
+        # The N targets are in the order of Batch: those of one choice are [start, end).
         score_of_place: dict[int, Score] = {}
         start = 0
         for row in rows:
             for place, choice in enumerate(row.choices, row.first_place):
                 end = start + len(choice)
-                # banned words may not come first, but later
+                # banned words may not come first, but may follow
                 is_rest_greedy = is_argmax[start + 1 : end].all()
                 score_of_place[place] = Score(
                     logprob=logprobs[start:end].sum().item(),

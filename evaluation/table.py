@@ -12,7 +12,7 @@ NANOGPT = "build-nanogpt's hellaswag.py and play.ipynb"
 HARNESS = "lm-evaluation-harness, in build-nanogpt's hellaswag.py and the harness's issue 2159"
 TRANSFORMERS = "transformers issue 13761"
 NANOCHAT = "nanochat's estimate_gpt3_core.ipynb"
-ALIGNMENT = "<<<>><<"  # of the table's seven columns: n and value to the right
+ALIGNMENT = "<<<>><<"  # one sign for each column; n and value are aligned to the right
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,8 @@ def from_paper(*values: float) -> Published:
     return Published(PAPER, dict(zip(GPT2_SIZES, values, strict=True)))
 
 
-PUBLISHED = {  # by task, protocol and metric; the protocol of "val" is the corpus
+# By task, protocol and metric; for the task "val" the protocol is the corpus.
+PUBLISHED = {
     # on the first shard of build-nanogpt's FineWeb-Edu
     ("val", "FineWeb-Edu", "loss"): Published(NANOGPT, {"gpt2": 3.2924}),
     ("hellaswag", "build-nanogpt", "acc"): Published(NANOGPT, {"gpt2": 0.2859, "gpt2-xl": 0.3842}),
@@ -67,7 +68,6 @@ PUBLIC_RUN = {
 def openai_size(config: GPTConfig) -> str:
     """Return the size of OpenAI's GPT-2, a key of GPT2_SIZES, that a model is compared with: that
     of its shape, else the smallest."""
-    # GPT2_SIZES has layers, heads and channels by name
     for name, size in GPT2_SIZES.items():
         if size == (config.n_layer, config.n_head, config.n_embd):
             return name
@@ -85,24 +85,24 @@ def format_table(results: list[Result], size: str) -> str:
             details.append(f"± {result.stderr:.4f}")
         if result.centered is not None:
             details.append(f"centered {result.centered:.4f}")
-        openai = ""  # nothing was published for this task, protocol, metric and size
+        openai = ""
         published = PUBLISHED.get((result.task, result.protocol, result.metric))
         if published and size in published.values:
-            # the mark that the source has, or the next number
+            # a source keeps its mark; a new one gets the next number
             mark = marks.setdefault(published.source, f"[{len(marks) + 1}]")
             openai = f"{published.values[size]:.4f} {mark}"
-        unit = " tokens" if result.task == "val" else ""  # else examples
+        unit = " tokens" if result.task == "val" else ""  # n counts examples otherwise
         number = f"{result.n:,}{unit}"
         value = f"{result.value:.4f}"
         rows.append(
             [result.task, result.protocol, result.metric, number, value, ", ".join(details), openai]
         )
 
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]  # of the columns
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:
         cells = zip(row, ALIGNMENT, widths, strict=True)
-        # :<12 fills a cell with spaces on its right, up to 12 characters
+        # the format {cell:<12} fills a cell up to 12 characters by spaces on the right
         line = "  ".join(f"{cell:{side}{width}}" for cell, side, width in cells)
         lines.append(line.rstrip())
     lines += [f"{mark} {source}" for source, mark in marks.items()]

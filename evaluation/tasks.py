@@ -85,7 +85,8 @@ class Result:
     """Accuracy between that of guessing, 0, and 1: the scale of CORE."""
 
 
-TaskScores = tuple[list[Result], list[dict]]  # results, and one row per example for --dump
+# results, and one row per example for --dump
+TaskScores = tuple[list[Result], list[dict]]
 ScoreTask = Callable[[], TaskScores]  # scores a task whose data has been read
 # ItemScorer.score: takes items and their task, gives a Score for each choice of each item
 ScoreItems = Callable[[list[Item], "Task"], list[list[Score]]]
@@ -98,7 +99,8 @@ def mean_result(
     n = len(values)
     stderr = None  # a single value has none
     if n > 1:
-        # of the mean, from the sample's standard deviation, as lm-evaluation-harness has it
+        # standard error of the mean from the sample standard deviation, as lm-evaluation-harness
+        # has it
         stderr = float(np.std(values, ddof=1)) / n**0.5
     return Result(task, protocol, metric, n, float(np.mean(values)), stderr, ties)
 
@@ -109,7 +111,6 @@ def evenly_spread(rows: list, limit: int | None) -> list:
     ActivityNet."""
     if limit is None or len(rows) <= limit:
         return rows
-    # from the first row to the last one, the same rows each time
     return [rows[i] for i in np.linspace(0, len(rows) - 1, limit).astype(int)]
 
 
@@ -122,7 +123,7 @@ def split_ids(ids: list[int], start: int, max_tokens: int) -> Continuation:
     """Return the continuation that begins at place `start` of the ids of a whole text. The context
     loses its start where both together have more than `max_tokens`. Raise UserError if no token of
     it is left, or the continuation has none."""
-    num_scored = len(ids) - start  # tokens of the continuation
+    num_scored = len(ids) - start
     if not 0 < num_scored < max_tokens:
         raise UserError(
             f"a continuation has {num_scored} tokens; it needs at least 1, and at most "
@@ -153,7 +154,7 @@ class Benchmark(ABC):
         downloaded. Raise UserError if it cannot be read or used."""
         try:
             return self.load(path, limit)
-        except Exception as error:  # of the network, or of a file with any content
+        except Exception as error:  # a failed download, or a file of another format
             source = path or self.hub["path"]
             raise UserError(
                 f"{self.name} could not be read from {source} ({type(error).__name__}: {error}); "
@@ -191,15 +192,16 @@ class Task(Benchmark):
     def encode(self, item: Item, tokenizer: Tokenizer, block_size: int) -> list[Continuation]:
         """Return the continuations of an item as lm-evaluation-harness encodes them."""
         # White space at the end of a context belongs to the continuation, as in the harness.
-        # Context and continuation are encoded together, as a merge can reach across the seam:
-        # what follows the context's tokens counts as the continuation's.
+        # Context and continuation are encoded together, as a merge can reach across the seam: ids
+        # beyond those of the context belong to the continuation.
         context: list[int] = tokenizer.encode(item.context.rstrip()).tolist()
         wholes = [tokenizer.encode(item.context + choice).tolist() for choice in item.choices]
-        # Where nothing follows, as one token spans the two, that token is the continuation's, and
-        # the item's other ones begin at the same place. The harness fails on such an item.
+        # If one token spans the seam and nothing follows, the continuation begins with that token,
+        # and the other continuations of the item begin at the same place. The harness fails on such
+        # an item.
         seam = min(len(context), min(len(whole) for whole in wholes) - 1)
-        # The harness, too, puts only BOS before a context: GPT-2's published scores have no end of
-        # text there. But the first token needs something to be predicted from.
+        # As in the harness, only BOS stands before a context: GPT-2's published scores have no end
+        # of text there. An empty context gets one, to predict the first token from.
         context = [*tokenizer.bos_ids, *context[:seam]] or [tokenizer.eot]
         continuations = []
         for whole in wholes:
@@ -209,7 +211,7 @@ class Task(Benchmark):
         return continuations
 
     def check(self, rows: list[dict], tokenizer: Tokenizer, block_size: int) -> None:
-        # of the first protocol, which train.py scores; texts of the others are about as long
+        # train.py scores the first protocol; texts of the others are about as long
         for item in self.items(rows, self.protocols[0]):
             self.encode(item, tokenizer, block_size)  # raises UserError
 
@@ -229,10 +231,10 @@ class Task(Benchmark):
         if path is not None:
             rows = self.parse(path.read_text(encoding="utf-8"))
         else:
-            from datasets import load_dataset  # imports for seconds, and files do without
+            from datasets import load_dataset  # takes seconds, and files do without
 
             rows = list(load_dataset(**self.hub))
-        assert rows, "no items"  # becomes a part of the message of `read`
+        assert rows, "no items"  # for the message of `read`
         # A row that lacks a field fails here, not in the middle of the scoring.
         for protocol in self.protocols:
             for item in self.items(rows, protocol):
@@ -253,11 +255,12 @@ class Task(Benchmark):
             # the model.
             if items != scored_items:
                 scores = score_items(items, self)
-                scored_items = items  # those that `scores` belong to
-            ratings: dict[str, list[Rating]] = defaultdict(list)  # of all examples, by metric
+                scored_items = items  # `scores` belongs to these items
+            ratings: dict[str, list[Rating]] = defaultdict(list)  # by metric, one per example
             for index, (item, item_scores) in enumerate(zip(items, scores, strict=True)):
                 example = {"task": self.name, "protocol": protocol, "index": index}
-                by_metric = self.rate(protocol, item, item_scores, example)  # adds to `example`
+                # `rate` also adds to `example`, in place
+                by_metric = self.rate(protocol, item, item_scores, example)
                 for metric, rating in by_metric.items():
                     ratings[metric].append(rating)
                 examples.append(example)
@@ -271,22 +274,22 @@ class Task(Benchmark):
         """Return the ratings of an example by metric, and add to its row for --dump, in place. Here
         a continuation is chosen by each metric, and compared with the label."""
         choices = zip(item.choices, scores, strict=True)
-        # of each choice, by metric: the higher, the likelier
+        # one dict by metric for each choice; the higher a value, the likelier the choice
         values = [self.values(protocol, choice, score) for choice, score in choices]
         example["label"] = item.label
         example["logprobs"] = [by_metric["acc"] for by_metric in values]
         ratings = {}
         for metric in values[0]:  # all choices have the same metrics
             of_choices = [by_metric[metric] for by_metric in values]
-            # all choices with the largest value: several where they are equal
+            # indices of the choices with the largest value, several for a tie
             best = [i for i, value in enumerate(of_choices) if value == max(of_choices)]
             is_tie = len(best) > 1
-            # For --dump, the first of equal choices. For the accuracy each of them counts as its
-            # share: otherwise a model of zeros would be right wherever the label is 0.
+            # --dump has the first of equal choices. The accuracy counts each of them by its share:
+            # otherwise a model of zeros would be right wherever the label is 0.
             example[f"pick_{metric}"] = best[0]
             if protocol.startswith("lm-eval"):
                 best = best[:1]  # the harness takes the first one
-            # 1 or 0 for a single best choice; of several, a share of 1 if the right one is there
+            # 1 or 0 for a single best choice; for a tie 1 / len(best) if the right choice is in it
             ratings[metric] = Rating((item.label in best) / len(best), is_tie)
         return ratings
 

@@ -32,7 +32,7 @@ def weighted_mean(scores: list[dict[str, float]], weights: list[float]) -> dict[
         if "bits_per_byte" in corpus:
             bytes_per_token += weight * corpus["loss"] / math.log(2) / corpus["bits_per_byte"]
     means = {"loss": loss, "n": sum(corpus["n"] for corpus in scores)}
-    # not if the shards of one do not tell the size of their text
+    # left out if the shards of one corpus do not tell the size of their text
     if all("bits_per_byte" in corpus for corpus in scores):
         means["bits_per_byte"] = loss / math.log(2) / bytes_per_token
     return means
@@ -61,31 +61,31 @@ class Scorer:
         (bytes of source text for a token of the whole split), by which runs with different
         tokenizers can be compared.
         """
-        self.model.eval()  # without dropout
-        # the first ones of the split, the same at every evaluation, of block_size targets each
+        self.model.eval()
+        # the first sequences of the split, the same at every evaluation
         num_sequences = sequences.count_within(tokens)
-        # ids of sequences: the last batch may have fewer
+        # lists of sequence ids; the last list may be shorter
         batches = batched(list(range(num_sequences)), self.batch_size)
 
         def sum_nats(batch: list[int]) -> float:
             """Return the loss of all targets of a batch of sequences, summed, in nats."""
-            # The last batch is filled up with sequences that do not count, as another shape would
-            # be compiled anew. Targets of -1 are left out of the mean.
+            # Sequences that do not count fill up the last batch, as another shape would be compiled
+            # anew. Targets of -1 are left out of the mean.
             filled = np.resize(batch, len(batches[0]))  # repeats its ids
             inputs, targets = sequences.batch(filled)  # int64 (B, T) each
             targets[len(batch) :] = -1
             ids = torch.from_numpy(inputs).to(self.process.device)
             target_ids = torch.from_numpy(targets).to(self.process.device)
             with autocast(self.process.device, self.dtype):
-                loss = self.model(ids, target_ids)  # a mean over the targets that are not -1
-            return loss.item() * targets[: len(batch)].size  # times their number
+                loss = self.model(ids, target_ids)  # mean over the targets that are not -1
+            return loss.item() * targets[: len(batch)].size  # times the number of these targets
 
-        # each process computes some of the batches, and gets the sums of all
+        # each process scores its share of the batches; all get the sums of all batches
         total_nats = sum(self.process.map(sum_nats, batches))
-        self.model.train()  # with dropout again
+        self.model.train()
         num_targets = num_sequences * sequences.block_size
         scores = {"loss": total_nats / num_targets, "n": num_targets}
-        # of the whole split; None if a manifest is missing or does not tell the size of the text
+        # mean over the split; None if a manifest is missing or does not tell the size of the text
         bytes_per_token = sequences.stream.bytes_per_token
         if bytes_per_token:
             scores["bits_per_byte"] = scores["loss"] / math.log(2) / bytes_per_token

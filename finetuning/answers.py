@@ -32,7 +32,7 @@ def score_questions(
 
     # a list of completions for each batch, in the order of the questions
     batches = scorer.process.map(answer, batched(questions, scorer.batch_size))
-    # the format is part of the protocol: the same question scores differently without turns
+    # the format is part of the protocol, as scores of chat and plain text differ
     text_format = "chat" if encoder.chat else "plain text"
     rows: list[dict] = []
     for index, completion in enumerate(chain.from_iterable(batches)):
@@ -43,8 +43,8 @@ def score_questions(
             "answer": completion.row["answer"],
             "completion": completion.text,
             "cut": completion.is_cut,
-            "exact": is_exact(completion),  # bool; a cut one never is
+            "exact": is_exact(completion),  # False if it was cut
         }
         rows.append(row)
-    exact = [row["exact"] for row in rows]  # their mean is the share of right answers
+    exact = [row["exact"] for row in rows]
     return [mean_result(name, f"greedy, {text_format}", "exact match", exact)], rows

@@ -19,9 +19,11 @@ from data.named_tokenizer import TOKENIZERS, Tokenizer
 from data.tokenizer import FileTokenizer, load_tokenizer, read_json
 from training.checkpoint import Checkpoint
 
-Message = dict[str, Any]  # with "role" and "content", and what a chat template may read besides
+# "role", "content", and further fields that a chat template may read
+Message = dict[str, Any]
 Messages = list[Message]
-ROLES = {  # by role: its name in a text
+# Name of each role in a text.
+ROLES = {
     "system": "System",
     "user": "User",
     "assistant": "Assistant",
@@ -31,16 +33,16 @@ ROLES = {  # by role: its name in a text
 def encode_dialog(messages: Messages, tokenizer: Tokenizer, open_turn: bool = False) -> list[int]:
     """Return the token ids of a dialog; `open_turn` begins an answer after it."""
     if isinstance(tokenizer, FileTokenizer) and tokenizer.chat_template:
-        # all at once, as transformers does: many tokenizers begin a text otherwise than a part
+        # as one text, like transformers: many tokenizers encode the beginning of a text differently
         return tokenizer.encode_dialog(tokenizer.render(messages, open_turn))
     ids = list(tokenizer.start_ids)  # BOS or end of text, before the first turn
     for message in messages:
         # Role and content are encoded apart: a merge of ":" with a letter would give ids in
         # training that sampling, which continues after the ":", never sees.
         ids += tokenizer.encode(f"{ROLES[message['role']]}:").tolist()
-        # a continuation: tokenizers that put a space before a text must not add a second one
+        # as a continuation: a tokenizer that puts a space before a text must not add a second one
         ids += tokenizer.encode_continuation(f" {message['content']}").tolist()
-        ids.append(tokenizer.eot)  # closes the turn, and stands before the next one
+        ids.append(tokenizer.eot)  # closes the turn
     if open_turn:  # the model continues after "Assistant:"
         ids += tokenizer.encode(f"{ROLES['assistant']}:").tolist()
     return ids
@@ -74,7 +76,7 @@ def fit_history(
         # the newest question stays, however long it is: sample.py refuses one beyond the context
         if len(prompt_ids) <= longest_prompt or len(messages) == 1:
             return prompt_ids
-        messages = messages[2:]  # without the oldest question and its answer
+        messages = messages[2:]
 
 
 def is_chat(checkpoint: Checkpoint, name: str | Path, tokenizer_spec: str) -> bool:
@@ -83,8 +85,8 @@ def is_chat(checkpoint: Checkpoint, name: str | Path, tokenizer_spec: str) -> bo
     A checkpoint of finetune.py tells it. Else a chat template does: that of the tokenizer, or one
     in the Hugging Face folder `name`. `checkpoint` is {} for such a folder.
     """
-    options = checkpoint.get("config", {})  # of the run that trained it
-    if "plain" in options:  # an option of finetune.py alone: texts without turns
+    options = checkpoint.get("config", {})
+    if "plain" in options:  # an option of finetune.py alone
         return not options["plain"]
     # a tokenizer with a name has no template; loading GPT-2's could need a download
     if tokenizer_spec not in TOKENIZERS and load_tokenizer(tokenizer_spec).chat_template:

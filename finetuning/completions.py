@@ -48,21 +48,21 @@ def complete_questions(
 ) -> list[Completion]:
     """Return a completion of each question; `dtype` is the autocast dtype of matmuls. Every
     process must call it, with any number of questions. Raises Stopped after a signal."""
-    tokenizer = encoder.tokenizer  # of the model and of the questions
-    prompts = [question.prompt_ids for question in questions]  # of different lengths
-    model.eval()  # without dropout
-    # every TOKENS_PER_CHECK tokens all_done asks all processes whether they are done, and raises
-    # Stopped if one got a signal: so a run ends within seconds
+    tokenizer = encoder.tokenizer
+    prompts = [question.prompt_ids for question in questions]
+    model.eval()
+    # Every TOKENS_PER_CHECK tokens, all_done asks all processes whether they are done. It raises
+    # Stopped after a signal, so that a run ends within seconds.
     with autocast(process.device, dtype):
-        # token ids without the end, and its id; None where max_new_tokens came first
+        # A text has the `tokens` before its end and an `end_id`, None if max_new_tokens came first.
         texts = complete(model, prompts, tokenizer.end_ids, sampling, process.all_done)
     model.train()  # a training step may follow
     completions: list[Completion] = []
     for question, text in zip(questions, texts, strict=True):
-        # The end is part of what GRPO teaches: an answer has to end. A cut one has none to learn.
+        # GRPO teaches an answer to end, too. A completion that was cut has no end to learn.
         ids = text.tokens if text.end_id is None else text.tokens + [text.end_id]
         example = Example.of_completion(question.prompt_ids, ids)
-        # without the end: <|im_end|> is no part of the text
+        # the end, such as <|im_end|>, is no part of the text
         decoded = decode_completion(text.tokens, encoder)
         is_cut = text.end_id is None
         completions.append(Completion(question.row, decoded, example, is_cut))

@@ -23,8 +23,8 @@ from utils.errors import UserError
 
 # The loss of model/gpt.py leaves out targets of this value.
 NO_TARGET = -1
-# Fields of rows of others that say how a dialog is written, none of which is honoured here. Other
-# fields, as "id" or "source", are not read.
+# Fields by which rows of other projects change how a dialog is written, which is not supported
+# here. Fields such as "id" or "source" are ignored.
 UNSUPPORTED = ("tools", "functions", "documents", "chat_template_kwargs", "images", "system")
 
 
@@ -50,8 +50,8 @@ def encode_messages(messages: Messages, tokenizer: Tokenizer) -> Example:
     ids = encode_dialog(messages, tokenizer)
     loss_mask = np.zeros(len(ids), bool)
     for i, message in enumerate(messages):
-        if is_learned(message):  # of the assistant, without "weight": 0
-            # the slice of its tokens, with the one that ends it
+        if is_learned(message):
+            # the slice of its token ids, including the one that ends it
             loss_mask[find_answer(messages, i, ids, tokenizer)] = True
     return Example(np.array(ids, np.uint32), loss_mask)
 
@@ -63,12 +63,12 @@ def encode_completion(
     it, which do. Nothing of what a chat template writes after that token is part of it."""
     if not chat:
         prompt_ids = encode_prompt(prompt, tokenizer, chat)
-        # Encoded apart from the prompt, as sampling writes it: no token spans the two. After an
-        # empty prompt it is the beginning of the text.
+        # The completion is encoded apart from the prompt, as sampling writes it: no token spans
+        # both. After an empty prompt it begins the text.
         encode = tokenizer.encode_continuation if prompt else tokenizer.encode
         completion_ids = [*encode(completion).tolist(), tokenizer.eot]
         return Example.of_completion(prompt_ids, completion_ids)
-    # Earlier answers are learned where the whole dialog is; here they are the prompt's.
+    # Answers of earlier turns are part of the prompt here, and do not count in the loss.
     dialog = [*as_messages(prompt), {"role": "assistant", "content": completion}]
     ids = encode_dialog(dialog, tokenizer)
     answer = find_answer(dialog, len(dialog) - 1, ids, tokenizer)
@@ -78,7 +78,7 @@ def encode_completion(
 def read_lines(path: Path) -> list[tuple[int, str]]:
     """Return the lines of a file of UTF-8 text that are not empty, each with its number from 1."""
     try:
-        # without the mark that Windows puts first; splitlines would also split at U+2028 in a text
+        # utf-8-sig drops the byte order mark of Windows; splitlines would also split at U+2028
         lines = path.read_text(encoding="utf-8-sig").split("\n")
     except UnicodeError as error:
         raise UserError(f"{path} cannot be read as UTF-8 text: {error}") from error
@@ -94,7 +94,7 @@ def read_jsonl(path: Path, encode: Callable[[dict], Any]) -> list:
             examples.append(encode(json.loads(line)))
         except Exception as error:  # a row can be wrong in any way
             raise UserError(f"{path}, line {number}: {error}") from error
-    if not examples:  # nothing to take a mean over
+    if not examples:
         raise UserError(f"{path} holds no rows; give one JSON object per line")
     return examples
 
@@ -138,7 +138,7 @@ class TextEncoder:
 
     def dialog(self, row: dict) -> Example:
         """Encode the "messages" of a row, or its "prompt" and "completion"."""
-        # plain text has no turns to write messages with: there, such a row needs a prompt
+        # plain text has no turns for messages, so that its rows need a prompt
         if self.chat and "messages" in row:
             messages = as_messages(self.get_text(row, "messages"))
             return self.cut(encode_messages(messages, self.tokenizer))
@@ -166,7 +166,7 @@ class TextEncoder:
         """Encode the "prompt" of a row, after which `max_new_tokens` must fit into the context.
         With `has_answer` the row must have an "answer" to compare with."""
         if has_answer:
-            get_field(row, "answer", str, int, float)  # raises unless the row has one
+            get_field(row, "answer", str, int, float)
         prompt_ids = encode_prompt(self.get_text(row, "prompt"), self.tokenizer, self.chat)
         # sampling would drop the beginning of the prompt where the context is full
         if len(prompt_ids) + max_new_tokens > self.block_size:
@@ -182,11 +182,11 @@ class TextEncoder:
         for field in UNSUPPORTED:
             if row.get(field):
                 raise ValueError(f'"{field}" is not supported, and would change what the row means')
-        if not self.chat:  # without turns there is nothing to write messages with
+        if not self.chat:  # plain text has no turns for messages
             return get_field(row, name, str)
         value = get_field(row, name, str, list)
         if isinstance(value, list):
-            for message in value:  # one turn of the dialog
+            for message in value:
                 get_field(message, "role", str)
                 get_field(message, "content", str)  # None would be written as "None"
                 # a chat template reads further fields of a message, the project's own format none
@@ -225,7 +225,7 @@ def collate_padded(
     """
     lengths = np.array([len(text.tokens) for text in texts])  # (B,)
     T = 8 * math.ceil(lengths.max() / 8)  # sizes that suit tensor cores
-    if compiled:  # the next power of 2: each T costs a compilation
+    if compiled:  # the next power of 2, as each T costs a compilation
         T = 1 << (T - 1).bit_length()
     T = min(T, block_size)  # the model has no further positions
     # Padding is token 0. It needs no mask: attention is causal, so no token of a text sees what

@@ -34,7 +34,7 @@ class GroupRelativePolicy(Method):
         return self.encoder.question(
             row,
             self.config.max_new_tokens,
-            has_answer=self.config.reward == "exact",  # a reward function may do without
+            has_answer=self.config.reward == "exact",  # a reward function may not need it
         )
 
     def prepare(self, model: GPT, step: int, example_ids: np.ndarray) -> PreparedStep:
@@ -51,15 +51,15 @@ class GroupRelativePolicy(Method):
             sampling = Sampling(self.config.max_new_tokens, seed=seed, first_row=places[0])
             return self.complete_and_reward(model, questions, sampling)
 
-        # on each process all of the step, as a group can have completions of several processes
+        # the places of the whole step, as a group can have completions from several processes
         places = list(range(len(example_ids) * group_size))
-        # raises Stopped after a signal: a resumed run samples the same again
+        # raises Stopped after a signal; a resumed run samples the same completions again
         micro_batches = self.process.map(complete_places, self.micro_batches(places))
-        completions = list(chain.from_iterable(micro_batches))  # by place
-        # float64, so that the means of groups and the logged one round less
+        completions = list(chain.from_iterable(micro_batches))  # in the order of places
+        # float64, so that the means over groups and over the step round less
         rewards = torch.tensor([x.reward for x in completions], dtype=torch.float64)
-        groups = rewards.view(-1, group_size)  # (batch_size, group_size): a row for each prompt
-        advantages = group_advantages(groups).flatten().tolist()  # by place again
+        groups = rewards.view(-1, group_size)  # (batch_size, group_size)
+        advantages = group_advantages(groups).flatten().tolist()
         for completion, advantage in zip(completions, advantages, strict=True):
             completion.advantage = advantage
         batches = [self.batch(micro_batch) for micro_batch in self.of_process(micro_batches)]
@@ -68,9 +68,9 @@ class GroupRelativePolicy(Method):
         sample = f"prompt: {completions[0].row['prompt']!r}"
         for completion in completions[:group_size]:
             sample += f"\n{completion.reward:g}  {completion.text!r}"
-        # tokens of each completion, with the one that ended it
+        # tokens of each completion, including its end
         lengths = [x.example.loss_mask.sum() for x in completions]
-        metrics = {  # for the log, means over the completions of all processes
+        metrics = {  # means over the completions of all processes
             "reward": rewards.mean().item(),
             "completion_tokens": float(np.mean(lengths)),
             "cut": float(np.mean([x.is_cut for x in completions])),
@@ -102,10 +102,10 @@ class GroupRelativePolicy(Method):
         return batch
 
     def metric_sums(self, model: nn.Module, batch: Batch) -> Sums:
-        # sums over completions, each of which counts by the mean over its tokens
-        is_target = batch.targets >= 0  # (N, T): the completion's tokens
+        # each completion counts by its mean over tokens, whatever its length
+        is_target = batch.targets >= 0  # (N, T), True for tokens of the completion
         logprobs = token_logprobs(model, batch)  # (N, T), 0 at the prompt and at padding
-        assert batch.advantages is not None  # `batch` sets them
+        assert batch.advantages is not None  # self.batch has set them
         losses = policy_losses(logprobs, batch.advantages)  # (N, T)
         sums: Sums = {}
         if batch.ref_logprobs is not None:
@@ -118,7 +118,7 @@ class GroupRelativePolicy(Method):
     def held_out_sums(self, model: GPT, questions: list[Question]) -> Sums:
         """Return the sum of the rewards of the likeliest completions, one for each question. There
         is no loss: it does not tell how good completions are."""
-        sampling = Sampling(self.config.max_new_tokens, temperature=0)  # greedy: no random numbers
+        sampling = Sampling(self.config.max_new_tokens, temperature=0)  # greedy
         rewards = [x.reward for x in self.complete_and_reward(model, questions, sampling)]
         return {"reward": torch.tensor(rewards, dtype=torch.float64).sum()}
 
@@ -130,7 +130,7 @@ def group_advantages(rewards: Tensor) -> Tensor:
     """Return (reward - mean) / standard deviation within each group, for rewards (groups, size)
     (Shao et al. 2024, section 4.1.2); 0 in a group of equal rewards."""
     mean = rewards.mean(dim=1, keepdim=True)  # (groups, 1)
-    std = rewards.std(dim=1, keepdim=True)  # (groups, 1), by size - 1, as in trl
+    std = rewards.std(dim=1, keepdim=True)  # (groups, 1); divides by size - 1, as in trl
     advantages = (rewards - mean) / (std + 1e-4)  # 1e-4 as in trl
     # The mean of equal numbers can be rounded: without this, noise would be divided by 1e-4.
     is_equal = (rewards == rewards[:, :1]).all(dim=1, keepdim=True)
@@ -153,7 +153,7 @@ def policy_losses(logprobs: Tensor, advantages: Tensor) -> Tensor:
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     """Return exp(ref - logprob) - (ref - logprob) - 1, (N, T): an unbiased estimate of the KL
     divergence from the reference, never negative (Shao et al. 2024, equation 4)."""
-    difference = ref_logprobs - logprobs  # log of reference / policy, per token
+    difference = ref_logprobs - logprobs  # log(reference / policy) of each token
     return difference.exp() - difference - 1
 
 

@@ -63,7 +63,7 @@ class Method(ABC):
     """grpo: --reward."""
 
     def __post_init__(self) -> None:
-        # one for each row, in the order of the file; held_out: those of --eval_data
+        # one example for each row, in the order of the file
         self.examples = read_jsonl(self.config.data, self.encode)
         eval_data = self.config.eval_data
         self.held_out = read_jsonl(eval_data, self.encode) if eval_data else []
@@ -85,7 +85,7 @@ class Method(ABC):
     def prepare(self, model: GPT, step: int, example_ids: np.ndarray) -> PreparedStep:
         """Return the data of step number `step`, which takes the examples with the indices
         `example_ids` (batch_size,)."""
-        # every process has the examples of the whole step, and makes batches of its own share
+        # every process collects the whole step, and makes batches of its share alone
         examples = [self.examples[i] for i in example_ids]
         micro_batches = self.of_process(self.micro_batches(examples))
         batches = [self.batch(micro_batch) for micro_batch in micro_batches]
@@ -98,7 +98,7 @@ class Method(ABC):
 
     def of_process(self, micro_batches: list) -> list:
         """Return the micro-batches of a step that this process trains on."""
-        # as in pre-training: micro-step i of all processes takes consecutive ones
+        # micro-step i takes consecutive micro-batches, one for each process, as in pre-training
         return micro_batches[self.process.rank :: self.process.world_size]
 
     def batch(self, texts: list) -> Batch:
@@ -112,7 +112,7 @@ class Method(ABC):
     def evaluate(self, model: GPT) -> dict[str, float]:
         """Return the mean of each metric over the held-out examples, the same on every process.
         Every process must call it; raises Stopped after a signal."""
-        model.eval()  # without dropout
+        model.eval()
         divisor = self.divisor(self.held_out)
 
         def rate(micro_batch: list) -> dict[str, float]:
@@ -121,8 +121,8 @@ class Method(ABC):
                 sums = self.held_out_sums(model, micro_batch)
             return {name: (value / divisor).item() for name, value in sums.items()}
 
-        # The processes share the micro-batches. All get the ratings of all in one order, and so add
-        # up the same.
+        # Every process gets the ratings of all micro-batches in one order, so that all sums are
+        # equal.
         ratings = self.process.map(rate, self.micro_batches(self.held_out))
         model.train()
         means: dict[str, float] = {}
@@ -146,18 +146,18 @@ class SupervisedTuning(Method):
 
     def micro_batches(self, dialogs: list[Example]) -> list[list[Example]]:
         """Return dialogs in micro-batches by their length: each then needs little padding."""
-        # no bias: the loss is a mean over the whole step, whichever micro-batch has a dialog
+        # no bias: the loss is a mean over the whole step, however its dialogs are grouped
         return super().micro_batches(sorted(dialogs, key=lambda dialog: len(dialog.tokens)))
 
     def divisor(self, dialogs: list[Example]) -> int:
-        # number of targets; the first token of a text follows nothing, so it is none
+        # the first token of a text is not a target, as no token predicts it
         return sum(int(dialog.loss_mask[1:].sum()) for dialog in dialogs)
 
     def metric_sums(self, model: nn.Module, batch: Batch) -> Sums:
-        # A mean over the targets of this batch: the model computes large logits once for it, for
-        # losses of single tokens again in the backward pass (model/loss.py).
+        # Mean over the targets of this batch. With reduction="none" the model would compute large
+        # logits again in the backward pass (model/loss.py).
         mean_loss = model(batch.idx, batch.targets)
-        # times their number it is a sum, so that each target of the step has equal weight
+        # times their number, the mean is a sum, so that each target of the step has equal weight
         num_targets = (batch.targets >= 0).sum()  # the others are NO_TARGET, -1
         return {"loss": mean_loss * num_targets}
 
@@ -178,7 +178,7 @@ class RewardModeling(Method):
     equation 1)."""
 
     def encode(self, row: dict) -> Pair:
-        # An Example each. The prompt is in both texts, and counts in neither.
+        # the prompt is in both texts, and does not count in the loss
         chosen = self.encoder.completion(row, "chosen")
         rejected = self.encoder.completion(row, "rejected")
         return Pair(chosen, rejected)
@@ -189,10 +189,10 @@ class RewardModeling(Method):
         chosen = [pair.chosen for pair in pairs]
         rejected = [pair.rejected for pair in pairs]
         batch = super().batch(chosen + rejected)
-        # (2,) of each pair; none with reward, and with dpo while its reference rates the pairs
+        # (2,) for each pair; empty for reward, and for dpo while the reference rates the pairs
         columns = [pair.ref_logprobs for pair in pairs if pair.ref_logprobs is not None]
         if columns:
-            # in the order of `batch`: of two pairs chosen 0, chosen 1, rejected 0, rejected 1
+            # order of the batch: chosen 0, chosen 1, ..., rejected 0, rejected 1, ...
             batch.ref_logprobs = self.process.copy(torch.stack(columns, 1).flatten())
         return batch
 
@@ -202,12 +202,12 @@ class RewardModeling(Method):
         return chosen - rejected
 
     def metric_sums(self, model: nn.Module, batch: Batch) -> Sums:
-        margin = self.margin(model, batch)  # (N,), of dpo that of its implicit rewards
+        margin = self.margin(model, batch)  # (N,)
         return {
             "margin": margin.sum(),
             # Bradley-Terry: sigmoid(margin) is the probability that a human prefers the chosen text
             "loss": -F.logsigmoid(margin).sum(),
-            "accuracy": (margin > 0).float().sum(),  # a tie is wrong
+            "accuracy": (margin > 0).float().sum(),  # a tie counts as wrong
         }
 
 
@@ -218,11 +218,11 @@ class DirectPreference(RewardModeling):
     @torch.no_grad()
     def __post_init__(self) -> None:
         super().__post_init__()  # reads the pairs
-        # A signal does not end this: the loop of the run, which catches Stopped, comes later.
+        # stop=None: a signal must not raise Stopped here, as only the loop of the run catches it.
         process = replace(self.process, stop=None)
         pairs: list[Pair] = self.examples + self.held_out
         ratings = process.map(self.rate_by_reference, self.micro_batches(pairs))
-        # (N, 2) of each micro-batch, joined: a row (2,) for each pair
+        # cat joins the (N, 2) of all micro-batches: one row (2,) for each pair
         for pair, logprobs in zip(pairs, torch.cat(ratings), strict=True):
             pair.ref_logprobs = logprobs
         self.reference = None  # frees its memory
@@ -234,14 +234,14 @@ class DirectPreference(RewardModeling):
         batch = self.batch(pairs)
         with autocast(self.process.device, self.dtype):
             logprobs = token_logprobs(self.reference, batch).sum(1)  # (2 N,)
-        # (2, N) until .T: all chosen ones come first. On the CPU, as process.map sends them to all
-        # processes.
+        # The view is (2, N), as all chosen texts come first. On the CPU, as process.map sends the
+        # result to all processes.
         return logprobs.view(2, -1).T.cpu()
 
     def margin(self, model: nn.Module, batch: Batch) -> Tensor:
-        logprobs = token_logprobs(model, batch).sum(1)  # (2 N,), of whole completions
+        logprobs = token_logprobs(model, batch).sum(1)  # (2 N,), sums over completions
         assert batch.ref_logprobs is not None  # __post_init__ has computed them
-        # log of how much likelier the completions have become: times beta, their implicit reward
+        # log ratio of policy and reference; times beta it is the implicit reward
         chosen, rejected = (logprobs - batch.ref_logprobs).chunk(2)  # (N,) each
         return self.config.beta * (chosen - rejected)
 
@@ -249,5 +249,5 @@ class DirectPreference(RewardModeling):
 def token_logprobs(model: nn.Module, batch: Batch) -> Tensor:
     """Return the log-probability (B, T) of each target in nats, 0 where there is none; the sum of a
     row is that of its completion."""
-    # the model's loss of a token is its cross-entropy; where there is no target it is 0
+    # the loss of a token is its negative log-probability, and 0 without a target
     return -model(batch.idx, batch.targets, reduction="none")

@@ -65,7 +65,7 @@ class BatchOptions(OptimizerOptions):
     """Learning rate that is reached after the last step."""
     weight_decay: NonNegative = 0.0
     """Weight decay of matrices and embeddings."""
-    # Defaults of trl. The help of these two options is that of train.py.
+    # defaults of trl; the help of these two options is that of train.py
     schedule: ScheduleName = "linear"
     beta2: BelowOne = 0.999
 
@@ -74,7 +74,7 @@ class BatchOptions(OptimizerOptions):
 class MethodOptions:
     """Preferences and rewards."""
 
-    # negative, beta and kl would turn the loss around
+    # a negative beta or kl would reverse the loss
     beta: NonNegative = 0.1
     """dpo: scale of the implicit reward; the higher, the closer the model stays to --init_from."""
     reward: str | None = None
@@ -92,13 +92,13 @@ class FinetuneConfig(MachineOptions, SaveOptions, MethodOptions, BatchOptions, F
     """Fine-tune a model. With --resume, options that are not given come from the checkpoint. Every
     run needs --method, --init_from and --data, perhaps --eval_data, --run_dir and --resume."""
 
-    # in steps; those of train.py are for runs that are a hundred times longer
+    # In steps. The defaults of train.py are for runs a hundred times longer.
     eval_every: Natural = 50
     save_every: Natural = 100
     sample_every: Natural = 10
 
     def __post_init__(self) -> None:
-        # without a default, but not required on the command line: --resume brings them along
+        # required, although None by default: --resume brings their values along
         for name in ("method", "init_from", "data"):
             if getattr(self, name) is None:
                 raise UserError(f"give --{name}; --help says what it takes")
@@ -126,7 +126,8 @@ class ResolvedFinetuneConfig(ResolvedOptions, FinetuneConfig):
 
     @property
     def last_update(self) -> int:
-        # one after the last, max_steps - 1: that one still learns with --min_lr 0, as with trl
+        # One after the last step, max_steps - 1, so that it still learns with --min_lr 0, as in
+        # trl.
         return self.max_steps
 
 
@@ -139,10 +140,10 @@ def resolve_options(
     assert options.method is not None  # FinetuneConfig demands it
     # --batch_size: at least 16 steps an epoch, if that leaves four examples in a step, and one for
     # each process
-    batch_size = 32  # halved, so that it divides among a power of 2 of processes
+    batch_size = 32  # a power of 2, which divides among 2, 4 or 8 processes
     while batch_size > max(4, world_size, num_rows // 16):
         batch_size //= 2
-    batch_size = max(1, batch_size // world_size) * world_size  # as many for each of 3 processes
+    batch_size = max(1, batch_size // world_size) * world_size  # 3 processes: 30, not 32
     batch_size = options.batch_size or batch_size
 
     # Micro-batches are of equal size, as many on each process: a forward pass of a sharded model
@@ -159,7 +160,7 @@ def resolve_options(
             "--micro_batch_size x processes; change it, or --batch_size"
         )
 
-    # steps; each completion of grpo costs a forward pass for each token, so one epoch has to do
+    # grpo samples each token by a forward pass, so one epoch has to do
     num_epochs = 1 if options.method == "grpo" else 3
     max_steps = math.ceil(num_epochs * num_rows / batch_size)
     if options.method == "sft":
@@ -174,7 +175,7 @@ def resolve_options(
         "reward": 1e-4,
         "grpo": 1e-6,
     }
-    return resolve(  # these values take the place of None alone
+    return resolve(  # the values below replace None alone
         ResolvedFinetuneConfig,
         options,
         log_dir=log_folder(options.checkpoint_dir),

@@ -22,7 +22,8 @@ from utils.devices import autocast
 from utils.distributed import Process
 from utils.errors import UserError
 
-RewardFunction = Callable[[list[Completion]], list[float]]  # a finite number for each completion
+# Takes completions, and returns a finite reward for each.
+RewardFunction = Callable[[list[Completion]], list[float]]
 
 
 class RewardModel(GPT):
@@ -43,7 +44,7 @@ class RewardModel(GPT):
 def rewards_at_end(model: nn.Module, batch: Batch) -> Tensor:
     """Return the rewards (B,) in float32 of whole texts by a RewardModel, read at the last token of
     each."""
-    # no targets, so that the model returns its "logits": the reward of each beginning of a text
+    # without targets the model returns its "logits": the reward of the text up to each token
     rewards = model(batch.idx).float().squeeze(-1)  # (B, T)
     return rewards.gather(1, batch.last[:, None]).squeeze(1)
 
@@ -57,7 +58,7 @@ def load_reward_function(
     if name == "exact":
         # 1.0 for a completion that equals the "answer" of its row, else 0.0
         return lambda completions: [float(is_exact(completion)) for completion in completions]
-    # FILE.py:FUNCTION, at the last colon: a path can have one, too
+    # split FILE.py:FUNCTION at the last colon, as a path can contain one, too
     file, _, function_name = name.rpartition(":")
     if file.endswith(".py"):
         sys.path.append(str(Path(file).resolve().parent))  # it may import modules beside it
@@ -67,7 +68,7 @@ def load_reward_function(
         except Exception as error:
             raise UserError(f"--reward {name} cannot be loaded: {error!r}") from error
         return partial(rate_by_function, name, function)
-    path = find_checkpoint(name)  # None if there is no checkpoint of this project
+    path = find_checkpoint(name)
     if path is None:
         raise UserError(
             f"--reward {name} is none of exact, FILE.py:FUNCTION, and a checkpoint of --method "
@@ -76,14 +77,13 @@ def load_reward_function(
 
     # A reward model, which stays in memory beside the trained one. load_model raises UserError for
     # the checkpoint of another model.
-    model, checkpoint = load_model(path, RewardModel, float32=True)  # all bits of the weights
+    model, checkpoint = load_model(path, RewardModel, float32=True)
     tokenizer_spec = checkpoint["tokenizer"]
     # With other tokens or turns the model would rate another text than was written.
     has_same_text = (
         tokenizer_identity(tokenizer_spec) == encoder.tokenizer.identity
         and is_chat(checkpoint, name, tokenizer_spec) == encoder.chat
     )
-    # a shorter context would not hold the texts of this run
     if not has_same_text or model.config.block_size < encoder.block_size:
         raise UserError(
             f"--reward {name} has another tokenizer, another kind of text (--plain), or a shorter "
@@ -99,7 +99,7 @@ def rate_by_function(name: str, function: Callable, completions: list[Completion
     for completion in completions:
         prompt = completion.row["prompt"]  # a text or messages
         try:
-            # float: it may return a bool or a number of NumPy
+            # the function may return a bool or a NumPy number
             rewards.append(float(function(prompt, completion.text, completion.row)))
         except Exception as error:
             raise UserError(

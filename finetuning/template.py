@@ -26,21 +26,21 @@ def find_answer(
 ) -> slice:
     """Return which token ids of a dialog are those of the answer messages[index]. Raise ValueError
     if the chat template does not let it be learned."""
-    # what sampling continues: the dialog up to the place where the answer begins
+    # `prompt_ids` is what sampling continues: the dialog up to the beginning of the answer
     prompt_ids = encode_dialog(messages[:index], tokenizer, open_turn=True)
-    start = len(prompt_ids)  # place of the answer's first token in dialog_ids
+    start = len(prompt_ids)  # place of the answer in dialog_ids
     if not (isinstance(tokenizer, FileTokenizer) and tokenizer.chat_template):
         # the project's own format: end of text closes the answer, and is learned, too
         return slice(start, dialog_ids.index(tokenizer.eot, start) + 1)
 
-    # as text: the dialog up to the answer, and up to its end
+    # the text of the dialog up to the answer, and up to the end of the answer
     prompt = tokenizer.render(messages[:index], open_turn=True)
     until_answer = tokenizer.render(messages[: index + 1])
-    # what follows the end of an answer, as a line break, is not sampled
-    turn_end = tokenizer.engine.id_to_token(tokenizer.turn_end)  # as "<|im_end|>"
-    assert turn_end  # an id of the vocabulary
+    # text after the end of an answer, such as a line break, is not sampled
+    turn_end = tokenizer.engine.id_to_token(tokenizer.turn_end)  # such as <|im_end|>
+    assert turn_end
     answer, end, _ = until_answer[len(prompt) :].partition(turn_end)
-    if not end:  # "": a model would write on to the end of its context
+    if not end:  # a model would write on to the end of its context
         raise ValueError(
             "the chat template writes no special token after an answer, so that a model does not "
             "learn to end one: add {{ eos_token }} to the template"
