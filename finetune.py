@@ -62,8 +62,7 @@ METHODS: dict[str, type[Method]] = {
 
 
 def main() -> None:
-    # `derived` names the options that nobody gave. `checkpoint` is the content of the file of
-    # --resume, None for a new run.
+    # as in train.py: options that nobody gave, and the content of the file of --resume
     given_options, derived, checkpoint = read_options(FinetuneConfig, "finetune.py", sys.argv[1:])
     process = start_process(given_options)  # catches signals from here on
     device_options = resolve_on_device(given_options, derived, process)
@@ -84,15 +83,13 @@ def main() -> None:
 
     method = open_data(run, model, weights, checkpoint)
     # The default recipe is AdamW for all weights, also of a model that was trained with Muon.
-    # `wrapped` shares the weights of `model`, and synchronizes gradients.
     wrapped, optimizers = run.distribute(model, weights, Recipe(), checkpoint)
     del weights, start, checkpoint  # closes the file that their tensors are mapped from
 
     # The log is opened last: an error above leaves the files of an earlier run as they were.
     run.open_log(model.config)
     if options.eval_data:
-        # forgets the lowest loss so far if it is of other rows
-        run.validate_on(str(entries["val_checksum"]))
+        run.validate_on(str(entries["val_checksum"]))  # forgets the lowest loss of other rows
     saver = Saver(run, model, optimizers)
     resumed = f"; resumed at step {state.step}" if state.step else ""
     process.print(
@@ -142,8 +139,7 @@ def main() -> None:
         saver.save_last()
 
     saver.finish()  # waits for the last write
-    # run.finish prints the next command: it samples from the model, unless that is a reward model
-    chat = "" if options.plain else "--chat "
+    chat = "" if options.plain else "--chat "  # for the command that is printed as the next one
     run.finish([] if options.method == "reward" else [f"sample.py {chat}--checkpoint"])
 
 

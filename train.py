@@ -171,7 +171,7 @@ def train_step(
     mean_loss, mean_norm, share_of_signals = (sums / process.world_size).tolist()
 
     # Update, unless loss or norm is not finite. Both are means, so that all processes update, or
-    # none: with scaler.step each process would decide by its own shard of the gradients.
+    # none. scaler.step would decide for each optimizer alone, and look at gradients alone.
     skip_reason = reason_to_skip(mean_loss, mean_norm)  # None if both are finite
     figures = {"loss": mean_loss, "lr": lr, "grad_norm": mean_norm}
     if run.scaler.is_enabled():
