@@ -126,6 +126,7 @@ def output_paths(config: EvalConfig, name: str, checkpoint: Path | None) -> dict
 def open_validation(config: EvalConfig, scorer: ItemScorer, trained_on: Sequence[str]) -> ScoreTask:
     """Open the validation split of --data_dir, or of the folders of shards that the model was
     trained on, and return the function that scores it."""
+    # paths of --data_dir, or strings of the checkpoint's options
     folders: Sequence[Path | str] = config.data_dir or trained_on
     if not folders:
         raise UserError("the task val needs --data_dir, folders of shards")

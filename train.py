@@ -82,9 +82,9 @@ def main() -> None:
     evaluator = Evaluator(options, model, val_data, process, run.dtype)
     timer = StepTimer(model.flops_per_token(), process.device, run.dtype, process.num_processes)
     run.open_log(model.config)
-    run.validate_on(evaluator.validation_id)  # forgets the lowest loss on another text
+    run.validate_on(evaluator.validation_id)  # the lowest loss on another text does not count
     saver = Saver(run, model, optimizers)
-    print_summary(run, model, train_data, slicing)
+    print_summary(run, model, train_data, slicing)  # and warnings
 
     try:
         while True:

@@ -106,11 +106,11 @@ def read_documents(
     beginning on; threads tokenize them. `state` is that of the manifest, State() in a new one."""
 
     def tokenize_batch(batch: Batch, start: State) -> list[Document]:
-        """Return the documents of a batch, beginning with the one at `start`. Earlier ones, and the
-        first `start.tokens` tokens of this one, are in the shards already."""
+        """Return the documents of a batch from row `start.documents` on. Rows before it, and the
+        first `start.tokens` tokens of its own document, are done already."""
         documents: list[Document] = []
         for row, text in enumerate(batch.rows):
-            # Rows before start.documents are in the shards. A Skipped row is only counted.
+            # a Skipped row is only counted
             if row >= start.documents and isinstance(text, str):
                 document = tokenize(tokenizer, config.val_fraction, text)
                 # from where a later run would read the document again

@@ -69,8 +69,8 @@ def permute(positions: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
         left = ids[outside] >> half_bits
         right = ids[outside] & half_mask
         for key in round_keys:
-            # multiply and shift as in SplitMix64 (Steele et al. 2014), so that each bit of `right`
-            # changes half of the bits; the high ones, which are mixed best, are taken
+            # multiply and shift, with constants of SplitMix64 (Steele et al. 2014): each bit of
+            # `right` changes half of the bits; the upper 32, which are mixed best, are taken
             mixed = (right + key) * 0x9E3779B97F4A7C15
             mixed ^= mixed >> 29
             mixed *= 0xBF58476D1CE4E5B9
@@ -80,7 +80,7 @@ def permute(positions: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
             left, right = right, left ^ mixed
         ids[outside] = (left << half_bits) | right
         outside = ids >= n
-    return ids.astype(np.int64)
+    return ids.astype(np.int64)  # as callers add and subtract
 
 
 def epoch_order(positions: np.ndarray, n: int, seed: int) -> np.ndarray:

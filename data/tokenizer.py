@@ -81,7 +81,8 @@ class FileTokenizer(Tokenizer):
         self.vocab_size = max(vocab.values()) + 1  # not len(vocab): ids may have gaps
         self.eot = vocab[self.end_of_text]
         self.added_ids = set(engine.get_added_tokens_decoder())
-        """Ids beside the vocabulary of plain text: special tokens."""
+        """Ids of added tokens, which are not made of the pieces of the vocabulary: special tokens
+        and others."""
 
         self.chat_template = spec_fields["chat_template"]
         self.template_tokens: dict[str, str] = spec_fields["template_tokens"]
@@ -102,7 +103,9 @@ class FileTokenizer(Tokenizer):
         # A pre-tokenizer or decoder of type ByteLevel tells that tokens are bytes. A post-processor
         # of this type only moves offsets, and files of other vocabularies have it, too.
         components = json.dumps({**content, "post_processor": None})
-        self.bytes_of_id = self.find_bytes(vocab, '"type": "ByteLevel"' in components)
+        # no token looks like this, as json.dumps writes \" for a quote within a token
+        is_byte_level = '"type": "ByteLevel"' in components
+        self.bytes_of_id = self.find_bytes(vocab, is_byte_level)
         """Bytes that each id decodes to; none for end of text and BOS."""
 
     def find_bytes(self, vocab: dict[str, int], is_byte_level: bool) -> dict[int, bytes]:

@@ -47,7 +47,7 @@ def complete_questions(
     dtype: torch.dtype,
 ) -> list[Completion]:
     """Return a completion of each question; `dtype` is the autocast dtype of matmuls. Every
-    process must call it, with any number of questions. Raises Stopped after a signal."""
+    process must call it, with at least one question. Raises Stopped after a signal."""
     tokenizer = encoder.tokenizer
     prompts = [question.prompt_ids for question in questions]
     model.eval()

@@ -81,9 +81,9 @@ def generate(model: GPT, prompts: list[list[int]], sampling: Sampling) -> Iterat
     longest = max(lengths)
     # Pad on the left with token 0; any token would do, as the mask hides it.
     rows = [[0] * (longest - len(prompt)) + prompt for prompt in prompts]
-    context = torch.tensor(rows, device=device)  # (B, S), all tokens
+    context = torch.tensor(rows, device=device)  # (B, S), with padding
     capacity = min(block_size, longest + sampling.max_new_tokens)
-    cache = KVCache(capacity)
+    cache = KVCache(capacity)  # empty: `hidden` allocates it
     unread = context  # the tokens that are not in the cache yet
 
     for uniform in uniforms.unbind(1):  # (B,)

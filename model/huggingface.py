@@ -122,10 +122,12 @@ def config_from_hf(hf_config: dict) -> GPTConfig:
         # refused below, as LLAMA_CONSTANTS allows only None
         hf_config = hf_config | {"rope_scaling": rope}
 
-    # The fields of a GPT-2 also serve any other "model_type", which is refused below.
+    model_type = hf_config["model_type"]
+    if model_type not in ("gpt2", "llama", "qwen3"):
+        raise ValueError(f"model_type {model_type!r}; only gpt2, llama and qwen3 are supported")
     hf_names = GPT2_FIELDS
     defaults = GPT2_DEFAULTS
-    is_llama = hf_config["model_type"] in ("llama", "qwen3")
+    is_llama = model_type != "gpt2"
     if is_llama:
         hf_names = LLAMA_FIELDS
         defaults = LLAMA_DEFAULTS | rope  # with the "rope_theta" of transformers 5
@@ -137,7 +139,7 @@ def config_from_hf(hf_config: dict) -> GPTConfig:
     config = GPTConfig(**fields)
     if is_llama:
         # config.json does not state what all LLaMAs have in common
-        config = replace(as_llama(config), qk_norm=hf_config["model_type"] == "qwen3")
+        config = replace(as_llama(config), qk_norm=model_type == "qwen3")
     elif hf_config.get("activation_function") == GPT2_ACTIVATIONS["gelu_exact"]:
         config = replace(config, activation="gelu_exact")
 
@@ -285,7 +287,7 @@ def weights_to_hf(weights: dict[str, Tensor], config: GPTConfig) -> dict[str, Te
     hf_weights: dict[str, Tensor] = {}
     for name, x in weights.items():
         hf_weights |= weight_to_hf(name, x, config)
-        # GPT2LMHeadModel has biases in all norms and linear layers: write zeros for a model without
+        # GPT2LMHeadModel has biases in all layers but the head: write zeros for a model without
         is_norm_or_linear = name.startswith(("transformer.h.", "transformer.ln_f."))
         if has_gpt2_names(config) and not config.bias and is_norm_or_linear:
             hf_weights[name.removesuffix("weight") + "bias"] = torch.zeros(len(x))
@@ -356,7 +358,7 @@ def load_pretrained(name_or_folder: str | Path) -> GPT:
 
 def save_pretrained(
     model: GPT,
-    folder: Path,
+    folder: str | Path,
     eot: int | None = None,
     end_ids: Collection[int] = (),
     bos: int | None = None,
@@ -370,13 +372,14 @@ def save_pretrained(
     """
     from safetensors.torch import save_file  # here, because training does without it
 
+    folder = Path(folder)
     if eot is None:
         eot = model.config.vocab_size - 1
     if bos is None:
         bos = eot
     special_ids: dict[str, object] = {"bos_token_id": bos, "eos_token_id": eot}
     hf_config = config_to_hf(model.config) | {"dtype": "float32"} | special_ids
-    # defaults of transformers' `generate`
+    # what transformers' `generate` does for this model unless told otherwise
     generation_config = special_ids | {"pad_token_id": eot, "do_sample": True}
     other_ends = sorted(set(end_ids) - {eot})
     if other_ends:

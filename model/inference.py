@@ -47,7 +47,7 @@ def prepare_for_inference(
     oneDNN has that dtype, linear layers and the head become OneDNNLinear. On a GPU the weights of
     the blocks are cast.
     """
-    model.float()  # the weights of a checkpoint are bfloat16 unless read as float32
+    model.float()  # load_model returns bfloat16 unless asked for float32
     blocks = model.transformer.h
     if device.type == "cpu" and has_onednn(dtype):
         # a list, as modules are replaced during the loop

@@ -62,7 +62,7 @@ class ScaledDotProduct(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.block_size = config.block_size
-        self.dropout = config.dropout  # Block.run reads it, too
+        self.dropout = config.dropout  # above 0, Block.run recomputes whole blocks under "cheap"
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
         """Return (B, H, T, D) for queries (B, H, T, D) of the newest T of S tokens, keys and values

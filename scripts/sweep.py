@@ -82,7 +82,7 @@ def train(config: SweepConfig, name: str) -> Run:
     print(f"--- {name}", flush=True)  # before the output of train.py
     # Popen: at Ctrl-C the run is signalled by the terminal and saves; subprocess.run would kill it.
     exit_code = subprocess.Popen([sys.executable, TRAIN, *flags]).wait()
-    if exit_code != 0:  # 128 + the signal if one stopped it
+    if exit_code != 0:
         raise UserError(f"the run {name} has failed: see above; mend it or take it out of --grid")
     return read_run(folder)
 

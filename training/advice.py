@@ -27,8 +27,8 @@ def choose_micro_batch(
     free_text = f"{hardware.free / 1e9:.2f} GB free"
     if size == 0:
         raise UserError(
-            f"one sequence needs {needed_bytes / 1e9:.2f} GB, but a process has {free_text}: "
-            + advise(options, recipe, shape, hardware)
+            f"one sequence needs {needed_bytes / 1e9:.2f} GB, but a process has {free_text}, of "
+            f"which {USABLE:.0%} may be filled: " + advise(options, recipe, shape, hardware)
         )
     forecast = f"by forecast {needed_bytes / 1e9:.2f} GB of {free_text}"
     return size, f"--micro_batch_size auto: {size}, {forecast}"
@@ -79,6 +79,7 @@ def advise(
         }
         try:
             check_divides(shape, tensor_parallel)
+            # raises UserError for flags that exclude each other
             trial = replace(options, **flags)  # type: ignore[arg-type]
             size, _ = largest_micro_batch(trial, recipe, shape, hardware)
         except UserError:  # the numbers do not divide, or the flags do not go together

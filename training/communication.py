@@ -70,7 +70,7 @@ def forecast_step(
     # FSDP2 gathers the blocks' weights in the dtype of matmuls, all others in float32 and once a
     # step, and reduces gradients in float32.
     num_matrix_weights, num_other_weights = count_weights(shape)
-    num_matrix_weights //= num_ranks  # per process from here on
+    num_matrix_weights //= num_ranks  # tensor parallelism divides the blocks' matrices alone
     gradients = FLOAT32_BYTES * (num_matrix_weights + num_other_weights)
     sharded = 0  # bytes of all-gathers and reduce-scatters of a step; 0 under DDP
     if options.sharding != "none":

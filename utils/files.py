@@ -61,7 +61,7 @@ def lock_folder(folder: Path, activity: str) -> int:
     Raises UserError, which names the `activity` ("writing to"), if another process holds the lock.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    # 0o666, minus the umask, lets other users of a shared folder lock it, too
+    # 0o666, minus the umask: with one of 002 a group can share the folder
     descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
     try:
         # LOCK_NB: fail at once instead of waiting
