@@ -12,6 +12,8 @@ NANOGPT = "build-nanogpt's hellaswag.py and play.ipynb"
 HARNESS = "lm-evaluation-harness, in build-nanogpt's hellaswag.py and the harness's issue 2159"
 TRANSFORMERS = "transformers issue 13761"
 NANOCHAT = "nanochat's estimate_gpt3_core.ipynb"
+CORE_OF_GPT2 = {"gpt2": 0.1139, "gpt2-medium": 0.1849, "gpt2-large": 0.2146, "gpt2-xl": 0.2565}
+CORE_OF_GPT3 = {"125M": 0.1484, "1.3B": 0.2914, "175B": 0.4272}  # estimated there from its tasks
 ALIGNMENT = "<<<>><<"  # one sign for each column; n and value are aligned to the right
 
 
@@ -45,9 +47,7 @@ PUBLISHED = {
     ("lambada", "stop words", "acc"): from_paper(0.4599, 0.5548, 0.6012, 0.6324),
     ("cbt_cn", "from the blank", "acc"): from_paper(0.8765, 0.9235, 0.9345, 0.9330),
     ("cbt_ne", "from the blank", "acc"): from_paper(0.834, 0.871, 0.880, 0.8905),
-    ("core", "nanochat", "centered"): Published(
-        NANOCHAT, {"gpt2": 0.1139, "gpt2-medium": 0.1849, "gpt2-large": 0.2146, "gpt2-xl": 0.2565}
-    ),
+    ("core", "nanochat", "centered"): Published(NANOCHAT, CORE_OF_GPT2),
 }
 
 # Validation loss by step of a public run of 124M with build-nanogpt's recipe, the default here, on
@@ -72,6 +72,11 @@ def openai_size(config: GPTConfig) -> str:
         if size == (config.n_layer, config.n_head, config.n_embd):
             return name
     return "gpt2"
+
+
+def listed(values: dict[str, float]) -> str:
+    """Return figures by size as one line."""
+    return ", ".join(f"{size} {value}" for size, value in values.items())
 
 
 def format_table(results: list[Result], size: str) -> str:
@@ -106,4 +111,7 @@ def format_table(results: list[Result], size: str) -> str:
         line = "  ".join(f"{cell:{side}{width}}" for cell, side, width in cells)
         lines.append(line.rstrip())
     lines += [f"{mark} {source}" for source, mark in marks.items()]
+    if results and results[-1].task == "core":
+        lines.append(f"CORE of GPT-2, all 22 tasks: {listed(CORE_OF_GPT2)} ({NANOCHAT})")
+        lines.append(f"CORE of GPT-3, estimated there: {listed(CORE_OF_GPT3)}")
     return "\n".join(lines)
