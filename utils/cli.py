@@ -44,19 +44,27 @@ Config = TypeVar("Config", bound=Dataclass)
 
 def parse(config_class: type[Config], args: list[str] | None = None) -> Config:
     """Parse flags, by default the command line, into a dataclass; exit with code 2 if one is wrong.
-    Raises UserError for a value out of its range and for a flag by nanoGPT's name.
+    Raises UserError for a value out of its range, a flag by nanoGPT's name, a boolean flag with a
+    value, and a word without a flag.
 
     --help shows a group of flags for each dataclass that `config_class` inherits from, named after
     it without "Options"; the last one comes first.
     """
     args = expand_home(sys.argv[1:] if args is None else args)
     defaults = {option.name: option.default for option in fields(config_class)}
+    types = {option.name: str(option.type) for option in fields(config_class)}  # "bool | None"
+    # nanoGPT's `train.py config/FILE.py`
+    if args and not args[0].startswith("-"):
+        raise UserError(f"{args[0]} stands without a flag; --help lists the flags")
     corrections: list[str] = []
-    for name, _ in named_flags(args):
-        flag = FLAGS_BY_NANOGPT_NAME.get(name)
+    for name, value in named_flags(args):
+        flag = FLAGS_BY_NANOGPT_NAME.get(name, name)
         # Correct it only if the script has the option; tyro refuses all other unknown flags below.
         if name not in defaults and flag in defaults:
             corrections.append(f"there is no --{name}, but --{flag}")
+        # nanoGPT's --compile=False
+        if value in ("True", "False") and "bool" in types.get(flag, ""):
+            corrections.append(f"--{flag} takes no value: it is off by --no_{flag}")
     if corrections:
         raise UserError("; ".join(corrections) + "; --help says more")
 

@@ -73,8 +73,10 @@ def test_a_flag_of_nanogpt_is_answered_by_its_name_here():
         assert name in table and f"--{flag}" in table
         with pytest.raises(UserError, match=f"there is no --{name}, but --{flag};"):
             parse(SampleConfig if flag == "prompt" else TrainConfig, [f"--{name}=1"])
-    with pytest.raises(UserError, match="but --max_lr; .* but --use_torch_compile; --help"):
+    with pytest.raises(UserError, match="but --max_lr; .*--no_use_torch_compile; --help"):
         parse(TrainConfig, ["--learning_rate=1", "--compile=False"])
+    with pytest.raises(UserError, match="config/x.py stands without a flag"):
+        parse(TrainConfig, ["config/x.py"])
 
 
 @pytest.mark.parametrize(
