@@ -6,6 +6,7 @@ on any machine and while a run goes on. Without PyTorch: drawing takes a second.
 
 import itertools
 import math
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -237,4 +238,7 @@ def save(figure: Figure, out: Path, x_label: str = "training tokens") -> None:
             figure.set_figheight(figure.get_figheight() + 0.17 * len(labels))
     with writing(out):  # UserError, also for a file type that Matplotlib does not know
         out.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(out, dpi=180)  # twice the pixels that GitHub shows
+        with warnings.catch_warnings():
+            # characters of a folder's name that the font lacks are drawn as boxes
+            warnings.filterwarnings("ignore", "Glyph")
+            figure.savefig(out, dpi=180)  # twice the pixels that GitHub shows

@@ -1,5 +1,6 @@
 import json
 import math
+import warnings
 
 import numpy as np
 import pytest
@@ -148,8 +149,9 @@ def test_drawing_needs_no_pytorch():
 
 
 def test_a_picture_that_cannot_be_written_is_a_sentence(tmp_path):
-    run = write_run(tmp_path / "run", [4, 2])
-    draw([run], tmp_path / "a.svg")
+    run = write_run(tmp_path / "好", [4, 2])  # a character that the font lacks
+    with warnings.catch_warnings(action="error"):
+        draw([run], tmp_path / "a.svg")
     assert (tmp_path / "a.svg").read_text().endswith("</svg>\n")
     for name in ("a.xyz", "a.svg/b.png"):
         with user_error(f"{name} could not be written"):
