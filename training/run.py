@@ -47,7 +47,7 @@ from utils.devices import describe
 from utils.distributed import Process
 from utils.errors import UserError
 from utils.files import atomic_write, lock_folder
-from utils.logger import CONFIG, Logger, logged_run
+from utils.logger import CONFIG, Logger, logged_run, read_metrics
 
 Config = TypeVar("Config", bound=ResolvedOptions)
 
@@ -336,10 +336,16 @@ class Run(Generic[Config]):
             best_path = self.config.checkpoint_dir / BEST
             if best_path.exists():
                 saved = load_checkpoint(best_path)  # tensors are mapped, not read
-                best = (
-                    f", the best with a validation loss of {saved['best_loss']:.4f} at step "
-                    f"{saved['step']:,}"
-                )
+                best_loss = saved["best_loss"]
+                # A run that diverged, whose lowest validation loss is far above the first loss of
+                # training, has no best model to name. One nat: the log of a branch begins in the
+                # middle of a run, and its first loss may by chance lie below the lowest one.
+                train_rows = read_metrics(self.config.log_dir).get("train", [])
+                if not train_rows or best_loss < train_rows[0]["loss"] + 1:
+                    best = (
+                        f", the best with a validation loss of {best_loss:.4f} at step "
+                        f"{saved['step']:,}"
+                    )
             self.logger.print(f"done; checkpoints: {folder}{best}")
         self.logger.close()
         if self.process.is_main and not self.stopping:

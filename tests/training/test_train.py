@@ -116,6 +116,12 @@ def test_a_run_says_how_it_ended_and_what_comes_next(shards, tmp_path):
     assert f"  python sample.py --checkpoint '{run}/checkpoints'\n" in said
 
 
+def test_a_run_that_diverged_has_no_best_model_to_name(shards, tmp_path):
+    done = script(*train_args(shards, tmp_path, 4, "--max_lr", 10, "--warmup_steps", 0))
+    assert losses(tmp_path, "val")[4] > losses(tmp_path)[1] + 1
+    assert "done; checkpoints" in done.stdout and "the best with" not in done.stdout
+
+
 def test_rows_tell_what_happened(trained):
     train, val = (read_metrics(trained)[split] for split in ("train", "val"))
     keys = {"step", "loss", "lr", "grad_norm", "tokens", "tokens_per_s", "mfu", "ms"}
