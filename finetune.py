@@ -79,7 +79,7 @@ def main() -> None:
     options = resolve_options(device_options, num_rows, model.num_parameters(), process.world_size)
     entries = checkpoint_entries(options, derived, start.tokenizer, weights_checksum)
     run = Run.start(options, checkpoint, process, entries)  # locks the folders of the run
-    state = run.state  # step, tokens, lowest loss, ...
+    state = run.state  # step, tokens, ...
 
     method = open_data(run, model, weights, checkpoint)
     # The default recipe is AdamW for all weights, also of a model that was trained with Muon.
@@ -88,8 +88,6 @@ def main() -> None:
 
     # The log is opened last: an error above leaves the files of an earlier run as they were.
     run.open_log(model.config)
-    if options.eval_data:
-        run.validate_on(str(entries["val_checksum"]))  # forgets the lowest loss of other rows
     saver = Saver(run, model, optimizers)
     resumed = f"; resumed at step {state.step}" if state.step else ""
     process.print(

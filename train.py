@@ -38,7 +38,7 @@ from training.parallel import clip_grad_norm, sync_gradients
 from training.run import Run, StepResult, reason_to_skip, seed_step, start_process
 from training.saver import Saver, finish_writing
 from training.schedule import set_rates
-from training.start import SavedModel, init_checksum, open_start
+from training.start import SavedModel, digest, init_checksum, open_start
 from training.summary import check_tokenizer, print_summary
 from utils import distributed
 from utils.cli import call_and_exit
@@ -68,7 +68,7 @@ def main() -> None:
     began_from = init_checksum(options, checkpoint, start, process)
     entries = checkpoint_entries(options, derived, recipe, train_data, val_data, began_from)
     run = Run.start(options, checkpoint, process, entries)  # locks the run's folders
-    state = run.state  # step, tokens, lowest loss, ...
+    state = run.state  # step, tokens, ...
     # `wrapped` shares the weights of `model` and synchronizes gradients
     wrapped, optimizers = run.distribute(model, weights, recipe, checkpoint)
     del start, weights, checkpoint  # closes the file from which their tensors are mapped
@@ -82,7 +82,6 @@ def main() -> None:
     evaluator = Evaluator(options, model, val_data, process, run.dtype)
     timer = StepTimer(model.flops_per_token(), process.device, run.dtype, process.num_processes)
     run.open_log(model.config)
-    run.validate_on(evaluator.validation_id)  # the lowest loss on another text does not count
     saver = Saver(run, model, optimizers)
     print_summary(run, model, train_data, slicing)  # and warnings
 
@@ -230,7 +229,8 @@ def checkpoint_entries(
             "weights of --data_dir": train_data.weights,
             "checksum of --data_dir": train_data.stream.digest,
         },
-        "val_checksum": val_data.stream.digest,
+        # the lowest loss counts among validations on the same tokens
+        "val_checksum": digest([val_data.stream.digest, options.val_tokens, val_data.weights]),
         "init_checksum": began_from,
     }
 

@@ -103,15 +103,6 @@ class Evaluator:
                     raise UserError(f"--{name}_every cannot score {name}: {error}") from error
                 self.score_tasks.append((name, score_task))
 
-    @property
-    def validation_id(self) -> str:
-        """Identity of the text and tokens that are validated. A run remembers it with its lowest
-        loss, which counts only against losses of the same text."""
-        stream = self.val.stream  # all validation tokens; the digest changes with the shards
-        # validated sequences of each corpus, which depend on --block_size, too
-        counts = [part.count_within(self.config.val_tokens) for part in self.val.parts]
-        return f"{stream.tokenizer_identity} {stream.digest} {counts} {self.val.weights}"
-
     def due(self, step: int, name: str = "eval") -> bool:
         """Return True if a validation ("eval"), a "sample" or a benchmark, by its name, is due
         after `step` steps."""

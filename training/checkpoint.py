@@ -71,14 +71,15 @@ class Checkpoint(TypedDict, total=False):
     step: int
     tokens: int
     best_loss: float
-    best_of: str | None
+    """Lowest validation loss at the time of the save; infinite before the first validation."""
     bad_steps: int
     scaler: dict
     """State of the GradScaler in float16, else {}."""
     command: list[str]
     data_order: dict
     """Data and options from which, with the step, its batch follows."""
-    val_checksum: str | int | None
+    val_checksum: int | None
+    """Of the text that best_loss belongs to; None without validation."""
     corpus: str
 
 

@@ -47,7 +47,7 @@ from utils.devices import describe
 from utils.distributed import Process
 from utils.errors import UserError
 from utils.files import atomic_write, lock_folder
-from utils.logger import CONFIG, Logger, logged_run, read_metrics
+from utils.logger import CONFIG, Logger, logged_run
 
 Config = TypeVar("Config", bound=ResolvedOptions)
 
@@ -80,12 +80,6 @@ class TrainState:
     """Steps done, skipped ones included."""
     tokens: int = 0
     """Tokens of these steps."""
-    best_loss: float = math.inf
-    """Lowest validation loss that a model_best.pt was written with, of pre-training and sft in nats
-    per token; only the main process knows."""
-    best_of: str | None = None
-    """Identity of the validation text that best_loss belongs to, Evaluator.validation_id or the
-    checksum of --eval_data; None before validate_on."""
     run_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     """Name of the run, which a resumed run keeps."""
     bad_steps: int = 0
@@ -218,7 +212,7 @@ class Run(Generic[Config]):
     scaler: GradScaler
     """Scales the loss up in float16, and gradients down again; disabled in other dtypes."""
     state: TrainState
-    """Progress: step, tokens, lowest loss, ..."""
+    """Progress: step, tokens, ..."""
     entries: Checkpoint
     """Entries of its checkpoints and config.json beside options, model and progress."""
     stopping: bool = False
@@ -278,15 +272,6 @@ class Run(Generic[Config]):
             fill_optimizers(model, optimizers, checkpoint["optimizer"])
         return wrapped, optimizers
 
-    def validate_on(self, text_id: str) -> None:
-        """Name the validation text. Forget the lowest loss before if it is that of another one, as
-        losses of different texts cannot be compared, or if its model is not in the folder, as in
-        that of a branch."""
-        if self.state.best_of != text_id or not (self.config.checkpoint_dir / BEST).exists():
-            # the next validation then saves model_best.pt
-            self.state.best_loss = math.inf
-        self.state.best_of = text_id
-
     def open_log(self, shape: GPTConfig) -> None:
         """Open the log of a model of this shape, and write config.json. Before, remove the
         checkpoints that --overwrite replaces."""
@@ -336,16 +321,10 @@ class Run(Generic[Config]):
             best_path = self.config.checkpoint_dir / BEST
             if best_path.exists():
                 saved = load_checkpoint(best_path)  # tensors are mapped, not read
-                best_loss = saved["best_loss"]
-                # A run that diverged, whose lowest validation loss is far above the first loss of
-                # training, has no best model to name. One nat: the log of a branch begins in the
-                # middle of a run, and its first loss may by chance lie below the lowest one.
-                train_rows = read_metrics(self.config.log_dir).get("train", [])
-                if not train_rows or best_loss < train_rows[0]["loss"] + 1:
-                    best = (
-                        f", the best with a validation loss of {best_loss:.4f} at step "
-                        f"{saved['step']:,}"
-                    )
+                best = (
+                    f", the best with a validation loss of {saved['best_loss']:.4f} at step "
+                    f"{saved['step']:,}"
+                )
             self.logger.print(f"done; checkpoints: {folder}{best}")
         self.logger.close()
         if self.process.is_main and not self.stopping:

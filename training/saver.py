@@ -5,6 +5,7 @@ Under sharding no process has all of the state: each writes what it holds into t
 training waits. The format of the file stands in training/checkpoint.py.
 """
 
+import math
 import threading
 import time
 from dataclasses import asdict, dataclass, field
@@ -12,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 import torch
 
 from model.gpt import GPT
-from training.checkpoint import BEST, LAST, NUMBERED, numbered
+from training.checkpoint import BEST, LAST, NUMBERED, load_checkpoint, numbered
 from training.parts import Piece, copy_state
 from training.run import PATIENCE, Run
 from training.writer import save_checkpoint
@@ -48,12 +49,24 @@ class Saver:
     last_step: int = -1
     """Step of the model_last.pt that this process has written, -1 before the first one, so that the
     first save writes it. Known to the main process only."""
+    best_loss: float = math.inf
+    """Lowest validation loss of the run, of pre-training and sft in nats per token: that of
+    model_best.pt. Known to the main process only."""
     is_first: bool = True
     """True until model_last.pt was saved once, on all processes alike."""
     thread: threading.Thread = field(init=False, default_factory=threading.Thread)
     """The thread that writes or wrote last; before the first save, one that was never started."""
     error: Exception | None = None
     """Error of the last failed write; None again after a later model_last.pt."""
+
+    def __post_init__(self) -> None:
+        # A resumed run goes on from the lowest loss in its folder, unless it validates on another
+        # text by now: losses of different texts cannot be compared.
+        best_path = self.run.config.checkpoint_dir / BEST
+        if best_path.exists():
+            saved = load_checkpoint(best_path)
+            if saved["val_checksum"] == self.run.entries["val_checksum"]:
+                self.best_loss = saved["best_loss"]
 
     # last_step and best_loss change when a file is on the disk. They are known after `wait`, and
     # only to the main process, which decides for all.
@@ -75,12 +88,16 @@ class Saver:
             self.is_first = False
 
     def save_if_best(self, loss: float) -> None:
-        """Save model_best.pt if the loss of a validation is the lowest one so far; the weights that
-        a run begins with are never the best. Every process must call it."""
+        """Save model_best.pt if the loss of a validation is the lowest one so far. Every process
+        must call it."""
         self.wait()
-        state = self.run.state
-        # `write` sets state.best_loss after the file is written
-        self.save(BEST, loss < state.best_loss and state.step > 0, best_loss=loss)
+        # A run begins with weights that lie elsewhere already, or are random. Their loss counts
+        # without a file: a run that diverges from the first step on has no best model.
+        if self.run.state.step == 0:
+            self.best_loss = loss
+            return
+        # `write` sets self.best_loss after the file is written
+        self.save(BEST, loss < self.best_loss, best_loss=loss)
 
     def save(self, name: str, condition: bool, **changes: object) -> None:
         """Copy the state of the run, with `changes` of its entries, and have it written as `name`,
@@ -99,9 +116,10 @@ class Saver:
             "config": self.run.config.to_dict(),
             "model_config": asdict(self.model.config),
             **self.run.entries,
-            **asdict(self.run.state),  # step, tokens, best_loss, ...
+            **asdict(self.run.state),  # step, tokens, ...
+            "best_loss": self.best_loss,
             "scaler": self.run.scaler.state_dict(),  # {} unless in float16
-            **changes,  # overwrites the state's best_loss
+            **changes,  # overwrites best_loss
         }
         if is_sharded:
             # Not in a thread, whose collectives would mix with those of the next step.
@@ -122,39 +140,28 @@ class Saver:
         entries: dict,
         process: Process = ALONE,
     ) -> None:
-        """Write a file, ALONE or under sharding together with the other processes, give it all of
-        its names, and only then count it in last_step and best_loss. Runs in the thread of the main
-        process, or under sharding on every process."""
+        """Write a file, ALONE or under sharding together with the other processes, and only then
+        count it in last_step or best_loss. Runs in the thread of the main process, or under
+        sharding on every process."""
         folder = self.run.config.checkpoint_dir
         keep = self.run.config.keep_last
         step = entries["step"]
-        names = [name]  # the first one is written, the others are links to it
-        # model_last.pt is saved before the validation of its step. If that step turns out the best,
-        # model_last.pt becomes a link to model_best.pt, which holds the new best_loss: otherwise a
-        # resumed run would take a worse model for the best.
-        if name == BEST and step == self.last_step:
-            names.append(LAST)
-        # The name LAST is given last: a run that is killed before that resumes an earlier step, and
-        # saves this one again.
-        if LAST in names and keep > 0 and step > 0:
-            names.insert(-1, NUMBERED.format(step))
         try:
-            save_checkpoint(folder / names[0], weights, moments, entries, process)
+            save_checkpoint(folder / name, weights, moments, entries, process)
             if not self.run.process.is_main:
                 return
             if name == BEST:
-                self.run.state.best_loss = entries["best_loss"]
-            # a link takes no space, and keeps its content when model_last.pt is replaced
-            for further_name in names[1:]:
-                link_or_copy(folder / names[0], folder / further_name)
-            if LAST in names:
-                self.last_step = step
-            if keep > 0:
+                self.best_loss = entries["best_loss"]
+                return
+            self.last_step = step
+            if keep > 0 and step > 0:
+                # A link takes no space, and keeps its content when model_last.pt is replaced. A run
+                # that is killed before this line saves the step again when it is resumed.
+                link_or_copy(folder / LAST, folder / NUMBERED.format(step))
                 for path in numbered(folder)[keep:]:  # newest first
                     path.unlink()
-            sync_folder(folder)  # makes the links survive a power cut
-            if LAST in names:
-                self.error = None
+                sync_folder(folder)  # makes the link survive a power cut
+            self.error = None
         except Exception as error:  # an exception of a thread would get lost
             # Under sharding every process comes here, as save_checkpoint raises the error on all.
             if self.run.process.is_main:

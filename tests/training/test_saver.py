@@ -36,7 +36,7 @@ def saver(tmp_path):
     torch.manual_seed(0)
     config = train_options(checkpoint_dir=tmp_path, keep_last=2)
     model = GPT(GPTConfig(block_size=8, vocab_size=64, n_layer=1, n_head=1, n_embd=8))
-    entries = {"script": "train.py", "tokenizer": "gpt2"}
+    entries = {"script": "train.py", "tokenizer": "gpt2", "val_checksum": 1}
     optimizers = make_optimizers(model, config, Recipe())
     run = Run(config, ALONE, torch.float32, GradScaler("cpu"), TrainState(), entries)
     run.logger = SimpleNamespace(print=print)
@@ -76,18 +76,21 @@ def test_no_step_is_taken_before_the_first_checkpoint_is_written(saver, tmp_path
     assert (tmp_path / LAST).exists() and not saver.due(3)
 
 
-def test_a_best_checkpoint_becomes_the_last_of_its_step(saver, tmp_path):
-    """What is saved before a validation knows its loss after it."""
+def test_the_lowest_loss_is_that_of_the_best_file_and_below_that_of_the_start(saver, tmp_path):
+    saver.save_if_best(3.0)  # step 0
+    save(saver, 2)
+    saver.save_if_best(492.0)  # a run that diverges has no best model
+    saver.finish()
+    assert not (tmp_path / BEST).exists()
     save(saver, 4)
     saver.save_if_best(2.5)
     saver.finish()
-    for name in (LAST, "model_step_000004.pt"):
-        assert ckpt.load_checkpoint(tmp_path / name)["best_loss"] == 2.5
-        assert (tmp_path / name).samefile(tmp_path / BEST)
-    saver.run.state.step = 5
-    saver.save_if_best(2.0)  # of a step that is not saved otherwise
-    saver.finish()
-    assert ckpt.load_checkpoint(tmp_path / LAST)["step"] == 4
+    assert ckpt.load_checkpoint(tmp_path / BEST)["best_loss"] == 2.5
+    again = replace(saver, best_loss=math.inf)  # of a resumed run
+    assert again.best_loss == 2.5
+    saver.run.entries["val_checksum"] = 2  # of another text
+    assert replace(saver, best_loss=math.inf).best_loss == math.inf
+    assert (tmp_path / LAST).samefile(tmp_path / "model_step_000004.pt")
     assert not list(tmp_path.glob("*.tmp"))
 
 
@@ -133,14 +136,13 @@ def read(path):
 def run_to_end(like, folder, losses):
     """Go on from the newest checkpoint of a folder as train.py does; step i + 1 has the validation
     loss losses[i]. Check after each save that what the run and the files say is what lies there.
-    Return step and lowest loss by file."""
+    Return the step by file, and the lowest loss."""
     newest = ckpt.find_newest(folder)
     state = TrainState.start(newest and ckpt.load_checkpoint(newest))
     resume = None if newest is None else str(newest)
     config = replace(like.run.config, checkpoint_dir=folder, resume=resume)
     run = replace(like.run, config=config, state=state)
     run.logger = SimpleNamespace(print=lambda text: None)
-    run.validate_on("a text")
     saver = Saver(run, like.model, like.optimizers)
     while True:
         if state.step % 2 == 0 or state.step == len(losses):
@@ -148,9 +150,9 @@ def run_to_end(like, folder, losses):
         if state.step > 0:
             saver.save_if_best(losses[state.step - 1])
         (last_step, last_loss), (_, best_loss) = (read(folder / name) for name in (LAST, BEST))
-        assert saver.last_step <= last_step and min(last_loss, state.best_loss) >= best_loss
+        assert saver.last_step <= last_step and last_loss >= best_loss == saver.best_loss
         if state.step == len(losses):
-            return {path.name: read(path) for path in folder.glob("*.pt")}
+            return {path.name: read(path)[0] for path in folder.glob("*.pt")}, best_loss
         state.step += 1
 
 
@@ -178,8 +180,9 @@ def test_run_and_files_say_what_lies_there_whenever_a_save_is_killed_or_fails(
         with contextlib.suppress(Killed, UserError):  # a run ends if its first save fails
             run(folder, losses, fault, error)
         assert run(folder, losses) == whole(losses) or error is OSError
-        lowest = min(loss for loss in losses if math.isfinite(loss))
-        assert whole(losses)[BEST] == (losses.index(lowest) + 1, lowest)
+        steps, best_loss = whole(losses)
+        assert best_loss == min(loss for loss in losses if math.isfinite(loss))
+        assert steps[BEST] == losses.index(best_loss) + 1
 
     check()
 
@@ -196,10 +199,10 @@ def test_a_failed_write_leaves_the_run_and_the_file_before_it(saver, tmp_path, c
         assert sorted(path.name for path in tmp_path.iterdir()) == names
         assert ckpt.load_checkpoint(tmp_path / LAST)["step"] == last
     (note,) = capsys.readouterr().out.splitlines()
-    assert f"{tmp_path / 'model_step_000002.pt'} could not be written" in note
+    assert f"{tmp_path / LAST} could not be written" in note
     assert "the run continues, and the next save tries again" in note
     saver.finish()  # later files made up for the one that failed
-    (tmp_path / "model_step_000006.pt.tmp").mkdir()  # in the way of the next file
+    (tmp_path / f"{LAST}.tmp").mkdir()  # in the way of the next file
     save(saver, 6)
     with pytest.raises(UserError, match="could not be written"):
         saver.finish()
