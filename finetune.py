@@ -135,6 +135,11 @@ def main() -> None:
         # A resumed run repeats the evaluation or the sampling that the signal interrupted.
         run.stopping = True  # run.finish then says how to continue
         saver.save_last()
+    except UserError:
+        # Such as of a reward function. All processes raise it, and save what was learned before.
+        saver.save_last()
+        saver.finish()
+        raise
 
     saver.finish()  # waits for the last write
     chat = "" if options.plain else "--chat "  # for the command that is printed as the next one

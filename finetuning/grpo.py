@@ -7,6 +7,7 @@ p // group_size. The processes share the places, so that a group can be spread o
 Shapes: N completions of a batch, T tokens of prompt and completion with padding.
 """
 
+import time
 import zlib
 from itertools import chain
 
@@ -16,7 +17,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from finetuning.completions import Completion, complete_questions
-from finetuning.examples import Batch, Question
+from finetuning.examples import Batch, Example, Question
 from finetuning.methods import Method, PreparedStep, Sums, token_logprobs
 from finetuning.rewards import RewardFunction
 from model.generate import Sampling
@@ -29,6 +30,15 @@ class GroupRelativePolicy(Method):
     reference model, if there is one, adds a KL divergence to the loss. An example is a Question."""
 
     reward_function: RewardFunction  # never None: the options demand --reward
+
+    def __post_init__(self) -> None:
+        super().__post_init__()  # reads the questions
+        # A function that fails ends the run here, before --overwrite removes the checkpoints of
+        # another one. It rates the first answer, a reward model the first prompt alone.
+        question = self.examples[0]
+        example = Example.of_completion(question.prompt_ids, [])
+        answer = str(question.row.get("answer", ""))
+        self.reward_function([Completion(question.row, answer, example, is_cut=False)])
 
     def encode(self, row: dict) -> Question:
         return self.encoder.question(
@@ -53,8 +63,10 @@ class GroupRelativePolicy(Method):
 
         # the places of the whole step, as a group can have completions from several processes
         places = list(range(len(example_ids) * group_size))
+        start_seconds = time.perf_counter()
         # raises Stopped after a signal; a resumed run samples the same completions again
         micro_batches = self.process.map(complete_places, self.micro_batches(places))
+        rollout_seconds = time.perf_counter() - start_seconds
         completions = list(chain.from_iterable(micro_batches))  # in the order of places
         # float64, so that the means over groups and over the step round less
         rewards = torch.tensor([x.reward for x in completions], dtype=torch.float64)
@@ -74,6 +86,7 @@ class GroupRelativePolicy(Method):
             "reward": rewards.mean().item(),
             "completion_tokens": float(np.mean(lengths)),
             "cut": float(np.mean([x.is_cut for x in completions])),
+            "rollout_ms": 1000 * rollout_seconds,  # the part of the step's ms before its update
         }
         return PreparedStep(batches, len(completions), metrics, sample)
 
@@ -84,7 +97,8 @@ class GroupRelativePolicy(Method):
         completions = complete_questions(
             model, questions, self.encoder, sampling, self.process, self.dtype
         )
-        rewards = self.reward_function(completions)
+        with self.process.together():  # an error of one process ends the run on all
+            rewards = self.reward_function(completions)
         for completion, reward in zip(completions, rewards, strict=True):
             completion.reward = reward
         return completions

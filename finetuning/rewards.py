@@ -1,5 +1,6 @@
 """Rewards of completions: by the row's answer, a function of the user's, or a reward model."""
 
+import math
 import runpy
 import sys
 from collections.abc import Callable
@@ -94,13 +95,16 @@ def load_reward_function(
 
 def rate_by_function(name: str, function: Callable, completions: list[Completion]) -> list[float]:
     """Return the rewards of completions by a function of the user's, --reward `name`; raise
-    UserError if it fails for one of them."""
+    UserError if it fails for one of them, or returns no finite number."""
     rewards: list[float] = []
     for completion in completions:
         prompt = completion.row["prompt"]  # a text or messages
         try:
             # the function may return a bool or a NumPy number
-            rewards.append(float(function(prompt, completion.text, completion.row)))
+            reward = float(function(prompt, completion.text, completion.row))
+            if not math.isfinite(reward):
+                raise ValueError(f"it returned {reward}")
+            rewards.append(reward)
         except Exception as error:
             raise UserError(
                 f"--reward {name} fails for the prompt {prompt!r} and the completion "

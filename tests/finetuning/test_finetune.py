@@ -10,6 +10,7 @@ import pytest
 import torch
 from conftest import (
     ROOT,
+    contents,
     environment,
     folders,
     script,
@@ -61,6 +62,11 @@ def base(shards, tmp_path_factory):
         "    return completion.count('e') / (1 + len(completion))\n"
         "def fails(prompt, completion, row):\n"
         "    return 1 / 0\n"
+        "calls = []\n"
+        "def fails_later(prompt, completion, row):\n"
+        "    import math, os\n"
+        "    calls.append(prompt)\n"
+        "    return 1.0 if os.environ['RANK'] == '0' or len(calls) < 12 else math.nan\n"
     )
     script(*finetune_args(run, run / "plain", "sft", "--plain", "--max_steps", 1))
     (run / "hf").mkdir()
@@ -229,10 +235,6 @@ def refuse(monkeypatch):
         ("--method grpo", "needs --reward"),
         ("--method grpo --reward {base}/letters.py:none", "cannot be loaded: KeyError"),
         ("--method grpo --reward {base}/letters.py", "is none of exact, FILE.py:FUNCTION"),
-        (
-            "--method grpo --max_new_tokens 8 --reward {base}/letters.py:fails",
-            "fails for the prompt",
-        ),
         ("--method grpo --reward exakt", "exakt is none of exact, FILE.py:FUNCTION, and a check"),
         ("--method grpo --reward {base}/hf", "is none of exact, FILE.py:FUNCTION"),
         ("--method grpo --reward {base}", "is no reward model"),
@@ -244,6 +246,23 @@ def refuse(monkeypatch):
 def test_a_mistake_gets_one_sentence(base, tmp_path, refuse, flags, problem):
     data = ("--init_from", base, "--data", base / "rows.jsonl")
     refuse(problem, *folders(tmp_path), *data, *SMALL.split(), *flags.format(base=base).split())
+
+
+def test_a_reward_that_fails_costs_no_checkpoint(base, whole, refuse):
+    """It is tried once before --overwrite removes anything."""
+    run = whole("sft")
+    before = contents(run)
+    args = finetune_args(base, run, "grpo", "--reward", f"{base}/letters.py:fails")[1:]
+    refuse("letters.py:fails fails for the prompt '1.'", *args, "--overwrite")
+    assert contents(run) == before
+
+
+def test_a_reward_that_fails_on_one_process_saves_on_all(base, tmp_path):
+    reward = ("--reward", f"{base}/letters.py:fails_later", "--max_steps", 3)
+    ranks = torchrun(2, *finetune_args(base, tmp_path, "grpo", *reward), code=2)
+    for rank in ranks:
+        assert "fails for the prompt" in rank.stderr and "it returned nan" in rank.stderr
+    assert load_checkpoint(tmp_path / "checkpoints/model_last.pt")["step"] == 1
 
 
 @pytest.mark.parametrize("method", ["sft", "dpo"])

@@ -112,6 +112,7 @@ def test_grpo_rewards_what_it_samples_and_scores_it_by_the_reference(make):
 
     options = {"group_size": 4, "max_new_tokens": 12, "micro_batch_size": 8}
     method = make("grpo", reference=reference, reward_function=reward_function, **options)
+    completions.clear()  # the first call tried the function on a row's answer
     prepared = method.prepare(model, 0, np.arange(4))
     assert prepared.metrics["cut"] == np.mean([x.is_cut for x in completions]) not in (0, 1)
     rewards = torch.tensor(reward_function(completions[:]))
