@@ -175,12 +175,7 @@ def check_folders(options: ResolvedOptions, checkpoint: Checkpoint | None) -> No
     # content of config.json: None without a log, {} if it cannot be read
     log = logged_run(options.log_dir)
     # The default is "", as the run_id of a new run is None here.
-    if log is None or log.get("run_id", "") == run_id:
-        return
-    # With --resume auto, a run that was killed before its first checkpoint begins anew, and may
-    # write over its log, which names the same checkpoint folder.
-    its_checkpoints = Path(log.get("config", {}).get("checkpoint_dir", ""))
-    if options.resume != "auto" or its_checkpoints != options.checkpoint_dir:
+    if log is not None and log.get("run_id", "") != run_id:
         raise UserError(f"{options.log_dir} holds the log of another run; {REMEDY}")
 
 

@@ -168,9 +168,11 @@ def logged_run(folder: Path) -> dict | None:
     """Return the content of the config.json beside the metrics of a folder, which training/run.py
     writes: "run_id", "config" (the options), "tokenizer" and others; {} if it cannot be read.
 
-    None means that there is no log in the folder.
+    None means that there is no log in the folder. One without a row counts as none: its run was
+    killed before its first checkpoint, and begins anew.
     """
-    if not (folder / METRICS).exists():
+    metrics_path = folder / METRICS
+    if not metrics_path.exists() or metrics_path.stat().st_size == 0:
         return None
     try:
         return json.loads((folder / CONFIG).read_text(encoding="utf-8"))
