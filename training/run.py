@@ -223,7 +223,7 @@ class Run(Generic[Config]):
         no checkpoint yet. Raises UserError on all processes if the folders hold another run, or if
         the processes differ."""
         claim_folders(options, checkpoint, process)
-        compare_processes(options, checkpoint, entries, process)
+        compare_processes(options, entries, process)
         warn_of_order(process, checkpoint, entries["data_order"])
         dtype = getattr(torch, options.dtype)  # "bfloat16" to torch.bfloat16
         scaler = GradScaler(process.device.type, FIRST_LOSS_SCALE, enabled=dtype is torch.float16)

@@ -128,8 +128,8 @@ def saved_model(
     """Return the model of an open checkpoint. Every process must call it; raises UserError for a
     damaged file."""
     check_head(path, checkpoint, is_reward_model)
-    # Each process reads a part of the rows below, so all must have the same file. The CRC-32 of its
-    # checksums identifies it.
+    # Each process reads a part of the rows below, so all must have the same file; with --resume
+    # FOLDER each machine picks one. The CRC-32 of its checksums identifies it.
     if not process.all_equal(digest(checkpoint["checksums"])):
         raise UserError(DIFFERENT)
     with reading_checkpoint(path):
@@ -145,11 +145,9 @@ def digest(content: object) -> int:
     return zlib.crc32(json.dumps(content).encode())
 
 
-def compare_processes(
-    options: RunOptions, checkpoint: Checkpoint | None, entries: Checkpoint, process: Process
-) -> None:
-    """Raise UserError on every process if they differ in their options, in the checkpoint that they
-    resume, or in what the run is made of, the `entries` of its own checkpoints.
+def compare_processes(options: RunOptions, entries: Checkpoint, process: Process) -> None:
+    """Raise UserError on every process if they differ in their options, or in what the run is made
+    of, the `entries` of its checkpoints. saved_model has compared the checkpoint that they resume.
 
     They would average gradients of different models, or wait for each other for ever. Every process
     must call it, before the first exchange of gradients.
@@ -158,9 +156,6 @@ def compare_processes(
     for name, value in {**entries, **options.to_dict()}.items():
         if not name.endswith(PER_MACHINE):
             common[name] = value
-    # with --resume FOLDER each machine picks a file, which has to be the same
-    if checkpoint is not None:
-        common |= {"step": checkpoint["step"], "checksums": checkpoint["checksums"]}
     if not process.all_equal(digest(common)):
         raise UserError(DIFFERENT)
 
