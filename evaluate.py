@@ -14,7 +14,6 @@ Batch size changes scores up to rounding, and the number of processes changes no
 import json
 import math
 import sys
-import tempfile
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -174,6 +173,12 @@ def score_task(task: str, path: Path | None, config: EvalConfig, scorer: ItemSco
     return score()
 
 
+def write(path: Path, text: str) -> None:
+    """Write a file, in folders that are made if needed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
 def main(config: EvalConfig) -> None:
     check(config)
     process = distributed.start(config.device)
@@ -208,12 +213,6 @@ def main(config: EvalConfig) -> None:
     benchmarks = [task for task in config.tasks if task in BENCHMARKS]
     data_paths = dict(zip(benchmarks, config.data, strict=False))  # empty without --data
     outputs = output_paths(config, name, checkpoint_path)
-    if process.is_main:
-        for path in [*outputs.values(), config.dump]:
-            if path is not None:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                # a folder without write access raises OSError now, not after hours of scoring
-                tempfile.TemporaryFile(dir=path.parent).close()
     header = {
         "step": checkpoint.get("step"),  # None for a model of another project
         "model": name,
@@ -237,14 +236,15 @@ def main(config: EvalConfig) -> None:
         results += task_results
         examples += task_examples
         if process.is_main:
+            bar.clear()  # otherwise the table would begin in the line of the bar
+            # first, as a disk can be full
+            print(format_table(task_results, openai_size(model.config)), flush=True)
             # --out holds all tasks so far; without it each task has its file
             written = results if config.out else task_results
             content = {**header, "results": [asdict(result) for result in written]}
-            outputs[task].write_text(json.dumps(content, indent=1))
+            write(outputs[task], json.dumps(content, indent=1))
             if config.dump:
-                config.dump.write_text("".join(f"{json.dumps(row)}\n" for row in examples))
-            bar.clear()  # otherwise the table would begin in the line of the bar
-            print(format_table(task_results, openai_size(model.config)))
+                write(config.dump, "".join(f"{json.dumps(row)}\n" for row in examples))
             print(f"wrote {outputs[task]}", flush=True)
     bar.close()
     for task, task_error in errors.items():

@@ -134,6 +134,14 @@ def test_a_task_that_cannot_be_scored_is_named_and_the_others_are_kept(
     assert re.search(f"wrote logs/{written.name}\nlambada could not be scored: {message}", text)
 
 
+def test_a_table_is_printed_before_it_is_written(exported, capsys):
+    out = exported / "h.jsonl" / "e.json"  # in a file: no folder can be made there
+    config = evaluate.EvalConfig(model=str(exported), tasks=("lambada",), device="cpu", out=out)
+    with pytest.raises(OSError):
+        evaluate.main(replace(config, data=(exported / "l.jsonl",), limit=2))
+    assert "last token" in capsys.readouterr().out
+
+
 def test_a_model_of_gpt3_s_small_size_is_compared_with_gpt2():
     small = GPTConfig(n_layer=12, n_head=12, n_embd=768, block_size=2048)
     assert openai_size(small) == "gpt2"
