@@ -14,8 +14,6 @@ Batch size changes scores up to rounding, and the number of processes changes no
 import json
 import math
 import sys
-import tempfile
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -32,7 +30,7 @@ from evaluation.core import FewShotTasks
 from evaluation.evaluator import open_benchmark
 from evaluation.scoring import ItemScorer
 from evaluation.table import format_table, openai_size
-from evaluation.tasks import Result, ScoreTask, TaskScores, evenly_spread
+from evaluation.tasks import Result, TaskScores, evenly_spread
 from evaluation.validation import weighted_mean
 from finetuning.answers import score_questions
 from finetuning.chat import is_chat
@@ -45,7 +43,6 @@ from utils.devices import pick_dtype
 from utils.errors import UserError
 from utils.ranges import Count
 
-ScoreTasks = dict[str, ScoreTask]  # by task, in the order of --tasks
 # Approximate number of tokens in a batch, for which oneDNN lays out weights on a CPU.
 EXPECTED_ROWS = 2048
 
@@ -104,7 +101,7 @@ def check(config: EvalConfig) -> None:
     for task in config.tasks:
         if task in BENCHMARKS:
             num_benchmarks += 1
-        elif task != "val" and not task.endswith(".jsonl") and not Path(task).is_dir():
+        elif task != "val" and not Path(task).exists():
             names = ", ".join(["val", *BENCHMARKS, "FILE.jsonl"])
             raise UserError(f"--tasks has no {task}: {names} or the FOLDER of tasks")
     if config.data and len(config.data) != num_benchmarks:
@@ -123,30 +120,21 @@ def output_paths(config: EvalConfig, name: str, checkpoint: Path | None) -> dict
     return {task: Path(f"{stem}_{Path(task).stem}.json") for task in config.tasks}
 
 
-def open_validation(config: EvalConfig, scorer: ItemScorer, trained_on: Sequence[str]) -> ScoreTask:
-    """Open the validation split of --data_dir, or of the folders of shards that the model was
-    trained on, and return the function that scores it."""
-    # paths of --data_dir, or strings of the checkpoint's options
-    folders: Sequence[Path | str] = config.data_dir or trained_on
-    if not folders:
+def score_validation(config: EvalConfig, scorer: ItemScorer) -> TaskScores:
+    """Return loss, bits per byte and perplexity of each corpus of --data_dir, and of several the
+    weighted mean. The corpus stands in the place of the protocol."""
+    if not config.data_dir:
         raise UserError("the task val needs --data_dir, folders of shards")
     # sequences of the model's context length
-    val = Mixture(folders, "val", scorer.model.config.block_size)
+    val = Mixture(config.data_dir, "val", scorer.model.config.block_size)
     # With the ids of another tokenizer the loss would mean nothing.
     if val.stream.tokenizer_identity != scorer.tokenizer.identity:
         raise UserError(
-            f"{folders[0]} holds tokens of {val.stream.tokenizer_identity}, the model takes those "
-            f"of {scorer.tokenizer.identity}"
+            f"{config.data_dir[0]} holds tokens of {val.stream.tokenizer_identity}, the model "
+            f"takes those of {scorer.tokenizer.identity}"
         )
-    # main calls it when the data of all tasks is open
-    return partial(score_validation, val, scorer, config.val_tokens)
-
-
-def score_validation(val: Mixture, scorer: ItemScorer, val_tokens: Count) -> TaskScores:
-    """Return loss, bits per byte and perplexity of each corpus, and of several the weighted mean.
-    The corpus stands in the place of the protocol."""
     # for each corpus "loss" in nats per token, the number "n" of targets, perhaps bits_per_byte
-    scores = [scorer.validation_loss(part, val_tokens) for part in val.parts]
+    scores = [scorer.validation_loss(part, config.val_tokens) for part in val.parts]
     corpora = dict(zip(val.names, scores, strict=True))
     if len(scores) > 1:
         corpora["weighted mean"] = weighted_mean(scores, val.weights)
@@ -159,54 +147,42 @@ def score_validation(val: Mixture, scorer: ItemScorer, val_tokens: Count) -> Tas
     return results, []  # no examples for --dump
 
 
-def open_questions(path: Path, config: EvalConfig, scorer: ItemScorer) -> ScoreTask:
-    """Read a file of questions, and return the function that asks them."""
+def score_question_file(path: Path, config: EvalConfig, scorer: ItemScorer) -> TaskScores:
+    """Ask the questions of a file, and return the share of exact answers."""
     # prompts are encoded as in fine-tuning, so that the model sees the tokens that it has learned
     encoder = TextEncoder(scorer.tokenizer, config.chat, scorer.model.config.block_size)
     # Each row becomes a Question, with its prompt as ids. read_jsonl raises UserError for a row
     # without an answer to compare with, or whose prompt leaves no room for max_new_tokens.
     encode = partial(encoder.question, max_new_tokens=config.max_new_tokens, has_answer=True)
     questions = evenly_spread(read_jsonl(path, encode), config.limit)
-    return partial(score_questions, path.stem, questions, encoder, config.max_new_tokens, scorer)
+    return score_questions(path.stem, questions, encoder, config.max_new_tokens, scorer)
 
 
-def open_tasks(
-    config: EvalConfig, scorer: ItemScorer, trained_on: Sequence[str]
-) -> tuple[ScoreTasks, dict[str, UserError]]:
-    """Open the data of all tasks, before the first forward pass; return by task the functions that
-    score them, and the errors of tasks whose data could not be opened. Raise the error if there is
-    only one task."""
-    score_tasks: ScoreTasks = {}
-    errors: dict[str, UserError] = {}
-    data_paths = list(config.data)  # none, or one for each benchmark (see check)
-    for task in config.tasks:
-        path = None  # None: open_benchmark downloads the data
-        if task in BENCHMARKS and data_paths:
-            path = data_paths.pop(0)
-        try:
-            if task == "val":
-                score_tasks[task] = open_validation(config, scorer, trained_on)
-            elif task.endswith(".jsonl"):
-                score_tasks[task] = open_questions(Path(task), config, scorer)
-            else:
-                benchmark = BENCHMARKS.get(task)
-                if benchmark is None:  # `task` is a folder of the user's own tasks
-                    path = Path(task)
-                    benchmark = FewShotTasks(path.resolve().name)
-                score_tasks[task] = open_benchmark(
-                    benchmark, path, config.limit, scorer, benchmark.protocols
-                )
-        except UserError as error:  # such as a failed download
-            if len(config.tasks) == 1:
-                raise
-            scorer.process.print(f"{task} is left out: {error}")
-            errors[task] = error
-    return score_tasks, errors
+def score_task(task: str, path: Path | None, config: EvalConfig, scorer: ItemScorer) -> TaskScores:
+    """Open the data of one of --tasks and score it. A benchmark's data is at `path`; None: it is
+    downloaded. Raise UserError, on all processes, if the task cannot be scored."""
+    if task == "val":
+        return score_validation(config, scorer)
+    if task.endswith(".jsonl"):
+        return score_question_file(Path(task), config, scorer)
+    benchmark = BENCHMARKS.get(task)
+    if benchmark is None:  # a folder of the user's own tasks
+        path = Path(task)
+        benchmark = FewShotTasks(path.resolve().name)
+    score = open_benchmark(benchmark, path, config.limit, scorer, benchmark.protocols)
+    return score()
+
+
+def write(path: Path, text: str) -> None:
+    """Write a file, in folders that are made if needed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
 
 
 def main(config: EvalConfig) -> None:
     check(config)
     process = distributed.start(config.device)
+
     name = str(config.model or config.checkpoint or "checkpoints")  # a path, or a name on the hub
     checkpoint_path = find_checkpoint(name)  # None for a model of another project
     # float32 keeps all bits of the weights, so that the validation loss equals that of training.
@@ -215,29 +191,28 @@ def main(config: EvalConfig) -> None:
     # The weights of a run that diverged can be NaN. The loss would be NaN, too, which JSON lacks.
     if any(weights.isnan().any() for weights in model.parameters()):
         raise UserError(f"{checkpoint_path or name} has weights that are NaN (not a number)")
-    # A model that has learned to chat is asked in the format of its chats, as in training.
-    config = replace(config, chat=config.chat or is_chat(checkpoint, name, tokenizer_spec))
     dtype = pick_dtype(config.dtype, process.device, process.all_agree)
+    # The model is changed in place. On a CPU its linear layers may become oneDNN's, whose weights
+    # are no parameters: the check for NaN above would not see them.
+    prepare_for_inference(model.to(process.device), process.device, dtype, rows=EXPECTED_ROWS)
+
+    # folders of training shards; () for a model of another project, or of finetune.py
+    trained_on = tuple(map(Path, checkpoint.get("config", {}).get("data_dir", ())))
+    config = replace(
+        config,
+        data_dir=config.data_dir or trained_on,
+        # A model that has learned to chat is asked in the format of its chats, as in training.
+        chat=config.chat or is_chat(checkpoint, name, tokenizer_spec),
+    )
     # The main process alone shows the bar, and with None only if standard error is a terminal.
     bar = tqdm(unit="row", disable=None if process.is_main else True)
     tokenizer = load_tokenizer(tokenizer_spec)
     # bar.update is called with the number of rows of each forward pass
     scorer = ItemScorer(model, process, dtype, config.batch_size, tokenizer, bar.update)
 
-    # folders of training shards; () for a model of another project, or of finetune.py
-    trained_on = checkpoint.get("config", {}).get("data_dir", ())
-    score_tasks, errors = open_tasks(config, scorer, trained_on)
+    benchmarks = [task for task in config.tasks if task in BENCHMARKS]
+    data_paths = dict(zip(benchmarks, config.data, strict=False))  # empty without --data
     outputs = output_paths(config, name, checkpoint_path)
-    if process.is_main:
-        for path in [*outputs.values(), config.dump]:
-            if path is not None:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                # a folder without write access raises OSError now, not after hours of scoring
-                tempfile.TemporaryFile(dir=path.parent).close()
-
-    # The model of the scorer is changed in place. On a CPU its linear layers may become oneDNN's,
-    # whose weights are no parameters: the check for NaN above would not see them.
-    prepare_for_inference(model.to(process.device), process.device, dtype, rows=EXPECTED_ROWS)
     header = {
         "step": checkpoint.get("step"),  # None for a model of another project
         "model": name,
@@ -246,26 +221,30 @@ def main(config: EvalConfig) -> None:
     # The results of a task are printed and written at once, as a later task may fail.
     results: list[Result] = []
     examples: list[dict] = []
-    for task, score_task in score_tasks.items():
+    errors: dict[str, UserError] = {}  # by task, of those that could not be scored
+    for task in config.tasks:
         bar.reset()
         bar.set_description(task)
         try:
             # Each process scores its share; all get the same results, or raise the same error.
-            task_results, task_examples = score_task()
-        except UserError as error:  # such as a model that gives NaN
+            task_results, task_examples = score_task(task, data_paths.get(task), config, scorer)
+        except UserError as error:  # such as a failed download, or a model that gives NaN
+            if len(config.tasks) == 1:
+                raise
             errors[task] = error
             continue
         results += task_results
         examples += task_examples
         if process.is_main:
+            bar.clear()  # otherwise the table would begin in the line of the bar
+            # first, as a disk can be full
+            print(format_table(task_results, openai_size(model.config)), flush=True)
             # --out holds all tasks so far; without it each task has its file
             written = results if config.out else task_results
             content = {**header, "results": [asdict(result) for result in written]}
-            outputs[task].write_text(json.dumps(content, indent=1))
+            write(outputs[task], json.dumps(content, indent=1))
             if config.dump:
-                config.dump.write_text("".join(f"{json.dumps(row)}\n" for row in examples))
-            bar.clear()  # otherwise the table would begin in the line of the bar
-            print(format_table(task_results, openai_size(model.config)))
+                write(config.dump, "".join(f"{json.dumps(row)}\n" for row in examples))
             print(f"wrote {outputs[task]}", flush=True)
     bar.close()
     for task, task_error in errors.items():

@@ -39,10 +39,10 @@ from evaluation.tasks import (
     TaskScores,
     split_ids,
 )
-from utils.errors import UserError
 
 BUNDLE_URL = "https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip"
 BUNDLE = Path("data/eval_bundle")  # the downloaded folder, in the working directory
+LAYOUT = "a folder in the layout of nanochat's eval_bundle, see docs/EVALUATION.md"
 NUM_TASKS = 22  # in CORE; a mean over fewer tasks is not comparable
 
 TaskType = Literal["multiple_choice", "schema", "language_modeling"]
@@ -53,6 +53,7 @@ class FewShotTask(Task):
     """One task of a folder."""
 
     protocols = ("nanochat",)
+    layout = LAYOUT
 
     name: str
     """Label in core.yaml."""
@@ -65,15 +66,11 @@ class FewShotTask(Task):
     baseline: float = 0.0
     """Accuracy of guessing, from 0 to 1."""
 
-    def load(self, path: Path | None, limit: int | None) -> list[dict]:
-        """Return the items in nanochat's order: shuffled, and then cut. The examples before an item
+    def select(self, rows: list[dict], limit: int | None) -> list[dict]:
+        """Return the rows in nanochat's order: shuffled, and then cut. The examples before an item
         come from the same rows."""
-        rows = super().load(path, None)  # None: a limit would spread the rows over the file
         random.Random(1337).shuffle(rows)  # in place, with nanochat's seed
-        rows = rows[:limit]
-        # raises AssertionError now, not while scoring, if there are too few rows for the examples
-        self.items(rows, self.protocols[0])
-        return rows
+        return rows[:limit]
 
     def prompts(self, row: dict) -> list[str]:
         """Return question, delimiter and answer as one text, for each choice of an item."""
@@ -167,12 +164,14 @@ class FewShotTasks(Benchmark):
     protocols = ("nanochat",)
     metric = "centered"
     hub = {"path": BUNDLE_URL}
-    layout = "a folder in the layout of nanochat's eval_bundle, see docs/EVALUATION.md"
+    layout = LAYOUT
 
     def __init__(self, name: str) -> None:
         self.name = name
 
-    def load(self, path: Path | None, limit: int | None) -> list[LoadedTask]:
+    def load(
+        self, path: Path | None, limit: int | None, tokenizer: Tokenizer, block_size: int
+    ) -> list[LoadedTask]:
         """Return each task of core.yaml with its rows."""
         folder = path or download_bundle()
         baselines = {}  # accuracy of guessing by label, from 0 to 1
@@ -186,10 +185,8 @@ class FewShotTasks(Benchmark):
             [num_shots] = entry.get("num_fewshot", [0])  # a list of one number
             delimiter = entry.get("continuation_delimiter", " ")
             task = FewShotTask(label, entry["icl_task_type"], num_shots, delimiter)
-            try:
-                rows = task.load(folder / "eval_data" / entry["dataset_uri"], limit)
-            except Exception as error:  # Benchmark.read adds the folder
-                raise UserError(f"task {label}: {type(error).__name__}: {error}") from error
+            file = folder / "eval_data" / entry["dataset_uri"]
+            rows = task.read(file, limit, tokenizer, block_size)
             if label in baselines:
                 task.baseline = baselines[label]
             elif task.type != "language_modeling":  # others stay at 0: a guess is never right
@@ -198,13 +195,6 @@ class FewShotTasks(Benchmark):
                 task.baseline = sum(chances) / len(chances)
             tasks.append((task, rows))
         return tasks
-
-    def check(self, rows: list[LoadedTask], tokenizer: Tokenizer, block_size: int) -> None:
-        for task, task_rows in rows:
-            try:
-                task.check(task_rows, tokenizer, block_size)
-            except UserError as error:
-                raise UserError(f"task {task.name}: {error}") from error
 
     def score(
         self, rows: list[LoadedTask], score_items: ScoreItems, protocols: Sequence[str]

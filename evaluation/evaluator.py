@@ -62,9 +62,9 @@ def open_benchmark(
 ) -> ScoreTask:
     """Read a benchmark's file, or download it, and return the function that scores it. Raises
     UserError for what cannot be read or scored, now and not in the middle of a run."""
-    # dicts, or for CORE pairs of a task and its rows
-    rows = read_on_all(partial(benchmark.read, path, limit), scorer.process)
-    benchmark.check(rows, scorer.tokenizer, scorer.model.config.block_size)
+    block_size = scorer.model.config.block_size
+    read = partial(benchmark.read, path, limit, scorer.tokenizer, block_size)
+    rows = read_on_all(read, scorer.process)  # dicts, or for CORE pairs of a task and its rows
     return partial(benchmark.score, rows, scorer.score, protocols)
 
 

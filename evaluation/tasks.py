@@ -121,11 +121,11 @@ def batched(items: list, size: int) -> list[list]:
 
 def split_ids(ids: list[int], start: int, max_tokens: int) -> Continuation:
     """Return the continuation that begins at place `start` of the ids of a whole text. The context
-    loses its start where both together have more than `max_tokens`. Raise UserError if no token of
+    loses its start where both together have more than `max_tokens`. Raise ValueError if no token of
     it is left, or the continuation has none."""
     num_scored = len(ids) - start
     if not 0 < num_scored < max_tokens:
-        raise UserError(
+        raise ValueError(
             f"a continuation has {num_scored} tokens; it needs at least 1, and at most "
             f"{max_tokens - 1} fit in the model's context (--block_size)"
         )
@@ -149,26 +149,29 @@ class Benchmark(ABC):
     layout = "a file in the original format"
     """What --data takes."""
 
-    def read(self, path: Path | None, limit: int | None) -> list:
+    def read(
+        self, path: Path | None, limit: int | None, tokenizer: Tokenizer, block_size: int
+    ) -> list:
         """Return what `score` takes, with at most `limit` examples of each task: from a path, or
-        downloaded. Raise UserError if it cannot be read or used."""
+        downloaded. Raise UserError if it cannot be read, or not be scored by a model of this
+        context length."""
         try:
-            return self.load(path, limit)
-        except Exception as error:  # a failed download, or a file of another format
+            return self.load(path, limit, tokenizer, block_size)
+        except UserError:  # a task of CORE has named itself and its file
+            raise
+        except Exception as error:  # a failed download, a file of another format, a long text
             source = path or self.hub["path"]
             raise UserError(
-                f"{self.name} could not be read from {source} ({type(error).__name__}: {error}); "
+                f"{self.name} cannot use {source} ({type(error).__name__}: {error}); "
                 f"--data, in train.py --NAME_data, takes {self.layout}"
             ) from error
 
     @abstractmethod
-    def load(self, path: Path | None, limit: int | None) -> list:
+    def load(
+        self, path: Path | None, limit: int | None, tokenizer: Tokenizer, block_size: int
+    ) -> list:
         """Read as `read` does, and raise any error. The rows of a Task are dicts of its file; those
         of CORE are pairs of a task and its rows."""
-
-    @abstractmethod
-    def check(self, rows: list, tokenizer: Tokenizer, block_size: int) -> None:
-        """Raise UserError for an example that a model of this context length cannot score."""
 
     @abstractmethod
     def score(self, rows: list, score_items: ScoreItems, protocols: Sequence[str]) -> TaskScores:
@@ -210,11 +213,6 @@ class Task(Benchmark):
             continuations.append(split_ids(ids, len(context), block_size + 1))
         return continuations
 
-    def check(self, rows: list[dict], tokenizer: Tokenizer, block_size: int) -> None:
-        # train.py scores the first protocol; texts of the others are about as long
-        for item in self.items(rows, self.protocols[0]):
-            self.encode(item, tokenizer, block_size)  # raises UserError
-
     def values(self, protocol: str, choice: str, score: Score) -> dict[str, float]:
         """Return the value of a continuation by metric: the choice with the highest value is the
         model's. "acc" is the log-probability."""
@@ -225,7 +223,13 @@ class Task(Benchmark):
         # not splitlines, which would also split at U+2028 in a text
         return [json.loads(line) for line in text.split("\n") if line.strip()]
 
-    def load(self, path: Path | None, limit: int | None) -> list[dict]:
+    def select(self, rows: list[dict], limit: int | None) -> list[dict]:
+        """Return the rows that are scored."""
+        return evenly_spread(rows, limit)
+
+    def load(
+        self, path: Path | None, limit: int | None, tokenizer: Tokenizer, block_size: int
+    ) -> list[dict]:
         """Return the rows of a file in the original format; without a path, download them from the
         Hugging Face hub."""
         if path is not None:
@@ -235,11 +239,13 @@ class Task(Benchmark):
 
             rows = list(load_dataset(**self.hub))
         assert rows, "no items"  # for the message of `read`
-        # A row that lacks a field fails here, not in the middle of the scoring.
+        rows = self.select(rows, limit)
+        # A row that lacks a field, or is too long, fails here, not in the middle of the scoring.
         for protocol in self.protocols:
             for item in self.items(rows, protocol):
                 assert item.choices[item.label]  # IndexError for a label without a choice
-        return evenly_spread(rows, limit)
+                self.encode(item, tokenizer, block_size)
+        return rows
 
     def score(
         self, rows: list[dict], score_items: ScoreItems, protocols: Sequence[str]

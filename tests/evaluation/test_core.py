@@ -6,6 +6,7 @@ import io
 import json
 import threading
 import zipfile
+from functools import partial
 from pathlib import Path
 
 import harness_model
@@ -75,7 +76,7 @@ def test_a_choice_that_begins_another_keeps_a_token_and_a_long_prompt_loses_its_
     assert [bytes(c.ids) for c in this.encode(item, BYTES, 64)] == [b"5", b"5 m"]
     short, long = this.encode(item, BYTES, 4)  # ids in all, as in nanochat
     assert (bytes(short.context[1:]), bytes(long.context)) == (b"Q ", b" ")
-    with user_error("a continuation has 3 tokens"):
+    with pytest.raises(ValueError, match="a continuation has 3 tokens"):
         this.encode(item, BYTES, 3)
 
 
@@ -113,17 +114,20 @@ def test_training_logs_the_mean_of_its_tasks(bundle, shards, tmp_path):
 
 
 def test_a_folder_that_cannot_be_scored_is_named(bundle):
-    read = FewShotTasks("mine").read
+    read = partial(FewShotTasks("mine").read, bundle, None, BYTES)
     words = bundle / "eval_data" / "words.jsonl"
     words.write_text('{"context": "alone"}\n')
-    with user_error("task words: AssertionError: 1 items, and 1 before each"):
-        read(bundle, None)
+    with user_error("words cannot use .*AssertionError: 1 items, and 1 before each"):
+        read(64)
     words.write_text('{"context": "alone"}\n' * 2)
-    with user_error("mine could not be read from .*task words: KeyError: 'continuation'"):
-        read(bundle, None)
+    with user_error("words cannot use .*mine/eval_data/words.jsonl .KeyError: 'continuation'"):
+        read(64)
+    words.write_text('{"context": "alone", "continuation": "a long word"}\n' * 2)
+    with user_error("words cannot use .*a continuation has 12 tokens.*at most 11 fit"):
+        read(12)
     (bundle / "core.yaml").unlink()
     with user_error("No such file.*; --data, in train.py --NAME_data, takes a folder"):
-        read(bundle, None)
+        read(64)
 
 
 @contextlib.contextmanager
@@ -153,17 +157,18 @@ def test_the_bundle_is_downloaded_once_and_whole(bundle, tmp_path, monkeypatch):
             zipped.write(path, Path("eval_bundle", path.relative_to(bundle)))
     content = archive.getvalue()
     monkeypatch.chdir(tmp_path)
+    read = partial(BENCHMARKS["core"].read, None, tokenizer=BYTES, block_size=64)
     for length in (len(content) - 1, len(content)):
         with served(content[:length], len(content)) as url:
             monkeypatch.setattr(core, "BUNDLE_URL", url)
             if length < len(content):
-                with user_error("core could not be read from .*not a zip file"):
-                    BENCHMARKS["core"].read(None, None)
+                with user_error("core cannot use .*not a zip file"):
+                    read(limit=None)
             else:
-                tasks = BENCHMARKS["core"].read(None, 3)
+                tasks = read(limit=3)
     assert [(task.name, len(rows)) for task, rows in tasks] == [("sums", 3), ("words", 3)]
     # the folder is there now, and nobody serves it
-    assert len(BENCHMARKS["core"].read(None, None)[0][1]) == 5
+    assert len(read(limit=None)[0][1]) == 5
     assert [path.name for path in Path("data").iterdir()] == ["eval_bundle"]
 
 

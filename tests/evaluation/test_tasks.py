@@ -3,11 +3,13 @@ import math
 import pytest
 from conftest import user_error
 
+from data.tokenizer import load_tokenizer
 from evaluation.benchmarks import BENCHMARKS
 from evaluation.table import PUBLISHED
 from evaluation.tasks import Score
 
 HELLASWAG, LAMBADA, CBT = (BENCHMARKS[name] for name in ("hellaswag", "lambada", "cbt_cn"))
+BYTES = load_tokenizer("bytes")
 BOOK = """1 Tom had a dog .
 2 The dog ran to Ann .
 3 `` Where is the XXXXX ? '' said Ann .\tdog\t\tcat|dog|Ann
@@ -49,7 +51,7 @@ def test_lambada_has_three_accuracies_a_perplexity_and_their_errors():
 
 def test_cbt_asks_for_the_word_in_the_blank(tmp_path):
     (tmp_path / "cbt.txt").write_text(BOOK * 2)
-    item, _ = CBT.items(CBT.read(tmp_path / "cbt.txt", None), "from the blank")
+    item, _ = CBT.items(CBT.read(tmp_path / "cbt.txt", None, BYTES, 64), "from the blank")
     assert item.context == "Tom had a dog . The dog ran to Ann . `` Where is the"
     assert item.choices[1] == " dog ? '' said Ann ." and item.label == 1
 
@@ -61,9 +63,9 @@ def test_benchmarks_come_from_the_hub_or_name_the_option_of_a_file(monkeypatch):
         return [{"text": f"{path} {split}"}]
 
     monkeypatch.setattr("datasets.load_dataset", load_dataset)
-    assert LAMBADA.read(None, None) == [{"text": "EleutherAI/lambada_openai test"}]
+    assert LAMBADA.read(None, None, BYTES, 64) == [{"text": "EleutherAI/lambada_openai test"}]
     with user_error(r"\(ConnectionError.*; --data, in train.py --NAME"):
-        CBT.read(None, None)
+        CBT.read(None, None, BYTES, 64)
 
 
 def test_published_figures_are_those_of_a_benchmark_and_protocol():
