@@ -61,7 +61,7 @@ class RunOptions:
     if there is none. Default: a new run."""
     init_from: str | None = None
     """Weights to start from: a checkpoint of ours or its folder, one of nanoGPT, build-nanogpt or
-    llm.c, or a Hugging Face name (gpt2) or folder; default: random weights."""
+    llm.c, or a Hugging Face name (gpt2) or folder; train.py without it: random weights."""
     overwrite: bool = False
     """Replace the checkpoints and logs of another run, or of later steps."""
 
@@ -147,7 +147,9 @@ class ModelOptions:
         "gpt3-175b",
     ] = "gpt2"
     """Named size: GPT-2's 124M, 355M, 774M, 1558M parameters, or one of GPT-3, whose context is
-    2,048 tokens (docs/SCALING.md has their batches and learning rates)."""
+    2,048 tokens. The paper trained those with --total_batch_size 524288 and --max_lr 6e-4 (small),
+    3e-4 (medium), 2.5e-4 (large); 1048576 and 2e-4 (xl), 1.6e-4 (2.7b); 2097152 and 1.2e-4 (6.7b),
+    1e-4 (13b); 3145728 and 6e-5 (175b)."""
     n_layer: Count | None = None
     """Transformer blocks; default: those of --model_type."""
     n_head: Count | None = None
@@ -210,7 +212,7 @@ class SaveOptions:
     eval_every: Natural = 250
     """Steps between validations; 0: only after the last step."""
     save_every: Natural = 500
-    """Steps between checkpoints; 0: only after the last step."""
+    """Steps between checkpoints; 0: only before the first step and after the last one."""
     keep_last: Natural = 0
     """Numbered checkpoints (model_step_005000.pt) to keep beside the last and the best."""
     sample_every: Natural = 500

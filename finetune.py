@@ -72,8 +72,7 @@ def main() -> None:
     assert start is not None  # --init_from is required
     weights_checksum = init_checksum(device_options, checkpoint, start, process)
     model, weights = build_model(device_options, start)
-    # By default --batch_size and --max_steps depend on the number of rows, and --max_lr on the
-    # number of parameters.
+    # --batch_size, --max_steps and --max_lr have defaults by the number of rows and of parameters
     assert device_options.data is not None  # FinetuneConfig demands it
     num_rows = len(read_lines(device_options.data))
     options = resolve_options(device_options, num_rows, model.num_parameters(), process.world_size)
@@ -135,15 +134,20 @@ def main() -> None:
         # A resumed run repeats the evaluation or the sampling that the signal interrupted.
         run.stopping = True  # run.finish then says how to continue
         saver.save_last()
-    except UserError:
-        # Such as of a reward function. All processes raise it, and save what was learned before.
+    except UserError:  # of a reward function, on all processes: what was learned before is kept
         saver.save_last()
         saver.finish()
         raise
 
     saver.finish()  # waits for the last write
-    chat = "" if options.plain else "--chat "  # for the command that is printed as the next one
-    run.finish([] if options.method == "reward" else [f"sample.py {chat}--checkpoint"])
+    run.finish(next_commands(options))
+
+
+def next_commands(options: ResolvedFinetuneConfig) -> list[str]:
+    """Return the commands to print at the end, each without the folder of the run."""
+    if options.method == "reward":
+        return []  # a reward model writes no text
+    return ["sample.py --checkpoint" if options.plain else "sample.py --chat --checkpoint"]
 
 
 def resolve_on_device(

@@ -156,6 +156,8 @@ def parse_corpora(data_dir: Sequence[Path | str]) -> list[Corpus]:
     folders have a weight and others do not.
     """
     corpora: list[Corpus] = []
+    if len(set(data_dir)) < len(data_dir):
+        raise UserError("--data_dir names a folder twice, whose text would count twice")
     for name in data_dir:
         # a number after the last colon; a path may hold a colon, too
         match = re.fullmatch(r"(.+):(\d+\.?\d*|\.\d+)", str(name))

@@ -137,11 +137,16 @@ class TextEncoder:
     """Examples so far that were longer than the context."""
 
     def dialog(self, row: dict) -> Example:
-        """Encode the "messages" of a row, or its "prompt" and "completion"."""
+        """Encode the "messages" of a row, its "prompt" and "completion", or its "instruction",
+        "input" and "output"."""
         # plain text has no turns for messages, so that its rows need a prompt
         if self.chat and "messages" in row:
             messages = as_messages(self.get_text(row, "messages"))
             return self.cut(encode_messages(messages, self.tokenizer))
+        # Alpaca's names; its "input", often empty, is what the instruction is about
+        if "instruction" in row:
+            prompt = f"{row['instruction']}\n\n{row.get('input', '')}".strip()
+            row = {"prompt": prompt, "completion": row.get("output")}
         return self.completion(row, "completion")
 
     def completion(self, row: dict, name: str) -> Example:
@@ -189,6 +194,8 @@ class TextEncoder:
             for message in value:
                 get_field(message, "role", str)
                 get_field(message, "content", str)  # None would be written as "None"
+                if message.get("weight") not in (None, 0, 1):
+                    raise ValueError(f'"weight" is 0 or 1: {message!r:.200}')
                 # a chat template reads further fields of a message, the project's own format none
                 if not self.tokenizer.chat_template:
                     check_message(message)

@@ -51,6 +51,8 @@ def find_answer(
     # templates are not made for a prompt without any message.
     is_continued = dialog_ids[:start] == prompt_ids
     is_kept = tokenizer.render(messages).startswith(until_answer) and content in answer
+    # an answer of "tool_calls" alone, which the template leaves out, would teach to say nothing
+    is_kept = is_kept and answer.strip() != ""
     if index == 0 or not is_continued or not is_kept:
         raise ValueError(
             f"the chat template changes the answer {content[:40]!r}, or no token ends where "

@@ -109,7 +109,7 @@ def parse_recipe(text: str) -> Recipe:
         if key in training_fields:
             # the class attribute is the field's default, which tells the type of the value
             value = parse_value(key, text, getattr(Recipe, key))
-            recipe = replace(recipe, **{key: value})  # type: ignore[arg-type]
+            recipe = replace(recipe, **{key: value})  # type: ignore[arg-type]  # any field
         elif key in model_fields:
             value = parse_value(key, text, getattr(GPTConfig, key))
             # GPTConfig checks the value when the model is built

@@ -117,7 +117,7 @@ class PlainAdamW(torch.optim.Optimizer):
     """AdamW as in the paper (Loshchilov and Hutter 2019), one parameter after another."""
 
     @torch.no_grad()
-    def step(self) -> None:  # type: ignore[override]
+    def step(self) -> None:  # type: ignore[override]  # no closure
         # The groups of torch.optim.AdamW bring its lr, betas, eps and weight_decay.
         for group in self.param_groups:
             beta1, beta2 = group["betas"]

@@ -23,7 +23,10 @@ def choose_micro_batch(
 ) -> tuple[int, str]:
     """Return the sequences of a micro-batch for --micro_batch_size auto, and a sentence about it to
     print. Raises UserError, which names flags that would do, if not even one sequence fits."""
-    size, needed_bytes = largest_micro_batch(options, recipe, shape, hardware)
+    try:
+        size, needed_bytes = largest_micro_batch(options, recipe, shape, hardware)
+    except UserError as error:  # fewer sequences in a step than processes
+        raise UserError(f"{error}; " + advise(options, recipe, shape, hardware)) from error
     free_text = f"{hardware.free / 1e9:.2f} GB free"
     if size == 0:
         raise UserError(
@@ -80,7 +83,7 @@ def advise(
         try:
             check_divides(shape, tensor_parallel)
             # raises UserError for flags that exclude each other
-            trial = replace(options, **flags)  # type: ignore[arg-type]
+            trial = replace(options, **flags)  # type: ignore[arg-type]  # any flag
             size, _ = largest_micro_batch(trial, recipe, shape, hardware)
         except UserError:  # the numbers do not divide, or the flags do not go together
             continue

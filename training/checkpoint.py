@@ -79,7 +79,7 @@ class Checkpoint(TypedDict, total=False):
     data_order: dict
     """Data and options from which, with the step, its batch follows."""
     val_checksum: int | None
-    """Of the text that best_loss belongs to; None without validation."""
+    """Identity of the text that best_loss belongs to; None without validation."""
     corpus: str
 
 

@@ -76,7 +76,7 @@ class Muon(torch.optim.Optimizer):
         self.dtype = torch.float32 if dtype is torch.float16 else dtype
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # no closure
         """Update all parameters, and overwrite their gradients.
 
         Every process must call it: where parameters are sharded it gathers matrices.

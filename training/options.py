@@ -28,7 +28,7 @@ from training.checkpoint import Checkpoint, checkpoint_folder, find_newest, load
 from training.plan import Hardware
 from training.tensor_parallel import check_divides
 from utils.cli import expand_home, flag_value, named_flags, parse, to_flags
-from utils.devices import has_c_compiler, pick_device, pick_dtype
+from utils.devices import has_c_compiler, is_bfloat16_faster, pick_device, pick_dtype
 from utils.distributed import Process, launched
 from utils.errors import UserError
 from utils.throughput import NAMED_GPUS
@@ -130,7 +130,11 @@ def find_resumed(config_class: type[Options], resume: str | None, flags: list[st
         return None
     if resume == "auto":
         # The flags are parsed later, together with the options of the checkpoint.
-        return find_newest(config_class.checkpoint_folder(flags))
+        folder = config_class.checkpoint_folder(flags)
+        newest = find_newest(folder)
+        if newest is None and launched("RANK") == 0:
+            print(f"no checkpoint in {folder}: a new run")  # the folder may be misspelt
+        return newest
     path = Path(resume)
     if not path.is_dir():
         return path  # if the file is absent, load_checkpoint raises OSError
@@ -205,6 +209,9 @@ def resolve_dtype(options: Machine, process: Process) -> Machine:
     dtypes could not be summed. Every process must call it. Raises UserError for a dtype that a GPU
     lacks."""
     dtype = pick_dtype(options.dtype, process.device, process.all_agree)
+    on_cpu = process.device.type == "cpu"
+    if on_cpu and options.dtype == "bfloat16" and not is_bfloat16_faster():
+        process.print("warning: this CPU is faster in float32: leave out --dtype bfloat16")
     name = str(dtype).removeprefix("torch.")  # "bfloat16"
     return replace(options, dtype=name)  # type: ignore[arg-type]  # PyTorch names them alike
 

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.amp import GradScaler
 
-from config import MachineOptions, ResolvedOptions
+from config import MachineOptions, ResolvedOptions, log_folder
 from data.tokenizer import tokenizer_identity
 from model.config import GPTConfig
 from model.gpt import GPT
@@ -310,6 +310,9 @@ class Run(Generic[Config]):
         folder = shlex.quote(str(self.config.checkpoint_dir))
         if self.stopping:
             command = f"python {sys.argv[0]} --resume {folder}"
+            log_dir = self.config.log_dir
+            if log_dir != log_folder(self.config.checkpoint_dir):  # else it follows from that
+                command += f" --log_dir {shlex.quote(str(log_dir))}"
             self.logger.print(f"stopped; saved at step {self.state.step}: continue with {command}")
         elif self.process.is_main:
             best = ""

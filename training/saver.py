@@ -7,7 +7,6 @@ training waits. The format of the file stands in training/checkpoint.py.
 
 import math
 import threading
-import time
 from dataclasses import asdict, dataclass, field
 
 import torch
@@ -22,7 +21,6 @@ from utils.errors import UserError
 from utils.files import link_or_copy, sync_folder
 
 THREAD = "saver"  # name by which finish_writing finds the thread
-POLL_SECONDS = 0.05  # between two checks of `wait`
 
 
 def finish_writing() -> None:
@@ -67,6 +65,8 @@ class Saver:
             saved = load_checkpoint(best_path)
             if saved["val_checksum"] == self.run.entries["val_checksum"]:
                 self.best_loss = saved["best_loss"]
+            else:
+                self.run.process.print("the validation text has changed: a new lowest loss begins")
 
     # last_step and best_loss change when a file is on the disk. They are known after `wait`, and
     # only to the main process, which decides for all.
@@ -74,8 +74,8 @@ class Saver:
         """Return True if model_last.pt is due after `step` steps: every --save_every steps, at the
         end, and before the first step of this process, so that a killed run can be continued."""
         save_every = self.run.config.save_every
-        is_regular = save_every > 0 and (self.is_first or step % save_every == 0)
-        return self.run.ended or is_regular
+        is_regular = save_every > 0 and step % save_every == 0
+        return self.is_first or is_regular or self.run.ended
 
     def save_last(self) -> None:
         """Save model_last.pt, unless it is of this step already. Every process must call it."""
@@ -170,12 +170,9 @@ class Saver:
 
     def wait(self) -> None:
         """Wait until nothing is being written. Every process must call it."""
-        # Only the main process may have a thread. The others call short collectives meanwhile: a
-        # single one may exceed TIMEOUT of utils/distributed.py on a slow disk. Not `join`: a signal
-        # that interrupts it in Python 3.11 marks the thread as ended, and finish_writing would not
-        # wait for it.
-        while not self.run.process.all_agree(not self.thread.is_alive()):
-            time.sleep(POLL_SECONDS)
+        # Only the main process may have a thread. Not `join`: a signal that interrupts it in Python
+        # 3.11 marks the thread as ended, and finish_writing would not wait for it.
+        self.run.process.wait_until(lambda: not self.thread.is_alive())
 
     def end_after_patience(self) -> None:
         """If PATIENCE steps in a row had no finite loss and gradient, save and raise UserError."""

@@ -77,6 +77,9 @@ def open_start(
     """Return the model that a run begins with: that of the checkpoint that is resumed, or that of
     --init_from, None without both. Every process must call it; raises UserError for a damaged file.
     """
+    # With --resume auto, a machine without the folder of the others would begin a new run.
+    if not process.all_equal(int(checkpoint is None)):
+        raise UserError(DIFFERENT)
     if checkpoint is None:
         return open_saved(options.init_from, process) if options.init_from else None
     # `checkpoint` is open already. Its path serves error messages only: it may hold a later save.

@@ -10,6 +10,7 @@ from training.run import Run
 from utils.devices import seconds_on_cpu
 from utils.errors import UserError
 
+MOST_EPOCHS = 100  # above this the model would learn its text by heart
 SLOW_RUN_SECONDS = 3600  # above this the user is told how long a run on a CPU takes
 
 
@@ -36,8 +37,12 @@ def print_summary(
     for folder in train_data.stream.unfinished:
         run.logger.print(f"warning: {folder} holds a part of its text: run the sharding to its end")
     tokens_per_step = options.total_batch_size
-    # "0.53 epochs"
-    epochs = train_data.describe_epochs(options.max_steps * tokens_per_step)
+    run_tokens = options.max_steps * tokens_per_step
+    if run_tokens > MOST_EPOCHS * len(train_data.stream):
+        run.logger.print("warning: the text is read too often: give fewer --max_steps, or more text")
+    if options.warmup_steps > options.max_steps // 2:
+        run.logger.print(f"warning: warmup ends after half of the {options.max_steps:,} steps")
+    epochs = train_data.describe_epochs(run_tokens)  # "0.53 epochs"
     text = (
         f"{model.num_parameters():,} parameters; {len(train_data.stream):,} train tokens; "
         f"{epochs}: {options.max_steps:,} steps of {tokens_per_step:,} tokens = "

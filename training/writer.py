@@ -8,6 +8,7 @@ which names, is training/saver.py's; the format of a file stands in training/che
 import contextlib
 import os
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -73,8 +74,11 @@ def save_checkpoint(
                 if process.is_main:
                     offsets[0] = lay_out(temporary, parts, content)
             offsets = process.merge(offsets)
-            with process.together():
-                write_pieces(temporary, parts, offsets[0])
+            # In a thread: processes without rows wait, longer than a single collective may take.
+            with process.together(), ThreadPoolExecutor() as pool:
+                written = pool.submit(write_pieces, temporary, parts, offsets[0])
+                process.wait_until(written.done)
+                written.result()  # raises the error of write_pieces
             if process.is_main:
                 replace_file(temporary, path)
         except Exception:

@@ -14,6 +14,7 @@ import contextlib
 import ctypes
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -31,8 +32,9 @@ Output = TypeVar("Output")
 
 # A collective fails after this time. Without a limit, a machine that lost its power would stop the
 # run for good. The limit is longer than anything that one process does while the others wait, such
-# as a download. (A checkpoint may take longer: Saver.wait calls many short collectives.)
+# as a download. (A checkpoint may take longer: wait_until calls many short collectives.)
 TIMEOUT = timedelta(minutes=10)
+POLL_SECONDS = 0.05  # between two collectives of wait_until
 
 STOP_MESSAGE = "\nstopping soon, then saving"
 HURRY_MESSAGE = "; Ctrl-C again to stop now without saving"  # only without a launcher
@@ -176,6 +178,11 @@ class Process:
     def all_agree(self, condition: bool) -> bool:
         """Return whether the condition holds on every process."""
         return self.min(int(condition)) == 1
+
+    def wait_until(self, is_done: Callable[[], bool]) -> None:
+        """Wait, without a limit of time, until `is_done` returns True on every process."""
+        while not self.all_agree(is_done()):
+            time.sleep(POLL_SECONDS)
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
