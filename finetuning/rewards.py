@@ -4,6 +4,7 @@ import math
 import runpy
 import sys
 from collections.abc import Callable
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 
@@ -100,8 +101,9 @@ def rate_by_function(name: str, function: Callable, completions: list[Completion
     for completion in completions:
         prompt = completion.row["prompt"]  # a text or messages
         try:
-            # the function may return a bool or a NumPy number
-            reward = float(function(prompt, completion.text, completion.row))
+            # a copy, as the row is that of other completions, too
+            reward = function(prompt, completion.text, deepcopy(completion.row))
+            reward = float(reward)  # from a bool or a NumPy number
             if not math.isfinite(reward):
                 raise ValueError(f"it returned {reward}")
             rewards.append(reward)

@@ -6,11 +6,13 @@ training waits. The format of the file stands in training/checkpoint.py.
 """
 
 import math
+import shutil
 import threading
 from dataclasses import asdict, dataclass, field
 
 import torch
 
+from config import ResolvedOptions
 from model.gpt import GPT
 from training.checkpoint import BEST, LAST, NUMBERED, load_checkpoint, numbered
 from training.parts import Piece, copy_state
@@ -29,6 +31,25 @@ def finish_writing() -> None:
     for thread in threading.enumerate():
         if thread.name == THREAD:
             thread.join(20)
+
+
+def check_space(options: ResolvedOptions, num_parameters: int) -> None:
+    """Raise UserError if the disk has no room for the checkpoints of a run. The first one, without
+    optimizer state, may fit where no later one does, and a failed save does not end the run."""
+    folder = options.checkpoint_dir
+    num_files = 2  # model_last.pt and a temporary file
+    if options.eval_every > 0:
+        num_files += 1  # model_best.pt
+    missing_bytes = num_files * 12 * num_parameters  # float32 weights and two moments of AdamW
+    for path in (folder / LAST, folder / BEST):  # will be replaced
+        if path.exists():
+            missing_bytes -= path.stat().st_size
+    free_bytes = shutil.disk_usage(folder).free
+    if missing_bytes > free_bytes:
+        raise UserError(
+            f"the disk of {folder} has {free_bytes / 1e9:.2f} GB free, and checkpoints need "
+            f"{missing_bytes / 1e9:.2f} GB: give another --run_dir"
+        )
 
 
 @dataclass
@@ -58,6 +79,9 @@ class Saver:
     """Error of the last failed write; None again after a later model_last.pt."""
 
     def __post_init__(self) -> None:
+        with self.run.process.together():  # raises UserError on all
+            if self.run.process.is_main:
+                check_space(self.run.config, sum(p.numel() for p in self.model.parameters()))
         # A resumed run goes on from the lowest loss in its folder, unless it validates on another
         # text by now: losses of different texts cannot be compared.
         best_path = self.run.config.checkpoint_dir / BEST

@@ -39,7 +39,7 @@ def print_summary(
     tokens_per_step = options.total_batch_size
     run_tokens = options.max_steps * tokens_per_step
     if run_tokens > MOST_EPOCHS * len(train_data.stream):
-        run.logger.print("warning: the text is read too often: give fewer --max_steps, or more text")
+        run.logger.print("warning: the text is read over 100 times: lower --max_steps")
     if options.warmup_steps > options.max_steps // 2:
         run.logger.print(f"warning: warmup ends after half of the {options.max_steps:,} steps")
     epochs = train_data.describe_epochs(run_tokens)  # "0.53 epochs"

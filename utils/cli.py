@@ -56,6 +56,8 @@ def parse(config_class: type[Config], args: list[str] | None = None) -> Config:
     # nanoGPT's `train.py config/FILE.py`
     if args and not args[0].startswith("-"):
         raise UserError(f"{args[0]} stands without a flag; --help lists the flags")
+    # `args` may also have flags of a file or a checkpoint, which those on the command line replace
+    typed_names = [name for name, _ in named_flags(sys.argv[1:])]
     corrections: list[str] = []
     for name, value in named_flags(args):
         flag = FLAGS_BY_NANOGPT_NAME.get(name, name)
@@ -65,6 +67,10 @@ def parse(config_class: type[Config], args: list[str] | None = None) -> Config:
         # nanoGPT's --compile=False
         if value in ("True", "False") and "bool" in types.get(flag, ""):
             corrections.append(f"--{flag} takes no value: it is off by --no_{flag}")
+        # Of `--input a --input b` the last would win, and without a value the default.
+        is_list = types.get(name, "").startswith("tuple")
+        if is_list and (value is None or typed_names.count(name) > 1):
+            corrections.append(f"give --{name} once, with all of its values behind it")
     if corrections:
         raise UserError("; ".join(corrections) + "; --help says more")
 

@@ -46,6 +46,8 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
+        # On a full disk torch raises its own error, after the OSError that has the reason.
+        cause = error.__context__ if isinstance(error.__context__, OSError) else error
         # only the first line, as torch adds its C++ stack; a MemoryError has no text
-        reason = str(error).partition("\n")[0] or type(error).__name__
+        reason = str(cause).partition("\n")[0] or type(cause).__name__
         raise UserError(f"{path} could not be written: {reason}") from error
