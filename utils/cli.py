@@ -50,15 +50,16 @@ def parse(config_class: type[Config], args: list[str] | None = None) -> Config:
     --help shows a group of flags for each dataclass that `config_class` inherits from, named after
     it without "Options"; the last one comes first.
     """
+    # train.py and finetune.py give flags, with those of a file or a checkpoint in front.
+    is_command_line = args is None
     args = expand_home(sys.argv[1:] if args is None else args)
     defaults = {option.name: option.default for option in fields(config_class)}
     types = {option.name: str(option.type) for option in fields(config_class)}  # "bool | None"
     # nanoGPT's `train.py config/FILE.py`
     if args and not args[0].startswith("-"):
         raise UserError(f"{args[0]} stands without a flag; --help lists the flags")
-    # `args` may also have flags of a file or a checkpoint, which those on the command line replace
-    typed_names = [name for name, _ in named_flags(sys.argv[1:])]
     corrections: list[str] = []
+    given_names: set[str] = set()
     for name, value in named_flags(args):
         flag = FLAGS_BY_NANOGPT_NAME.get(name, name)
         # Correct it only if the script has the option; tyro refuses all other unknown flags below.
@@ -68,9 +69,10 @@ def parse(config_class: type[Config], args: list[str] | None = None) -> Config:
         if value in ("True", "False") and "bool" in types.get(flag, ""):
             corrections.append(f"--{flag} takes no value: it is off by --no_{flag}")
         # Of `--input a --input b` the last would win, and without a value the default.
-        is_list = types.get(name, "").startswith("tuple")
-        if is_list and (value is None or typed_names.count(name) > 1):
+        is_repeated = is_command_line and name in given_names
+        if types.get(name, "").startswith("tuple") and (value is None or is_repeated):
             corrections.append(f"give --{name} once, with all of its values behind it")
+        given_names.add(name)
     if corrections:
         raise UserError("; ".join(corrections) + "; --help says more")
 

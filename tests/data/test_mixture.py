@@ -43,6 +43,8 @@ def test_weights_are_read_from_the_names_of_folders():
     for names in (["data/a:1", "data/b"], ["data/a:1", "data/b:0"]):
         with user_error("give each folder a weight above 0"):
             parse_corpora(names)
+    with user_error("names a folder twice"):
+        parse_corpora([a, b, a])
 
 
 def test_shares_are_exact_and_each_corpus_runs_through_its_own_order(folders):

@@ -237,6 +237,10 @@ def test_the_advice_fits_is_faster_and_is_what_the_refusal_names():
     ):
         choose_micro_batch(options, recipe, shape, hardware)
 
+    # as many processes as sequences, and more
+    with user_error("does not divide by the micro-batch, .* the fastest that fits is --sharding"):
+        choose_micro_batch(*plan(2048, **given))
+
     # the state of 175B is that of several machines, and of none that are fewer
     given |= {"model_type": "gpt3-175b", "total_batch_size": 1536 * 2048}
     text = advise(*plan(1024, **given))

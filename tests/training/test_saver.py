@@ -1,9 +1,11 @@
 import contextlib
+import errno
 import functools
 import itertools
 import math
 import os
 import resource
+import shutil
 import threading
 import time
 from dataclasses import replace
@@ -11,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import train_options
+from conftest import train_options, user_error
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.amp import GradScaler
@@ -26,7 +28,7 @@ from training.optim import make_optimizers
 from training.run import Run, TrainState
 from training.saver import Saver
 from utils.distributed import Process
-from utils.errors import UserError
+from utils.errors import UserError, writing
 
 ALONE = Process(0, 1, torch.device("cpu"))
 
@@ -76,7 +78,9 @@ def test_no_step_is_taken_before_the_first_checkpoint_is_written(saver, tmp_path
     assert (tmp_path / LAST).exists() and not saver.due(3)
 
 
-def test_the_lowest_loss_is_that_of_the_best_file_and_below_that_of_the_start(saver, tmp_path):
+def test_the_lowest_loss_is_that_of_the_best_file_and_below_that_of_the_start(
+    saver, tmp_path, capsys
+):
     saver.save_if_best(3.0)  # step 0
     save(saver, 2)
     saver.save_if_best(492.0)  # a run that diverges has no best model
@@ -90,8 +94,28 @@ def test_the_lowest_loss_is_that_of_the_best_file_and_below_that_of_the_start(sa
     assert again.best_loss == 2.5
     saver.run.entries["val_checksum"] = 2  # of another text
     assert replace(saver, best_loss=math.inf).best_loss == math.inf
+    assert "a new lowest loss begins" in capsys.readouterr().out
     assert (tmp_path / LAST).samefile(tmp_path / "model_step_000004.pt")
     assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_a_disk_without_room_is_refused_at_the_start(saver, tmp_path, monkeypatch):
+    """Three files of 12 bytes a parameter, less those that are replaced."""
+    bytes_of_file = 12 * sum(p.numel() for p in saver.model.parameters())
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=2 * bytes_of_file))
+    with user_error(f"the disk of {tmp_path} has 0.00 GB free"):
+        replace(saver)
+    (tmp_path / LAST).write_bytes(bytes(bytes_of_file))
+    replace(saver)
+
+
+def test_a_write_that_fails_names_the_reason_of_the_system(tmp_path):
+    """torch raises an error of its own about the positions in its file."""
+    with user_error("m.pt could not be written: .*No space left"), writing(tmp_path / "m.pt"):
+        try:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        finally:
+            raise RuntimeError("[enforce fail at inline_container.cc:672] unexpected pos 694528")
 
 
 class Killed(BaseException):

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, user_error
 
 from config import TrainConfig
 from model.recipes import RECIPES
@@ -65,6 +65,14 @@ def test_later_flags_win_and_are_found_by_name():
     assert parse(Options, flags) == Options((Path("x"), Path("y")), "a", 2.0, on=False)
     assert flag_value(flags, "number") == "2" and flag_value(flags, "text") == "a"
     assert flag_value(flags, "size") is None and flag_value(["--max-lr", "1"], "max_lr") == "1"
+
+
+def test_a_list_is_given_once_with_its_values(monkeypatch):
+    with user_error("give --folders once"):
+        parse(Options, ["--folders", "--size", "3"])
+    monkeypatch.setattr("sys.argv", ["script.py", "--folders", "x", "--folders=y"])
+    with user_error("give --folders once"):
+        parse(Options)
 
 
 def test_a_flag_of_nanogpt_is_answered_by_its_name_here():
