@@ -224,7 +224,7 @@ def main(config: EvalConfig) -> None:
     # bar.update is called with the number of rows of each forward pass
     scorer = ItemScorer(model, process, dtype, config.batch_size, tokenizer, bar.update)
 
-    # folders of training shards; () for a model of another project, or of finetune.py
+    # folders of training shards; () for a model of another project, of finetune.py or convert.py
     trained_on = checkpoint.get("config", {}).get("data_dir", ())
     score_tasks, errors = open_tasks(config, scorer, trained_on)
     outputs = output_paths(config, name, checkpoint_path)
