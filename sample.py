@@ -140,7 +140,7 @@ class Writer:
         else:
             # BOS or end of text, then the prompt, as at the beginning of a document in the shards
             prompt_ids = encode_prompt(prompt, self.tokenizer, chat=False)
-        if len(prompt_ids) > block_size:  # `generate` would drop the beginning
+        if len(prompt_ids) > block_size:
             raise UserError(
                 f"the prompt has {len(prompt_ids):,} tokens; this model reads at most "
                 f"{block_size:,}"
