@@ -8,6 +8,7 @@ The exported folder (GPT-2, LLaMA or Qwen3) loads with transformers' AutoModelFo
 AutoTokenizer, in float32 with every bit of the weights, and has a model card.
 """
 
+import math
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -16,15 +17,13 @@ import utils.environment  # noqa: F401 (first: it says what to type without PyTo
 
 import torch
 
-from config import DERIVED, TrainConfig, resolve_from_recipe
 from data.export_tokenizer import save_tokenizer
 from data.tokenizer import CHAT_TEMPLATE, load_tokenizer
 from finetuning.chat import is_chat
 from model.config import SIZED
 from model.gpt import GPT
 from model.huggingface import EMBEDDING, HEAD, differences, nearest_gpt2, save_pretrained
-from model.recipes import Recipe
-from training.checkpoint import checksum, find_checkpoint, open_model
+from training.checkpoint import find_checkpoint, open_model
 from training.parts import copy_state
 from training.run import TrainState
 from training.writer import save_checkpoint
@@ -100,8 +99,8 @@ def export_checkpoint(checkpoint_path: Path, out: Path, is_for_nanogpt: bool) ->
         shape=model.config,
         tokenizer=tokenizer.name,
         checkpoint=checkpoint,
-        # finetune.py's options have a method, train.py's a recipe
-        method=options.get("method") or options["recipe"],
+        # finetune.py's options have a method, train.py's a recipe, those of an import neither
+        method=options.get("method") or options.get("recipe", "not recorded"),
         origin=origin.name,  # readers of the card do not have the folder
         # train.py names its corpus, which may be a mixture; finetune.py reads one file
         data=checkpoint.get("corpus") or Path(options.get("data", "not recorded")).name,
@@ -134,26 +133,19 @@ def to_nanogpt(model: GPT) -> dict:
 
 
 def import_model(name: str, out: Path) -> None:
-    """Write a model (of another project) as a checkpoint at step 0, without optimizer state."""
+    """Write a model (of another project) as a checkpoint, from which --init_from begins a run."""
     # float32 takes all bits of the weights, also if `name` is a checkpoint of this project.
     model, tokenizer_spec, _ = open_model(name, float32=True)
-    recipe = Recipe()  # the default, AdamW with GPT-2's rates
-    # With init_from, a run that resumes the file takes the architecture of its weights.
-    given_options = TrainConfig(init_from=name, block_size=model.config.block_size)
-    options = resolve_from_recipe(given_options, recipe)
     entries = {
-        "script": "train.py",
-        # None: a run that resumes this file derives its warmup, too, as no step is done yet
-        "config": options.to_dict() | {"warmup_steps": None},
-        "derived": dict.fromkeys(DERIVED),  # None: the user gave none of these
-        "init_checksum": checksum(model.state_dict()),
-        "recipe": asdict(recipe),
+        "script": "convert.py",  # so --resume, which continues a run, refuses the file
+        "config": {"init_from": name},
         "model_config": asdict(model.config),
         "tokenizer": tokenizer_spec,
+        # step 0, with a run_id of its own: in its folder no run may write over the file
         **asdict(TrainState()),
-        "scaler": {},  # no loss scale, which only float16 needs
+        "best_loss": math.inf,
     }
-    # All rows of the weights; without optimizers `moments` is empty, as before the first step.
+    # All rows of the weights; `moments`, the optimizer state, is empty.
     weights, moments = copy_state(model, [], ALONE)
     save_checkpoint(out, weights, moments, entries)
 

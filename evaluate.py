@@ -201,7 +201,7 @@ def main(config: EvalConfig) -> None:
     # are no parameters: the check for NaN above would not see them.
     prepare_for_inference(model.to(process.device), process.device, dtype, rows=EXPECTED_ROWS)
 
-    # folders of training shards; () for a model of another project, or of finetune.py
+    # folders of training shards; () for a model of another project, of finetune.py or convert.py
     trained_on = tuple(map(Path, checkpoint.get("config", {}).get("data_dir", ())))
     config = replace(
         config,

@@ -69,13 +69,12 @@ class GeneratedText:
 
     def __init__(self, tokenizer: Tokenizer, is_answer: bool) -> None:
         self.tokenizer = tokenizer
-        self.is_answer = is_answer
         # A character can span several tokens: the decoder holds its bytes back until it is whole,
         # and gives U+FFFD for bytes that are no UTF-8.
         self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self.content = ""  # without the prompt
-        # True after the first token, even if that token completes no character
-        self.has_begun = False
+        # True until the first token of an answer, which loses the space after "Assistant:"
+        self.drops_space = is_answer
         self.has_ended = False
 
     def append(self, token: int) -> str:
@@ -86,10 +85,10 @@ class GeneratedText:
         if self.has_ended:
             return ""
         characters = self.decoder.decode(self.tokenizer.decode_bytes([token]))
-        if self.is_answer and not self.has_begun:
-            characters = characters.removeprefix(" ")  # the space after "Assistant:"
+        if self.drops_space:
+            characters = characters.removeprefix(" ")
+            self.drops_space = False
         self.content += characters
-        self.has_begun = True
         return characters
 
 
@@ -140,7 +139,7 @@ class Writer:
         else:
             # BOS or end of text, then the prompt, as at the beginning of a document in the shards
             prompt_ids = encode_prompt(prompt, self.tokenizer, chat=False)
-        if len(prompt_ids) > block_size:  # `generate` would drop the beginning
+        if len(prompt_ids) > block_size:
             raise UserError(
                 f"the prompt has {len(prompt_ids):,} tokens; this model reads at most "
                 f"{block_size:,}"

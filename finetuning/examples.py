@@ -173,7 +173,7 @@ class TextEncoder:
         if has_answer:
             get_field(row, "answer", str, int, float)
         prompt_ids = encode_prompt(self.get_text(row, "prompt"), self.tokenizer, self.chat)
-        # sampling would drop the beginning of the prompt where the context is full
+        # sampling drops the older half of a full context
         if len(prompt_ids) + max_new_tokens > self.block_size:
             raise ValueError(
                 f"a prompt of {len(prompt_ids)} tokens and --max_new_tokens {max_new_tokens} "

@@ -67,18 +67,18 @@ def sample_token(logits: Tensor, uniform: Tensor, sampling: Sampling) -> Tensor:
 
 @torch.no_grad()
 def generate(model: GPT, prompts: list[list[int]], sampling: Sampling) -> Iterator[Tensor]:
-    """Yield the next token ids (B,) of B prompts, each of one token or more, on the model's device.
+    """Yield the next token ids (B,) of B prompts, on the model's device. A prompt has at least one
+    token, and at most the context.
 
-    Where the context is full, its older half is dropped and the newer one read again; a prompt
-    longer than the context keeps its end. With prompts of one length the loop does not wait for the
-    GPU to finish a token.
+    Where the context is full, its older half is dropped and the newer one read again. With prompts
+    of one length the loop does not wait for the GPU to finish a token.
     """
     block_size = model.config.block_size
     device = model.transformer.wte.weight.device
     uniforms = draw_uniforms(len(prompts), sampling).to(device)  # (B, max_new_tokens)
-    prompts = [prompt[-block_size:] for prompt in prompts]
     lengths = [len(prompt) for prompt in prompts]  # tokens of each row, without padding
     longest = max(lengths)
+    assert longest <= block_size, f"a prompt of {longest} tokens is too long"
     # Pad on the left with token 0; any token would do, as the mask hides it.
     rows = [[0] * (longest - len(prompt)) + prompt for prompt in prompts]
     context = torch.tensor(rows, device=device)  # (B, S), with padding

@@ -295,7 +295,8 @@ class GPT(nn.Module):
         With a `cache`, the ids continue the S - T tokens in it, and are added to it. Rows with
         padding, or with several continuations of one prompt, need `positions` (B, T), each below
         the block size, and `mask` (B, 1, T, S), true where a token may attend to one of S tokens.
-        Without these, positions follow each other and attention is causal.
+        Without these, positions follow each other and attention is causal, and a cache that holds
+        tokens takes one more at a time.
         """
         if positions is None:
             # number of past tokens, whose keys and values the cache holds

@@ -67,13 +67,11 @@ class ScaledDotProduct(nn.Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
         """Return (B, H, T, D) for queries (B, H, T, D) of the newest T of S tokens, keys and values
         (B, K, S, D). Attention is causal, or by a mask that broadcasts to (B, H, T, S) and is true
-        where a token may attend."""
+        where a token may attend; several queries after cached keys need one."""
         T = q.size(2)
         S = k.size(2)
-        if mask is None and 1 < T < S:
-            # Several new tokens follow the cached ones. is_causal would align the first query with
-            # the first key; this mask aligns the last query with the last key.
-            mask = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
+        # SDPA's is_causal aligns the first query with the first key; cached keys would shift them.
+        assert mask is not None or T in (1, S)
         is_causal = mask is None and T > 1  # a single query attends to all tokens
 
         group_size = q.size(1) // k.size(1)

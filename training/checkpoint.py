@@ -39,9 +39,9 @@ REWARD_HEAD = "reward_head.weight"
 
 
 class Checkpoint(TypedDict, total=False):
-    """Content of a file, with the keys of docs/FORMATS.md; {} for a model of another project. Files
-    of convert.py lack the keys from `command` on, and only files of train.py have `recipe` and
-    `corpus`."""
+    """Content of a file, with the keys of docs/FORMATS.md; {} for a model of another project. Only
+    files of train.py have `recipe` and `corpus`. Files of convert.py have weights, checksums,
+    `script`, `config`, `model_config`, `tokenizer`, and the progress of a run at step 0."""
 
     format_version: int
     versions: dict[str, str]
@@ -54,9 +54,9 @@ class Checkpoint(TypedDict, total=False):
     checksums: dict[str, int]
     """Sum of the CRC-32 of the rows of model, model_low and optimizer each."""
     script: str
-    """train.py or finetune.py, which alone resumes it."""
+    """train.py or finetune.py, which alone resumes it; convert.py, which no script resumes."""
     config: dict
-    """Options by name, resolved."""
+    """Options by name, resolved; of convert.py `init_from` alone, the name of the model."""
     derived: dict
     """Options that were computed from others, with what was given for them: None or "auto"."""
     model_config: dict

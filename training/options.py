@@ -175,7 +175,7 @@ def find_recipe(options: TrainConfig, checkpoint: Checkpoint | None) -> Recipe:
     if options.recipe == checkpoint["config"]["recipe"]:
         return earlier_recipe
     recipe = parse_recipe(options.recipe)
-    # optimizer state is empty in a converted checkpoint, and before the first step
+    # optimizer state is empty before the first step
     if checkpoint["optimizer"] and recipe.optimizer != earlier_recipe.optimizer:
         raise UserError(
             f"{options.resume} has the state of another optimizer, {earlier_recipe.optimizer}: "

@@ -97,7 +97,7 @@ def fill_optimizers(
     model: GPT, optimizers: list[torch.optim.Optimizer], saved: dict[str, dict[str, Tensor]]
 ) -> None:
     """Fill in, in place, what this process holds of the optimizer state in a checkpoint, `saved`.
-    It is empty in a converted checkpoint and before the first step: then there is nothing to do."""
+    It is empty before the first step: then there is nothing to do."""
     if not saved:
         return
     for name, values in optimizer_state(model, optimizers).items():

@@ -166,7 +166,7 @@ def compare_processes(options: RunOptions, entries: Checkpoint, process: Process
 def warn_of_order(process: Process, checkpoint: Checkpoint | None, data_order: dict) -> None:
     """Warn where the batch of a step follows from other data or options, `data_order` of this run,
     than in the checkpoint that is resumed."""
-    # No optimizer state: no step has read data yet. A converted checkpoint has no data_order.
+    # No optimizer state: no step has read data yet.
     if checkpoint is None or not checkpoint["optimizer"]:
         return
     earlier_order = checkpoint["data_order"]

@@ -85,13 +85,17 @@ def test_the_first_loss_is_near_ln_of_the_vocabulary(recipe):
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_cache_filled_in_any_steps_gives_the_same_logits(recipe):
+def test_a_cache_filled_token_by_token_gives_the_same_logits(recipe):
     """So no token sees a later one, which the cache does not hold yet."""
     model = tiny(recipe)
     x = torch.randint(0, 257, (3, 16))
     cache = KVCache(16)
-    parts = [model.logits(model.hidden(part, cache)) for part in x.split([5, 4, 1, 1, 5], dim=1)]
+    parts = [model.logits(model.hidden(part, cache)) for part in x.split([12, 1, 1, 1, 1], dim=1)]
     torch.testing.assert_close(torch.cat(parts, 1), model(x), atol=1e-5, rtol=1e-5)
+    cache = KVCache(16)
+    model.hidden(x[:, :12], cache)
+    with pytest.raises(AssertionError):  # attention would not be causal
+        model.hidden(x[:, 12:14], cache)
 
 
 @pytest.mark.parametrize("recipe", ["gpt2", "llama"])  # tied, and with a head of its own

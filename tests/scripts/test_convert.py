@@ -4,7 +4,7 @@ import re
 import hub
 import pytest
 import torch
-from conftest import bad, environment, folders, losses, script, train_args, weights
+from conftest import bad, environment, losses, script, train_args, weights
 from tokenizers import processors
 
 from convert import ConvertConfig, main
@@ -43,7 +43,7 @@ def test_each_kind_of_model_goes_out_and_comes_back_with_every_bit(shards, tmp_p
         "optimizer": 0,
     }
     before, after = weights(run), load_checkpoint(back)
-    assert after["tokenizer"] == "bytes" and after["script"] == "train.py"
+    assert after["tokenizer"] == "bytes" and after["script"] == "convert.py"
     assert after["model_config"] == load_checkpoint(last)["model_config"]
     for name, x in before.items():
         rows = 257 if name.endswith(("wte.weight", "lm_head.weight")) else None  # without padding
@@ -65,13 +65,16 @@ def test_each_kind_of_model_goes_out_and_comes_back_with_every_bit(shards, tmp_p
         assert sorted(losses(tuned)) == [1, 2, 3, 4]
 
 
-def test_a_converted_checkpoint_can_be_resumed(shards, exported, tmp_path):
+def test_a_converted_checkpoint_is_no_run(shards, exported, tmp_path):
     path = tmp_path / "checkpoints" / "model_last.pt"
     script("convert.py", "--model", exported, "--out", path)
-    options = ["--max_steps", 3, "--total_batch_size", 512, "--micro_batch_size", 4]
-    where = ["--data_dir", shards, *folders(tmp_path), "--device", "cpu", "--sample_every", 0]
-    script("train.py", *where, "--resume", "auto", *options)
-    assert sorted(losses(tmp_path)) == [1, 2, 3] and losses(tmp_path)[1] < 5
+    args = train_args(shards, tmp_path, 3)
+    bad([*args, "--resume", "auto"], f"convert.py: begin from it by --init_from {path}", tmp_path)
+    bad(args, "holds the checkpoints of another run", tmp_path)
+    # exported again, its card names the model that was imported
+    script("convert.py", "--checkpoint", path, "--out", tmp_path / "hf")
+    card = (tmp_path / "hf" / "README.md").read_text()
+    assert "| trained by | convert.py, not recorded |" in card and "| began from | out |" in card
 
 
 @pytest.mark.parametrize("is_chat", [False, True])

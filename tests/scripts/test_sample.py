@@ -39,9 +39,9 @@ def test_a_conversation_goes_on_until_quit(trained):
 def test_the_text_begins_and_ends_where_the_model_s_does():
     tokenizer = load_tokenizer("bytes")
     text = sample_py.GeneratedText(tokenizer, is_answer=True)
-    pieces = [text.append(token) for token in (*" é ".encode(), tokenizer.eot, ord("x"))]
-    assert pieces == ["", "", "é", " ", "", ""]
-    assert (text.content, text.has_ended) == ("é ", True)
+    pieces = [text.append(token) for token in (*"  é ".encode(), tokenizer.eot, ord("x"))]
+    assert pieces == ["", " ", "", "é", " ", "", ""]
+    assert (text.content, text.has_ended) == (" é ", True)
 
 
 def test_mistakes_are_sentences(trained, tmp_path):
