@@ -156,7 +156,7 @@ class Writer:
         while True:
             try:
                 line = input("> ")
-                if line.strip() == "/quit":
+                if line.strip() in ("/quit", "quit", "exit"):
                     return
                 if line.strip() == "/new":
                     history = []

@@ -60,10 +60,10 @@ def list_groups(grid: tuple[str, ...]) -> list[str]:
     return [" ".join(settings) for settings in itertools.product(*settings_of_options)]
 
 
-def train(config: SweepConfig, name: str) -> Run:
-    """Train the run `name`, such as "recipe=gpt2 max_lr=2e-3 seed=1", or the steps that it lacks,
-    and return its log. Raises UserError if it fails, or if its folder has a run with other
-    options."""
+def train(config: SweepConfig, name: str, *more_flags: str) -> None:
+    """Train the run `name`, such as "recipe=gpt2 max_lr=2e-3 seed=1", or the steps that it lacks;
+    with --dry_run print its forecast. Raises UserError if it fails, or if its folder has a run with
+    other options."""
     folder = config.out / name
     # The last of two flags of one name wins, so that grid and seed override --fixed.
     options = list(config.fixed) + name.split()
@@ -81,10 +81,9 @@ def train(config: SweepConfig, name: str) -> Run:
 
     print(f"--- {name}", flush=True)  # before the output of train.py
     # Popen: at Ctrl-C the run is signalled by the terminal and saves; subprocess.run would kill it.
-    exit_code = subprocess.Popen([sys.executable, TRAIN, *flags]).wait()
+    exit_code = subprocess.Popen([sys.executable, TRAIN, *flags, *more_flags]).wait()
     if exit_code != 0:
         raise UserError(f"the run {name} has failed: see above; mend it or take it out of --grid")
-    return read_run(folder)
 
 
 def to_markdown(groups: list[str], losses: np.ndarray, metric: str) -> str:
@@ -128,9 +127,13 @@ def draw(runs: list[Run], groups: list[str], losses: np.ndarray, metric: str, ou
 
 def main(config: SweepConfig) -> None:
     groups = list_groups(config.grid)
-    runs: list[Run] = []  # all seeds of the first group, then of the next, ...
-    for group in groups:
-        runs += [train(config, f"{group} seed={seed}") for seed in config.seeds]
+    # all seeds of the first group, then of the next, ...
+    names = [f"{group} seed={seed}" for group in groups for seed in config.seeds]
+    for name in names:  # a mistake in the last one is found before the first one trains
+        train(config, name, "--dry_run")
+    for name in names:
+        train(config, name)
+    runs = [read_run(config.out / name) for name in names]
 
     # nats per token, or bits per byte if the groups' tokenizers differ
     metric = comparable_loss(runs)

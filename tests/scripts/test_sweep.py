@@ -7,11 +7,13 @@ from scripts import sweep
 from scripts.sweep import SweepConfig, main, to_markdown
 from utils.errors import UserError
 
-# in place of train.py: the run c of seed 2 fails at its first start
+# in place of train.py: the run c of seed 2 fails at its first start, the option d is none
 STAND_IN = """
 import json, sys
 from pathlib import Path
 
+if sys.argv[-1] == "--dry_run":
+    sys.exit("=d" in sys.argv[1])
 logs = Path(sys.argv[-1], "logs")
 is_first = not logs.exists()
 logs.mkdir(parents=True, exist_ok=True)
@@ -60,6 +62,12 @@ def test_a_run_that_fails_ends_the_sweep_and_the_same_command_continues(
     assert list(best.get_xdata()) == [40, 80] and best.get_ydata() == pytest.approx([5, 2.2])
     [band] = axes.collections[0].get_paths()
     assert band.vertices[:, 1].min() == pytest.approx(2.2 - 0.2828, abs=1e-4)
+
+
+def test_a_mistake_is_found_before_the_first_run(stand_in, tmp_path):
+    with pytest.raises(UserError, match="the run max_lr=d seed=1 has failed"):
+        main(SweepConfig(("max_lr c d",), seeds=(1,), out=tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_run_with_other_options_is_not_compared(stand_in, tmp_path):
