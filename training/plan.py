@@ -209,11 +209,6 @@ def forecast_memory(
         # Autograd keeps autocast's copies for the backward pass.
         compute_weights = itemsize * num_matrix_weights
 
-    # The last reduction of a micro-step is the root's. FSDP2 holds its buffer until the next one.
-    held_buffer = 0
-    if uses_fsdp and micro_steps > 1 and options.sharding != "zero1":
-        held_buffer = FLOAT32_BYTES * num_other_weights
-
     tokens = options.sequences_per_pass * shape.block_size  # in a micro-batch
     checkpointing = options.activation_checkpointing
     per_block = block_activations(shape, itemsize, checkpointing, num_ranks)  # bytes per token
@@ -227,7 +222,6 @@ def forecast_memory(
         "weights cast or gathered for compute": compute_weights,
         "gradients": gradients,  # per process already
         "optimizer": FLOAT32_BYTES * num_moments // num_shards,
-        "buffer of the last reduction": held_buffer,
         "activations": tokens * (shape.n_layer * per_block + final_norm),
         "head and logits, or one block's backward pass": max(
             head_memory(shape, tokens, hardware, options.use_torch_compile), block_backward
