@@ -20,7 +20,7 @@ from model.recipes import Recipe
 from training.optim import MOMENTS
 from utils.devices import pick_device, pick_dtype
 from utils.distributed import count_shards, launched
-from utils.throughput import GPU, NAMED_GPUS, find_gpu
+from utils.throughput import GPU, NAMED_GPUS, gpu_of
 
 FLOAT32_BYTES = 4
 GPUS_PER_MACHINE = 8  # where a launcher does not say how many processes a machine has
@@ -59,9 +59,7 @@ class Hardware:
             device = pick_device(options.device, launched("LOCAL_RANK"))
             free = free_memory(device)
             dtype = pick_dtype(options.dtype, device)  # on a CPU, "auto" times matmuls
-            # The table of GPUs has no peaks for float32.
-            if device.type == "cuda" and dtype is not torch.float32:
-                gpu = find_gpu(torch.cuda.get_device_name(device))
+            gpu = gpu_of(device, dtype)
         # Without a launcher, the run has one tensor-parallel group.
         num_processes = launched("WORLD_SIZE", options.tensor_parallel)
         per_machine = num_processes
