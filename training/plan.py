@@ -62,11 +62,8 @@ class Hardware:
             gpu = gpu_of(device, dtype)
         # Without a launcher, the run has one tensor-parallel group.
         num_processes = launched("WORLD_SIZE", options.tensor_parallel)
-        per_machine = num_processes
         # For --dry_run a person may set WORLD_SIZE alone.
-        if device.type == "cuda":
-            per_machine = min(GPUS_PER_MACHINE, num_processes)
-        per_machine = launched("LOCAL_WORLD_SIZE", per_machine)
+        per_machine = launched("LOCAL_WORLD_SIZE", min(GPUS_PER_MACHINE, num_processes))
         return cls(device, dtype, free, num_processes, per_machine, gpu)
 
     def count_parts(self, options: MachineOptions) -> tuple[int, int]:
