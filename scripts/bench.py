@@ -31,7 +31,7 @@ from utils.cli import start_script
 from utils.devices import describe, pick_device, pick_dtype
 from utils.errors import UserError
 from utils.ranges import Count
-from utils.throughput import peak_flops
+from utils.throughput import gpu_of
 
 
 @dataclass(frozen=True)
@@ -117,15 +117,15 @@ def main(config: BenchConfig) -> None:
 
     # Only now: a process that uses a GPU takes some of its memory from the measurements.
     device = pick_device(config.device)
-    peak = peak_flops(device, pick_dtype(config.dtype, device))  # FLOP/s, None if unknown
+    gpu = gpu_of(device, pick_dtype(config.dtype, device))  # None if its peak is not known
     # nanoGPT's model has the same matmuls as this project's.
     flops_per_token = build_without_weights(config.shape).flops_per_token()
     measured = {}
     for side, median in medians.items():
         rate = config.micro_batch_size * config.block_size / median.step_seconds  # tokens/s
         mfu = None
-        if peak is not None:
-            mfu = rate * flops_per_token / peak
+        if gpu is not None:
+            mfu = rate * flops_per_token / gpu.peak
         measured[side] = {"rate": rate, "peak_bytes": median.peak_bytes, "mfu": mfu}
 
     row: dict[str, object] = {

@@ -26,7 +26,6 @@ def write_data(folder: Path, seed: int) -> None:
     random.Random(seed).shuffle(pairs)
     # One row for each pair; each stage of the demo reads the fields that it needs.
     rows: list[dict[str, str]] = []
-    sums: list[dict[str, str]] = []  # questions in the form of the texts
     for a, b in pairs:
         answer = worked_sum(a, b)
         # `text` is for pre-training, `completion` for sft, `answer` for grpo and evaluate.py.
@@ -37,11 +36,9 @@ def write_data(folder: Path, seed: int) -> None:
             "answer": answer,
         }
         rows.append(row)
-        sums.append({"prompt": f"{a}+{b}: ", "answer": answer})
 
     folder.mkdir(parents=True, exist_ok=True)
     write_rows(folder / "held_out.jsonl", rows[:200])
-    write_rows(folder / "held_out_sums.jsonl", sums[:200])
     # Pre-training reads six copies a little more than once, so that it meets a sum several times,
     # each time at another place of a sequence.
     write_rows(folder / "sums.jsonl", 6 * rows[200:])

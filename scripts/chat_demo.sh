@@ -19,9 +19,9 @@ trap 'echo "the whole demo continues with: bash train.sh chat_demo $seed"' INT
 
 run() { printf '\n$ python %s\n' "$*"; python "$@"; }
 folders() { echo "--checkpoint_dir $out/$1/checkpoints --seed $seed --resume auto"; }
-score() {  # STAGE QUESTIONS [FLAGS]: the share that is answered exactly
-  run evaluate.py --checkpoint "$out/$1" --tasks "$out/data/$2.jsonl" --max_new_tokens 32 \
-    --batch_size 200 --dump "$out/$1_$2.jsonl" "${@:3}" | tee "$out/$1_$2.txt"
+score() {  # STAGE [FLAGS]: the share of the held-out questions that is answered exactly
+  run evaluate.py --checkpoint "$out/$1" --tasks "$out/data/held_out.jsonl" --max_new_tokens 32 \
+    --batch_size 200 --dump "$out/$1_held_out.jsonl" "${@:2}" | tee "$out/$1_held_out.txt"
 }
 
 run -m scripts.chat_demo "$out/data" "$seed"
@@ -31,19 +31,18 @@ run data/fineweb-edu.py --input "$out/data/sums.jsonl" --tokenizer bytes --local
 run train.py --data_dir "$out/shards" $(folders sums) --recipe modern --n_layer 4 --n_head 4 \
   --n_embd 128 --block_size 96 --micro_batch_size 32 --total_batch_size 3072 --max_steps 500 \
   --warmup_steps 50 --beta2 0.99 --eval_every 100 --sample_every 0 --save_every 250 --val_tokens 49152
-score sums held_out_sums
-score sums held_out --chat
+score sums --chat
 
 # 2. dialogs: What is 27+58? with the worked sum as the answer
 run finetune.py --method sft --init_from "$out/sums" --data "$out/data/dialogs.jsonl" $(folders sft) \
   --batch_size 4 --micro_batch_size 4 --max_steps 20 --max_lr 5e-4
-score sft held_out
+score sft
 
 # 3. rewards: 1 for a right answer, else 0
 run finetune.py --method grpo --reward exact --init_from "$out/sft" --data "$out/data/questions.jsonl" \
   $(folders grpo) --batch_size 16 --group_size 8 --micro_batch_size 128 --kl 0.01 --max_steps 80 \
   --max_lr 3e-4 --max_new_tokens 32 --eval_data "$out/data/held_out.jsonl" --eval_every 20
-score grpo held_out
+score grpo
 
 echo "
 Ten held-out questions and the model's answers:"

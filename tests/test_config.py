@@ -13,7 +13,7 @@ from model.recipes import parse_recipe
 from training.options import model_shape
 from utils.cli import parse
 from utils.errors import UserError
-from utils.throughput import find_gpu, peak_flops
+from utils.throughput import find_gpu, gpu_of
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_the_architecture_of_other_weights_is_adopted_or_a_contradiction_named()
 def test_flops_follow_the_palm_formula_and_peaks_are_of_the_very_chip():
     model = build_without_weights(GPTConfig())
     assert model.flops_per_token() == 6 * 123_653_376 + 12 * 12 * 768 * 1024
-    assert peak_flops(torch.device("cpu"), torch.bfloat16) is None
+    assert gpu_of(torch.device("cpu"), torch.bfloat16) is None
     for name, peak in {
         "A100-SXM4-80GB": 312e12,
         "H100 80GB HBM3": 989e12,

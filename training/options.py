@@ -153,9 +153,7 @@ def resolve_options(
     resolved = resolve_compile(resolve_from_recipe(options, recipe), derived)
     # Check before processes connect that --tensor_parallel divides the heads. With --init_from
     # `parallelize` of training/tensor_parallel.py checks it, after the file is opened.
-    if checkpoint is not None:
-        check_divides(GPTConfig(**checkpoint["model_config"]), resolved.tensor_parallel)
-    elif resolved.init_from is None:
+    if resolved.init_from is None:
         # any vocabulary will do, as heads and MLP do not depend on it
         check_divides(resolved.model_config(recipe, GPTConfig.vocab_size), resolved.tensor_parallel)
     # On GPUs resolve_on_device finds a micro-batch that fits the memory if none was given. On CPUs

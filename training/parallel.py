@@ -115,8 +115,6 @@ def sync_gradients(module: nn.Module, sharding: str, *, last: bool) -> AbstractC
     if isinstance(module, DistributedDataParallel):
         return nullcontext() if last else module.no_sync()
     if isinstance(module, FSDPModule):  # fully_shard has changed the model's class
-        # In the last backward pass FSDP2 waits for pending reductions.
-        module.set_is_last_backward(last)
         if sharding == "zero1":
             module.set_requires_gradient_sync(last)
         else:

@@ -20,7 +20,7 @@ from model.recipes import Recipe
 from training.optim import MOMENTS
 from utils.devices import pick_device, pick_dtype
 from utils.distributed import count_shards, launched
-from utils.throughput import GPU, NAMED_GPUS, find_gpu
+from utils.throughput import GPU, NAMED_GPUS, gpu_of
 
 FLOAT32_BYTES = 4
 GPUS_PER_MACHINE = 8  # where a launcher does not say how many processes a machine has
@@ -59,16 +59,11 @@ class Hardware:
             device = pick_device(options.device, launched("LOCAL_RANK"))
             free = free_memory(device)
             dtype = pick_dtype(options.dtype, device)  # on a CPU, "auto" times matmuls
-            # The table of GPUs has no peaks for float32.
-            if device.type == "cuda" and dtype is not torch.float32:
-                gpu = find_gpu(torch.cuda.get_device_name(device))
+            gpu = gpu_of(device, dtype)
         # Without a launcher, the run has one tensor-parallel group.
         num_processes = launched("WORLD_SIZE", options.tensor_parallel)
-        per_machine = num_processes
         # For --dry_run a person may set WORLD_SIZE alone.
-        if device.type == "cuda":
-            per_machine = min(GPUS_PER_MACHINE, num_processes)
-        per_machine = launched("LOCAL_WORLD_SIZE", per_machine)
+        per_machine = launched("LOCAL_WORLD_SIZE", min(GPUS_PER_MACHINE, num_processes))
         return cls(device, dtype, free, num_processes, per_machine, gpu)
 
     def count_parts(self, options: MachineOptions) -> tuple[int, int]:
@@ -209,11 +204,6 @@ def forecast_memory(
         # Autograd keeps autocast's copies for the backward pass.
         compute_weights = itemsize * num_matrix_weights
 
-    # The last reduction of a micro-step is the root's. FSDP2 holds its buffer until the next one.
-    held_buffer = 0
-    if uses_fsdp and micro_steps > 1 and options.sharding != "zero1":
-        held_buffer = FLOAT32_BYTES * num_other_weights
-
     tokens = options.sequences_per_pass * shape.block_size  # in a micro-batch
     checkpointing = options.activation_checkpointing
     per_block = block_activations(shape, itemsize, checkpointing, num_ranks)  # bytes per token
@@ -227,7 +217,6 @@ def forecast_memory(
         "weights cast or gathered for compute": compute_weights,
         "gradients": gradients,  # per process already
         "optimizer": FLOAT32_BYTES * num_moments // num_shards,
-        "buffer of the last reduction": held_buffer,
         "activations": tokens * (shape.n_layer * per_block + final_norm),
         "head and logits, or one block's backward pass": max(
             head_memory(shape, tokens, hardware, options.use_torch_compile), block_backward

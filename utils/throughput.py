@@ -69,13 +69,13 @@ def find_gpu(device_name: str) -> GPU | None:
     return None
 
 
-def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """Return the peak FLOP/s of matmuls on a device, None if unknown, as for CPUs and float32."""
+def gpu_of(device: torch.device, dtype: torch.dtype) -> GPU | None:
+    """Return the GPU that a device is, None if its peak of matmuls in `dtype` is not known, as for
+    CPUs and float32."""
     # The table holds the peak of float16 and bfloat16. float32 reaches a fraction of it.
     if device.type != "cuda" or dtype is torch.float32:
         return None
-    gpu = find_gpu(torch.cuda.get_device_name(device))
-    return gpu.peak if gpu else None
+    return find_gpu(torch.cuda.get_device_name(device))
 
 
 class StepTimer:
@@ -85,7 +85,7 @@ class StepTimer:
         self, flops_per_token: int, device: torch.device, dtype: torch.dtype, num_devices: int
     ) -> None:
         self.flops_per_token = flops_per_token  # forward and backward
-        self.peak_flops = peak_flops(device, dtype)  # of one device, None if unknown
+        self.gpu = gpu_of(device, dtype)  # None if its peak is not known
         self.num_devices = num_devices
         self.start_seconds = 0.0  # time.perf_counter() at the start of the step
 
@@ -102,8 +102,8 @@ class StepTimer:
         seconds = time.perf_counter() - self.start_seconds
         tokens_per_second = tokens / seconds
         mfu = None  # a share, 0 to 1; None on CPUs and unknown GPUs
-        if self.peak_flops:
-            total_peak = self.num_devices * self.peak_flops
+        if self.gpu is not None:
+            total_peak = self.num_devices * self.gpu.peak
             mfu = self.flops_per_token * tokens_per_second / total_peak
         return {
             "tokens_per_s": tokens_per_second,

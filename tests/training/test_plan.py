@@ -67,8 +67,6 @@ def test_each_sharding_divides_its_part_of_the_state(options, weights, gradients
     assert divided["weights"] == whole["weights"] // weights
     assert divided["optimizer"] == whole["optimizer"] // weights
     assert divided["gradients"] == whole["gradients"] / gradients
-    holds_buffer = divided["buffer of the last reduction"] > 0  # FSDP2 reduces in each micro-step
-    assert holds_buffer == (options.get("sharding") in ("zero2", "zero3") and weights > 1)
     gathered = "weights cast or gathered for compute"
     if options.get("sharding") == "zero3" and "world_size" in options:  # a few blocks at a time
         assert divided[gathered] < need(sharding="zero2", world_size=8)[gathered]
