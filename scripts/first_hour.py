@@ -1,6 +1,6 @@
 """Check a machine before a long run: loss, resume, speed, memory and a score, by known figures.
 
-    python scripts/first_hour.py            # a GPU: 500 steps of 124M on FineWeb-Edu
+    python scripts/first_hour.py            # a GPU: 250 steps of 124M on FineWeb-Edu
     python scripts/first_hour.py --small    # a CPU, offline: a small model on generated text
 
 Prints a verdict for each check; the exit code is 1 if one fails. On a GPU it downloads 0.5 GB of
@@ -8,6 +8,7 @@ text, HellaSwag and OpenAI's 124M. All files lie under --out.
 """
 
 import json
+import math
 import shutil
 import subprocess
 import sys
@@ -27,9 +28,9 @@ from utils.cli import start_script
 from utils.errors import UserError
 from utils.logger import read_metrics
 
-# The public run's step 250 lies in its warmup of 715 steps to 6e-4. This run has the same rates up
-# to there, as it warms up to 6e-4 x 251 / 716. A warmup takes at most half of a run.
-FLAGS_124M = "--max_steps 500 --warmup_steps 250 --max_lr 2.1034e-4 --eval_every 250"
+# The public run's step 250 lies in its warmup of 715 steps. A warmup takes at most half of a run,
+# which therefore has 1,430 steps.
+FLAGS_124M = "--max_steps 1430 --warmup_steps 715 --eval_every 250"
 FLAGS_SMALL = (
     "--device cpu --dtype float32 --n_layer 2 --n_head 2 --n_embd 64 --block_size 64 "
     "--micro_batch_size 8 --total_batch_size 512 --max_lr 3e-3 --val_tokens 8192 "
@@ -70,12 +71,19 @@ def verdict(name: str, measured: float, low: float, high: float) -> bool:
 
 
 def check_loss(flags: str, run: Path, step: int, expected: float, tolerance: float) -> bool:
-    """Train in the new folder `run`, and check the validation loss at `step`. `expected` and
-    `tolerance` are in nats per token."""
-    output(f"train.py --run_dir {run} --sample_every 0 {flags}")
-    losses = {row["step"]: row["loss"] for row in read_metrics(run)["val"]}
+    """Train in the new folder `run`, stop by SIGTERM at the validation of `step`, and check its
+    loss. `expected` and `tolerance` are in nats per token."""
+    command = [sys.executable, *f"train.py --run_dir {run} --sample_every 0 {flags}".split()]
+    loss = math.nan  # if the run ends before `step`
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            if line.startswith(f"step {step}: validation loss "):  # Logger.log_scores
+                loss = float(line.split()[4])
+                process.terminate()  # SIGTERM: it saves and ends
     name = f"validation loss at step {step}"
-    return verdict(name, losses[step], expected - tolerance, expected + tolerance)
+    return verdict(name, loss, expected - tolerance, expected + tolerance)
 
 
 def check_resume(flags: str, out: Path, tolerance: float) -> bool:
