@@ -40,13 +40,17 @@ def print_forecast(
 
     # what is trained, on what
     model = build_without_weights(shape)
+    is_named_gpu = options.device in NAMED_GPUS  # such as h100
     num_parts, _ = hardware.count_parts(options)  # parts of the data
     micro_steps = hardware.count_micro_steps(options)
+    device_name = hardware.device.type
+    if is_named_gpu:
+        device_name = NAMED_GPUS[options.device].name
     print(
         f"{model.num_parameters():,} parameters; {options.max_steps:,} steps of "
         f"{options.total_batch_size:,} tokens = {micro_steps} micro-steps x "
         f"{options.micro_batch_size} sequences x {options.block_size} tokens x {num_parts} on "
-        f"{hardware.device.type}, {hardware.dtype}"
+        f"{device_name}, {hardware.dtype}"
     )
 
     # memory
@@ -82,7 +86,7 @@ def print_forecast(
         print(describe_loss(model.num_parameters(), options.total_batch_size * options.max_steps))
     # train.sh reads these lines, and makes missing shards of the default folder. A run on a named
     # GPU takes place on another machine, where train.sh makes them.
-    if options.device not in NAMED_GPUS:
+    if not is_named_gpu:
         for folder in options.data_dir:
             print(f"data_dir: {folder}")
     print("This was a dry run: nothing was trained or written.")
