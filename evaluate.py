@@ -104,11 +104,12 @@ def check(config: EvalConfig) -> None:
         elif task != "val" and not Path(task).exists():
             names = ", ".join(["val", *BENCHMARKS, "FILE.jsonl"])
             raise UserError(f"--tasks has no {task}: {names} or the FOLDER of tasks")
-    # a path in the wrong place would be written over: a checkpoint, or questions
-    if config.out and config.out.suffix != ".json":
-        raise UserError(f"--out {config.out}: give the name of a .json file, which is replaced")
-    if config.dump and (config.dump.suffix != ".jsonl" or str(config.dump) in config.tasks):
-        raise UserError(f"--dump {config.dump}: give the name of a new .jsonl file")
+    # results of before are replaced, but no checkpoint and no questions
+    if config.out and config.out.exists() and config.out.suffix != ".json":
+        raise UserError(f"--out {config.out} exists, and is no .json file")
+    if config.dump and config.dump.exists():
+        if config.dump.suffix != ".jsonl" or str(config.dump) in config.tasks:
+            raise UserError(f"--dump {config.dump} exists, and is no .jsonl file of results")
     if config.data and len(config.data) != num_benchmarks:
         raise UserError(f"--data has {len(config.data)} files for {num_benchmarks} benchmarks")
 

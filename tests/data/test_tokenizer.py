@@ -231,7 +231,7 @@ def test_a_continuation_has_the_tokens_after_its_context_as_in_the_harness(
     encode = BENCHMARKS["hellaswag"].encode
     (packed,) = pack([encode(Item(context, choices), tokenizer, 32)])
     assert (packed.context, packed.choices) == row
-    with user_error("has 0 tokens"):  # before anything is scored
+    with pytest.raises(ValueError, match="has 0 tokens"):  # before anything is scored
         encode(Item("", ("",)), tokenizer, 32)
 
 
@@ -249,7 +249,7 @@ def test_end_of_text_is_part_of_a_tokenizer_and_another_one_is_refused(tmp_path,
     tokenizer = load_tokenizer(folders[0].tokenizer)
     scorer = SimpleNamespace(model=SimpleNamespace(config=GPTConfig()), tokenizer=tokenizer)
     with user_error(r"with \[UNK\], the model takes those of .* with </s>"):
-        evaluate.open_validation(evaluate.EvalConfig(data_dir=(tmp_path / "b",)), scorer, {})
+        evaluate.score_validation(evaluate.EvalConfig(data_dir=(tmp_path / "b",)), scorer)
     with user_error(r"x takes tokens of .* with </s>, .* with \[UNK\]"):
         check_tokenizer(TokenStream(folders[1:]), "x", folders[0].tokenizer)
     shutil.copy(trained("NFKC, lower case", tmp_path), tmp_path / "a")

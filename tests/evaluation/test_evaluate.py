@@ -163,8 +163,11 @@ def test_bad_settings_are_sentences(trained, exported, tmp_path):
         ({"tasks": ("a/q.jsonl", "b/q.jsonl")}, "two tasks have one name"),
         ({"tasks": ("val", "val")}, "two tasks have one name"),
         ({"tasks": ("val", "none.jsonl")}, "no none.jsonl"),
-        ({"out": trained / "checkpoints/model_last.pt"}, "give the name of a .json file"),
-        ({"dump": trained / "checkpoints/model_last.pt"}, "give the name of a new .jsonl file"),
+        ({"out": trained / "checkpoints/model_last.pt"}, "exists, and is no .json file"),
+        (
+            {"dump": trained / "checkpoints/model_last.pt"},
+            "exists, and is no .jsonl file of results",
+        ),
         ({"data": (tmp_path / "none",)}, "lambada cannot use"),
         ({"data": (tmp_path, tmp_path)}, "2 files for 1 benchmarks"),
         ({"model": str(exported), "tasks": ("val",), "checkpoint": None}, "needs --data_dir"),
