@@ -134,7 +134,7 @@ def main() -> None:
         # A resumed run repeats the evaluation or the sampling that the signal interrupted.
         run.stopping = True  # run.finish then says how to continue
         saver.save_last()
-    except UserError:  # of a reward function, on all processes: what was learned before is kept
+    except UserError:  # such as of a reward function, on all processes: keep what was learned
         saver.save_last()
         saver.finish()
         raise

@@ -39,11 +39,11 @@ from training.run import Run, StepResult, reason_to_skip, seed_step, start_proce
 from training.saver import Saver, finish_writing
 from training.schedule import set_rates
 from training.start import SavedModel, digest, init_checksum, open_start
-from training.summary import check_tokenizer, print_summary
+from training.summary import check_tokenizer, note_recipe, print_summary
 from utils import distributed
 from utils.cli import call_and_exit
 from utils.devices import autocast
-from utils.distributed import Process, Stopped
+from utils.distributed import Stopped
 from utils.throughput import StepTimer
 
 
@@ -63,7 +63,8 @@ def main() -> None:
     # The model is new, pre-trained or resumed. run.distribute gives it memory and fills in its
     # weights, which are read from a file or drawn from the seed row by row (model/rows.py).
     start = open_start(options, checkpoint, process)  # None for random weights
-    model, weights = build_model(options, recipe, train_data.stream, start, process)
+    note_recipe(options, recipe, start, process)  # if the weights are from another one
+    model, weights = build_model(options, recipe, train_data.stream, start)
     options = resolve_on_device(options, recipe, model.config, process)  # dtype and micro-batch
     began_from = init_checksum(options, checkpoint, start, process)
     entries = checkpoint_entries(options, derived, recipe, train_data, val_data, began_from)
@@ -187,11 +188,7 @@ def train_step(
 
 
 def build_model(
-    options: ResolvedTrainConfig,
-    recipe: Recipe,
-    stream: TokenStream,
-    start: SavedModel | None,
-    process: Process,
+    options: ResolvedTrainConfig, recipe: Recipe, stream: TokenStream, start: SavedModel | None
 ) -> tuple[GPT, Mapping[str, Rows]]:
     """Return the model of the run, without memory yet, and the weights that it begins with: those
     of `start`, or new ones from the seed. Raises UserError for weights of another architecture or
@@ -203,13 +200,6 @@ def build_model(
         return model, model.initial_weights(options.seed, zero_init=recipe.zero_init)
 
     check_tokenizer(stream, options.source, start.tokenizer)
-    # {} for a model of another project, and finetune.py's have no recipe
-    if start.checkpoint.get("recipe", asdict(recipe)) != asdict(recipe):
-        earlier_name = start.checkpoint["config"]["recipe"]
-        process.print(
-            f"note: {options.source} was trained by --recipe {earlier_name}, this run goes on by "
-            f"{options.recipe}"
-        )
     # The architecture of the weights. Only dropout may differ, and a new run's context may be
     # shorter: the position table then loses its last rows.
     shape = model_shape(options, recipe, start.shape)

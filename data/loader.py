@@ -153,19 +153,20 @@ def parse_corpora(data_dir: Sequence[Path | str]) -> list[Corpus]:
     """Return the corpora of --data_dir; their weights add up to 1.
 
     FOLDER:WEIGHT is a corpus, folders without weights are one together. Raises UserError if some
-    folders have a weight and others do not.
+    folders have a weight and others do not, and for a folder that is named twice.
     """
     corpora: list[Corpus] = []
-    if len(set(data_dir)) < len(data_dir):
-        raise UserError("--data_dir names a folder twice, whose text would count twice")
     for name in data_dir:
         # a number after the last colon; a path may hold a colon, too
         match = re.fullmatch(r"(.+):(\d+\.?\d*|\.\d+)", str(name))
         if match:
             corpora.append(Corpus([Path(match[1])], Fraction(match[2])))  # exact, even 0.1
     if not corpora:  # no folder has a weight
-        return [Corpus([Path(name) for name in data_dir], Fraction(1))]
-    if len(corpora) < len(data_dir) or min(corpus.weight for corpus in corpora) == 0:
+        corpora = [Corpus([Path(name) for name in data_dir], Fraction(1))]
+    folders = [folder for corpus in corpora for folder in corpus.folders]
+    if len(set(folders)) < len(folders):
+        raise UserError("--data_dir names a folder twice, whose text would count twice")
+    if len(folders) < len(data_dir) or min(corpus.weight for corpus in corpora) == 0:
         raise UserError("--data_dir: give each folder a weight above 0, as FOLDER:0.7, or none")
     # fractions, not floats: the shares of a period have to be whole numbers
     total = sum(corpus.weight for corpus in corpora)

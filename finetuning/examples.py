@@ -144,14 +144,16 @@ class TextEncoder:
             messages = as_messages(self.get_text(row, "messages"))
             return self.cut(encode_messages(messages, self.tokenizer))
         # Alpaca's names; its "input", often empty, is what the instruction is about
-        if "instruction" in row:
-            prompt = f"{row['instruction']}\n\n{row.get('input', '')}".strip()
-            row = {"prompt": prompt, "completion": row.get("output")}
+        if "instruction" in row and "prompt" not in row:
+            prompt = get_field(row, "instruction", str)
+            if row.get("input"):
+                prompt += "\n\n" + get_field(row, "input", str)
+            return self.completion({**row, "prompt": prompt}, "output")
         return self.completion(row, "completion")
 
     def completion(self, row: dict, name: str) -> Example:
         """Encode the "prompt" of a row and the completion in its field `name`, which is completion,
-        chosen or rejected."""
+        output, chosen or rejected."""
         prompt = self.get_text(row, "prompt")  # a text, or messages of earlier turns
         completion = get_field(row, name, str)
         return self.cut(encode_completion(prompt, completion, self.tokenizer, self.chat))

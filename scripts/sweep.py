@@ -129,8 +129,8 @@ def main(config: SweepConfig) -> None:
     groups = list_groups(config.grid)
     # all seeds of the first group, then of the next, ...
     names = [f"{group} seed={seed}" for group in groups for seed in config.seeds]
-    for name in names:  # a mistake in the last one is found before the first one trains
-        train(config, name, "--dry_run")
+    for group in groups:  # a flag that train.py refuses is found before the first run trains
+        train(config, f"{group} seed={config.seeds[0]}", "--dry_run")
     for name in names:
         train(config, name)
     runs = [read_run(config.out / name) for name in names]

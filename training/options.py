@@ -209,7 +209,7 @@ def resolve_dtype(options: Machine, process: Process) -> Machine:
     dtype = pick_dtype(options.dtype, process.device, process.all_agree)
     on_cpu = process.device.type == "cpu"
     if on_cpu and options.dtype == "bfloat16" and not is_bfloat16_faster():
-        process.print("warning: this CPU is faster in float32: leave out --dtype bfloat16")
+        process.print("warning: --dtype float32 is faster than bfloat16 on this CPU")
     name = str(dtype).removeprefix("torch.")  # "bfloat16"
     return replace(options, dtype=name)  # type: ignore[arg-type]  # PyTorch names them alike
 

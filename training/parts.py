@@ -90,7 +90,8 @@ def optimizer_state(
     """Return the state of optimizers by the names of the parameter and of the state, such as
     "exp_avg": the tensors themselves, not copies. For new optimizers PyTorch creates the state
     here, by a step with a learning rate of 0."""
-    return get_optimizer_state_dict(model, optimizers)["state"]  # type: ignore[return-value]  # two levels
+    # PyTorch declares more kinds of values than an optimizer's state has.
+    return get_optimizer_state_dict(model, optimizers)["state"]  # type: ignore[return-value]
 
 
 def fill_optimizers(

@@ -9,6 +9,7 @@ options of a run (training/options.py), its steps (train.py) or its checkpoints'
 import json
 import math
 import shlex
+import shutil
 import signal
 import sys
 import uuid
@@ -37,7 +38,7 @@ from training.checkpoint import (
     reading_checkpoint,
     verify,
 )
-from training.optim import make_optimizers
+from training.optim import MOMENTS, make_optimizers
 from training.parallel import wrap
 from training.parts import fill_optimizers
 from training.start import checksum_together, compare_processes, warn_of_order
@@ -191,6 +192,23 @@ def remove_checkpoints(folder: Path, state: TrainState) -> None:
             path.unlink()
 
 
+def check_space(options: ResolvedOptions, file_bytes: int) -> None:
+    """Raise UserError if the disk has no room for the checkpoints of a run, of `file_bytes` each.
+    The first one has no optimizer state, and may fit where later ones do not: a failed save does
+    not end a run, which would lose all of its steps."""
+    # the best, the last or the numbered ones, of which one is the last, and a temporary file
+    missing_bytes = (2 + max(1, options.keep_last)) * file_bytes
+    # Less those that will be replaced or removed; links to one file have one st_ino.
+    stats = [path.stat() for path in newest_first(options.checkpoint_dir)]
+    missing_bytes -= sum({stat.st_ino: stat.st_size for stat in stats}.values())
+    free_bytes = shutil.disk_usage(options.checkpoint_dir).free
+    if missing_bytes > free_bytes:
+        raise UserError(
+            f"the disk of {options.checkpoint_dir} has {free_bytes / 1e9:.2f} GB free, and "
+            f"checkpoints need {missing_bytes / 1e9:.2f} GB more: give another --run_dir"
+        )
+
+
 # a run
 
 
@@ -254,7 +272,12 @@ class Run(Generic[Config]):
         """Give `model`, which is on the device "meta", memory and `weights`. Return the module to
         train, which shares them and synchronizes gradients, and its optimizers, with the state in
         the checkpoint that is resumed. Every process must call it; raises UserError for a damaged
-        file."""
+        file, and for a disk without room for checkpoints."""
+        # float32 weights, and the optimizer state of most of them
+        file_bytes = 4 * (1 + MOMENTS[recipe.optimizer]) * model.num_parameters()
+        with self.process.together():
+            if self.process.is_main:
+                check_space(self.config, file_bytes)
         # DDP around the model, or the model itself: under sharding, and with one process
         wrapped = wrap(model, weights, self.process, self.config.sharding, self.dtype)
         # after `wrap`, as sharding replaces the parameters of the model

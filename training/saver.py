@@ -6,13 +6,11 @@ training waits. The format of the file stands in training/checkpoint.py.
 """
 
 import math
-import shutil
 import threading
 from dataclasses import asdict, dataclass, field
 
 import torch
 
-from config import ResolvedOptions
 from model.gpt import GPT
 from training.checkpoint import BEST, LAST, NUMBERED, load_checkpoint, numbered
 from training.parts import Piece, copy_state
@@ -33,25 +31,6 @@ def finish_writing() -> None:
             thread.join(20)
 
 
-def check_space(options: ResolvedOptions, num_parameters: int) -> None:
-    """Raise UserError if the disk has no room for the checkpoints of a run. The first one, without
-    optimizer state, may fit where no later one does, and a failed save does not end the run."""
-    folder = options.checkpoint_dir
-    num_files = 2  # model_last.pt and a temporary file
-    if options.eval_every > 0:
-        num_files += 1  # model_best.pt
-    missing_bytes = num_files * 12 * num_parameters  # float32 weights and two moments of AdamW
-    for path in (folder / LAST, folder / BEST):  # will be replaced
-        if path.exists():
-            missing_bytes -= path.stat().st_size
-    free_bytes = shutil.disk_usage(folder).free
-    if missing_bytes > free_bytes:
-        raise UserError(
-            f"the disk of {folder} has {free_bytes / 1e9:.2f} GB free, and checkpoints need "
-            f"{missing_bytes / 1e9:.2f} GB: give another --run_dir"
-        )
-
-
 @dataclass
 class Saver:
     """Write checkpoints of a run, one at a time.
@@ -69,8 +48,8 @@ class Saver:
     """Step of the model_last.pt that this process has written, -1 before the first one, so that the
     first save writes it. Known to the main process only."""
     best_loss: float = math.inf
-    """Lowest validation loss of the run, of pre-training and sft in nats per token: that of
-    model_best.pt. Known to the main process only."""
+    """Lowest validation loss of the run, of pre-training and sft in nats per token: that of step 0,
+    or of model_best.pt. Known to the main process only."""
     is_first: bool = True
     """True until model_last.pt was saved once, on all processes alike."""
     thread: threading.Thread = field(init=False, default_factory=threading.Thread)
@@ -79,18 +58,18 @@ class Saver:
     """Error of the last failed write; None again after a later model_last.pt."""
 
     def __post_init__(self) -> None:
-        with self.run.process.together():  # raises UserError on all
-            if self.run.process.is_main:
-                check_space(self.run.config, sum(p.numel() for p in self.model.parameters()))
-        # A resumed run goes on from the lowest loss in its folder, unless it validates on another
-        # text by now: losses of different texts cannot be compared.
-        best_path = self.run.config.checkpoint_dir / BEST
-        if best_path.exists():
-            saved = load_checkpoint(best_path)
-            if saved["val_checksum"] == self.run.entries["val_checksum"]:
-                self.best_loss = saved["best_loss"]
-            else:
-                self.run.process.print("the validation text has changed: a new lowest loss begins")
+        # A resumed run goes on from the lowest loss in its folder: that of model_best.pt, or, where
+        # no validation was better than that of step 0, of model_last.pt. Losses of different texts
+        # cannot be compared.
+        folder = self.run.config.checkpoint_dir
+        paths = [folder / name for name in (BEST, LAST) if (folder / name).exists()]
+        if not paths:
+            return
+        saved = load_checkpoint(paths[0])
+        if saved["val_checksum"] == self.run.entries["val_checksum"]:
+            self.best_loss = saved["best_loss"]
+        elif self.run.entries["val_checksum"] is not None:  # None without --eval_data
+            self.run.process.print("another text is validated on: a new lowest loss begins")
 
     # last_step and best_loss change when a file is on the disk. They are known after `wait`, and
     # only to the main process, which decides for all.
@@ -112,8 +91,8 @@ class Saver:
             self.is_first = False
 
     def save_if_best(self, loss: float) -> None:
-        """Save model_best.pt if the loss of a validation is the lowest one so far. Every process
-        must call it."""
+        """Save model_best.pt if the loss of a validation after step 0 is the lowest one so far.
+        Every process must call it."""
         self.wait()
         # A run begins with weights that lie elsewhere already, or are random. Their loss counts
         # without a file: a run that diverges from the first step on has no best model.

@@ -1,13 +1,17 @@
 """What train.py tells the user before the first step: warnings, and a summary of the run."""
 
+from dataclasses import asdict
 from pathlib import Path
 
 from config import ResolvedTrainConfig
 from data.loader import Mixture, Slicing, TokenStream
 from data.tokenizer import tokenizer_identity
 from model.gpt import GPT
+from model.recipes import Recipe
 from training.run import Run
+from training.start import SavedModel
 from utils.devices import seconds_on_cpu
+from utils.distributed import Process
 from utils.errors import UserError
 
 MOST_EPOCHS = 100  # above this the model would learn its text by heart
@@ -27,6 +31,19 @@ def check_tokenizer(stream: TokenStream, source: Path | str | None, tokenizer: s
     stream.tokenizer = tokenizer
 
 
+def note_recipe(
+    options: ResolvedTrainConfig, recipe: Recipe, start: SavedModel | None, process: Process
+) -> None:
+    """Say so if the weights that a run begins with were trained by another recipe."""
+    # {} for a model of another project; finetune.py's have no recipe
+    checkpoint = start.checkpoint if start is not None else {}
+    if checkpoint.get("recipe", asdict(recipe)) != asdict(recipe):
+        process.print(
+            f"note: {options.source} was trained by --recipe {checkpoint['config']['recipe']}; its "
+            f"architecture stays, optimizer and rates are now those of {options.recipe}"
+        )
+
+
 def print_summary(
     run: Run[ResolvedTrainConfig], model: GPT, train_data: Mixture, slicing: Slicing
 ) -> None:
@@ -39,7 +56,7 @@ def print_summary(
     tokens_per_step = options.total_batch_size
     run_tokens = options.max_steps * tokens_per_step
     if run_tokens > MOST_EPOCHS * len(train_data.stream):
-        run.logger.print("warning: the text is read over 100 times: lower --max_steps")
+        run.logger.print(f"warning: more than {MOST_EPOCHS} epochs: lower --max_steps")
     if options.warmup_steps > options.max_steps // 2:
         run.logger.print(f"warning: warmup ends after half of the {options.max_steps:,} steps")
     epochs = train_data.describe_epochs(run_tokens)  # "0.53 epochs"

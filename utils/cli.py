@@ -50,7 +50,8 @@ def parse(config_class: type[Config], args: list[str] | None = None) -> Config:
     --help shows a group of flags for each dataclass that `config_class` inherits from, named after
     it without "Options"; the last one comes first.
     """
-    # train.py and finetune.py give flags, with those of a file or a checkpoint in front.
+    # train.py and finetune.py give flags, with those of a file or a checkpoint in front, which a
+    # flag of the same name replaces: there, and there alone, one may stand twice.
     is_command_line = args is None
     args = expand_home(sys.argv[1:] if args is None else args)
     defaults = {option.name: option.default for option in fields(config_class)}

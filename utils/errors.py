@@ -46,8 +46,10 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
+        cause: BaseException = error
         # On a full disk torch raises its own error, after the OSError that has the reason.
-        cause = error.__context__ if isinstance(error.__context__, OSError) else error
+        if isinstance(error, RuntimeError) and isinstance(error.__context__, OSError):
+            cause = error.__context__
         # only the first line, as torch adds its C++ stack; a MemoryError has no text
         reason = str(cause).partition("\n")[0] or type(cause).__name__
         raise UserError(f"{path} could not be written: {reason}") from error

@@ -169,7 +169,7 @@ def logged_run(folder: Path) -> dict | None:
     writes: "run_id", "config" (the options), "tokenizer" and others; {} if it cannot be read.
 
     None means that there is no log in the folder. One without a row counts as none: its run was
-    killed before its first checkpoint, and begins anew.
+    killed before its first step, and nothing in it is lost.
     """
     metrics_path = folder / METRICS
     if not metrics_path.exists() or metrics_path.stat().st_size == 0:

@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_leaves
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import train
+import training.run
 from data.manifest import Manifest, ShardEntry, write_manifest
 from model.recipes import parse_recipe
 from training.plan import Hardware, forecast_memory
@@ -131,7 +132,6 @@ def measure(row, folder):
         f" --total_batch_size {2 * tokens * int(world_size) // int(tensor_parallel)} "
         f"--max_steps 12 --sharding {sharding} --tensor_parallel {tensor_parallel} "
         f"--activation_checkpointing {checkpointing} --data_dir {folder} --eval_every 0 "
-        "--save_every 0 "
         f"--checkpoint_dir {folder}/{os.getpid()} --sample_every 0"
     )
     if shard_across != "-":
@@ -167,6 +167,8 @@ def measure(row, folder):
         os._exit(0)
 
     train.train_step = counted_step
+    train.Saver.save = lambda *arguments, **changes: None
+    training.run.check_space = lambda *arguments: None
     train.main()
 
 

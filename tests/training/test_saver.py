@@ -25,7 +25,7 @@ from training import checkpoint as ckpt
 from training import saver as saver_module
 from training.checkpoint import BEST, LAST
 from training.optim import make_optimizers
-from training.run import Run, TrainState
+from training.run import Run, TrainState, check_space
 from training.saver import Saver
 from utils.distributed import Process
 from utils.errors import UserError, writing
@@ -86,6 +86,7 @@ def test_the_lowest_loss_is_that_of_the_best_file_and_below_that_of_the_start(
     saver.save_if_best(492.0)  # a run that diverges has no best model
     saver.finish()
     assert not (tmp_path / BEST).exists()
+    assert replace(saver, best_loss=math.inf).best_loss == 3.0  # a resumed run's, too
     save(saver, 4)
     saver.save_if_best(2.5)
     saver.finish()
@@ -99,14 +100,18 @@ def test_the_lowest_loss_is_that_of_the_best_file_and_below_that_of_the_start(
     assert not list(tmp_path.glob("*.tmp"))
 
 
-def test_a_disk_without_room_is_refused_at_the_start(saver, tmp_path, monkeypatch):
-    """Three files of 12 bytes a parameter, less those that are replaced."""
-    bytes_of_file = 12 * sum(p.numel() for p in saver.model.parameters())
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=2 * bytes_of_file))
+def test_a_disk_without_room_is_refused_at_the_start(tmp_path, monkeypatch):
+    """Best, last and a temporary file, or --keep_last of them, less those that are replaced."""
+    config = train_options(checkpoint_dir=tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=200))
     with user_error(f"the disk of {tmp_path} has 0.00 GB free"):
-        replace(saver)
-    (tmp_path / LAST).write_bytes(bytes(bytes_of_file))
-    replace(saver)
+        check_space(config, 100)
+    (tmp_path / LAST).write_bytes(bytes(100))
+    check_space(config, 100)
+    os.link(tmp_path / LAST, tmp_path / "model_step_000001.pt")
+    check_space(replace(config, keep_last=1), 100)
+    with user_error("need 0.00 GB more"):
+        check_space(replace(config, keep_last=2), 100)
 
 
 def test_a_write_that_fails_names_the_reason_of_the_system(tmp_path):

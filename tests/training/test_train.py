@@ -172,7 +172,7 @@ def test_a_checkpoint_that_is_resumed_is_opened_once(shards, trained, tmp_path):
     options, recipe = resolve_options(options, derived, checkpoint)
     path.unlink()
     stream = Mixture([shards], "train", 32).stream
-    _, begun = build_model(options, recipe, stream, open_start(options, checkpoint, ALONE), ALONE)
+    _, begun = build_model(options, recipe, stream, open_start(options, checkpoint, ALONE))
     for name, weight in weights(trained).items():
         assert begun[name][:].equal(weight)
 
