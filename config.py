@@ -1,8 +1,9 @@
 """Options of train.py as dataclasses: the command line is made from them.
 
 An option is declared once, as a field with its type, default, unit and help. The groups RunOptions,
-OptimizerOptions, SaveOptions and MachineOptions are finetune.py's, too; other scripts declare their
-options themselves. This file is not about files, checkpoints or processes.
+OptimizerOptions, SaveOptions and MachineOptions are finetune.py's, too, and scripts/bench.py takes
+ModelOptions and MachineOptions; other scripts declare their options themselves. This file is not
+about files, checkpoints or processes.
 
 Options are frozen, and go one way: flags -> options, in which None stands for what nobody gave ->
 resolved options, which training/options.py completes from the recipe and the machine.
@@ -94,7 +95,8 @@ class RunOptions:
         return Path(flag_value(flags, "checkpoint_dir") or cls.checkpoint_dir)
 
     def to_dict(self) -> dict:
-        """Return the resolved options as plain values, for checkpoints and config.json."""
+        """Return the resolved options of all groups as plain values, for checkpoints and
+        config.json."""
         values: dict[str, object] = {}
         for name, value in vars(self).items():
             if name in PER_LAUNCH:
@@ -254,7 +256,8 @@ class MachineOptions:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Dtype of matmuls. auto: bfloat16 where it is faster, float16 on old GPUs."""
     sharding: Literal["none", "zero1", "zero2", "zero3"] = "none"
-    """none: DDP; zero1: shard optimizer state, zero2: gradients too, zero3: weights too."""
+    """none: DDP; zero1: shard optimizer state and float32 weights, zero2: gradients, too, zero3:
+    also the weights in the dtype of matmuls."""
     tensor_parallel: Count = 1
     """Processes of a machine that share each block; needs --sharding zero1, zero2 or zero3."""
     shard_across: Count | None = None

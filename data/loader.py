@@ -268,9 +268,10 @@ class Mixture:
             ids[chosen] = self.starts[i] + part_ids
         return ids
 
-    def step_ids(self, step: int, batch: int, seed: int) -> np.ndarray:
-        """Return the ids (G,) of the sequences in a step with G = `batch`."""
-        return self.order(step * batch + np.arange(batch), seed)
+    def step_ids(self, step: int, num_sequences: int, seed: int) -> np.ndarray:
+        """Return the ids (G,) of the G = `num_sequences` of a step, those of all processes; steps
+        count from 0."""
+        return self.order(step * num_sequences + np.arange(num_sequences), seed)
 
     def batch(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return inputs and targets, int64 (B, T) each, of the sequences `ids` (B,)."""

@@ -111,7 +111,7 @@ class Manifest(Settings):
     """Bytes of the text that the tokenizer does not give back; 0 without --allow_loss."""
     held_out: int = 0
     """Tokens of the last document, or of the last short ones, that are held out for validation. 0
-    where hashes gave validation enough."""
+    where hashes gave both splits enough, and where nothing is divided."""
     state: State = field(default_factory=State)
 
 

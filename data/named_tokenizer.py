@@ -19,7 +19,7 @@ class Tokenizer(ABC):
     name: str
     """Name in manifests: a key of TOKENIZERS, or "tokenizer-" and a checksum."""
     identity: str
-    """Equal if and only if two tokenizers give the same tokens and the same end of text."""
+    """Equal only if two tokenizers give the same tokens and the same end of text."""
     vocab_size: int
     """Number of ids: the highest one + 1."""
     eot: int

@@ -161,8 +161,8 @@ class Sharder:
         self.max_shards = max_shards
         self.shard_size = settings.shard_size  # tokens
         self.min_val_tokens = min(MIN_VAL_TOKENS, max(1, self.shard_size // 4))
-        """Validation tokens below which `divide_last` holds out more. At most a quarter of a shard,
-        so that once a validation shard is full, a run that continues never finds too few."""
+        """Validation tokens below which `divide_last` holds out more. Less than a shard, so that
+        once a validation shard is full, a run that continues never finds too few."""
         # the smallest dtype that holds all ids; little-endian on any machine, as the headers say
         self.dtype = "<u2" if settings.vocab_size <= 2**16 else "<u4"
         self.writers: dict[str, ShardWriter] = {}
@@ -260,7 +260,7 @@ class Sharder:
             # false if hashes put every text of the source into validation
             has_train = to_divide[0].num_train > 0 or self.num_tokens["train"] > 0
             if num_val < self.min_val_tokens or not has_train:
-                # val_fraction of all tokens of the folder
+                # val_fraction of the tokens written so far and of these
                 share = int(val_fraction * (sum(self.num_tokens.values()) + len(tokens)))
                 num_held_out = max(self.min_val_tokens, len(tokens) // 10, share)
                 self.manifest.held_out = min(num_held_out, len(tokens) // 2)

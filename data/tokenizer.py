@@ -70,11 +70,11 @@ class FileTokenizer(Tokenizer):
         self.end_of_text = spec_fields["eot"]  # the token; self.eot is its id
 
         # Two files with the same content, BOS included, are the same tokenizer, wherever they lie.
-        # With another end of text they are not: other tokens separate their documents.
         checksum = zlib.crc32(json.dumps(content, sort_keys=True).encode())
         self.name = spec_fields.get("name", f"tokenizer-{checksum:08x}")
         self.identity = self.name
         if self.name not in TOKENIZERS:
+            # with another end of text, other tokens separate the documents
             self.identity = f"{self.name} with {self.end_of_text}"
 
         vocab = engine.get_vocab()  # ids by token, added tokens included

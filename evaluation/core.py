@@ -199,7 +199,8 @@ class FewShotTasks(Benchmark):
     def score(
         self, rows: list[LoadedTask], score_items: ScoreItems, protocols: Sequence[str]
     ) -> TaskScores:
-        """Return the accuracy of each task, and last the mean of the centered ones."""
+        """Return the accuracy of each task, and last the mean of the centered ones; with them a
+        dict of each item, for --dump. `rows` are tasks with the rows of their files."""
         results: list[Result] = []
         examples: list[dict] = []
         centered_sum = 0.0
@@ -231,7 +232,7 @@ class FewShotTasks(Benchmark):
 
 def download_bundle() -> Path:
     """Return the folder of CORE's 22 tasks; download it at the first call."""
-    from torch.hub import download_url_to_file  # here, as plot.py runs without PyTorch
+    from torch.hub import download_url_to_file  # here, as plot.py imports no PyTorch
 
     if BUNDLE.exists():
         return BUNDLE

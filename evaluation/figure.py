@@ -1,7 +1,7 @@
 """Picture of the curves of one or more runs.
 
 Everything is read from the runs' logs (utils/logger.py writes them), so that a picture can be drawn
-on any machine and while a run goes on. Without PyTorch: drawing takes a second.
+on any machine and while a run goes on. Nothing here imports PyTorch: drawing takes a second.
 """
 
 import itertools

@@ -94,25 +94,25 @@ def make_batch(rows: list[PackedItem], device: torch.device) -> Batch:
         # the last token of a continuation predicts nothing, so it is no input
         inputs = [row.context] + [choice[:-1] for choice in row.choices]
         start = 0
-        for n, tokens in enumerate(inputs):  # n is the value in `part`
+        for part_index, tokens in enumerate(inputs):  # 0 is the context
             end = start + len(tokens)
             ids[b, start:end] = tokens
             positions[b, start:end] = range(len(tokens))
-            part[b, start:end] = n
-            if n > 0:
+            part[b, start:end] = part_index
+            if part_index > 0:
                 positions[b, start:end] += context_length
                 # the first token is predicted at the end of the context, others at the token before
                 columns = [context_length - 1] + list(range(start, end))
                 # one column for each token: the inputs lack the last token, the context adds a
                 # column
-                for column, token in zip(columns, row.choices[n - 1], strict=True):
+                for column, token in zip(columns, row.choices[part_index - 1], strict=True):
                     targets.append((b, column, token))
             start = end
 
     mask = None  # faster, and enough if each row has one continuation
     if any(len(row.choices) > 1 for row in rows):
         # A token attends to its own part and to the context, and not to what comes after it.
-        # Padding attends to padding: a softmax over nothing would be NaN.
+        # Padding is a part of its own, and is read by no target.
         same_part = part[:, None, :] == part[:, :, None]  # (B, queries, keys)
         in_context = part[:, None, :] == 0  # (B, 1, keys)
         mask = torch.from_numpy(same_part | in_context).tril().unsqueeze(1).to(device)

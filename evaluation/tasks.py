@@ -26,7 +26,7 @@ class Item:
 
     context: str
     choices: tuple[str, ...]
-    """Each begins with the white space that separates it from the context."""
+    """Each follows the context as it is: where white space separates them, it begins with that."""
     label: int = 0
     """Index of the right choice; 0 where there is only one, which nothing is chosen from."""
 
@@ -60,7 +60,8 @@ class Rating:
     """How good a prediction is by one metric."""
 
     value: float
-    """For a choice 1 if it is right, else 0; of several best ones the share that is right."""
+    """For a choice 1 if it is right, else 0; of several best ones the share that is right, or by
+    the protocols of others (lm-eval, CORE) whether the first of them is."""
     is_tie: bool = False
     """True if there are several best ones."""
 

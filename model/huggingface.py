@@ -204,7 +204,7 @@ def model_from_hf(
 
     Each tensor fills one parameter, or is redundant: a copy of one, or no weight. All others are
     named by an error, and so is a parameter without a tensor. A head unlike the embedding makes
-    the model untied, whatever config.json says, as in transformers.
+    the model untied, whatever config.json says, as in transformers 5.
     """
     # a copy, from which each tensor that is used is popped; the rest is checked at the end
     hf_weights = dict(hf_weights)

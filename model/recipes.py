@@ -24,7 +24,8 @@ class Recipe:
     """Fields of GPTConfig that differ from GPT-2's, by name; mlp_ratio and ngram_bits give those
     that follow from the sizes."""
     mlp_ratio: NonNegative = 4.0
-    """Width of the MLP over that of the residual stream, rounded up to 64 unless it is 4."""
+    """Width of the MLP over that of the residual stream, rounded up to a multiple of 64 unless it
+    is 4."""
     ngram_bits: NonNegative = 0.0
     """Longest n-gram with an embedding, in bits: log2(V) for each token of a vocabulary of V."""
     zero_init: bool = False

@@ -150,9 +150,9 @@ def sum_rows(name: str, rows: Sequence[int], values: Tensor) -> int:
 
 
 def checksum(tensors: Mapping[str, Rows], rank: int = 0, num_ranks: int = 1) -> int:
-    """Return the sum of the CRC-32 of the rows of tensors; a vector is one row. With `num_ranks`,
-    read only the part of the rows that belongs to `rank`: the checksum is the sum of these results
-    over all ranks."""
+    """Return the sum of the CRC-32 of the rows of tensors; those of Rows (model/rows.py) are read
+    from the file when they are sliced; a vector is one row. With `num_ranks`, read only the part of
+    the rows that belongs to `rank`: the checksum is the sum of these results over all ranks."""
     total = 0
     for name, x in tensors.items():
         if is_vector(x.shape):

@@ -1,6 +1,6 @@
 """Devices: which one a run uses, and in which dtype it multiplies matrices.
 
-Nothing here computes a model: model/ runs the same forward on every device.
+Nothing here computes a model: training runs the same forward of model/ on every device.
 """
 
 import os

@@ -283,7 +283,7 @@ def start(
     """Return this process, after joining the process group if a launcher has started several.
 
     With `catch_signals` a signal no longer ends it, but is remembered for the run to end itself.
-    `tensor_parallel` processes with consecutive ranks share each block, and `shard_across` divide
+    `tensor_parallel` processes with consecutive numbers share each block, and `shard_across` divide
     one copy of the state. The backend is NCCL between GPUs and gloo between CPUs. Raises UserError
     if the device is not there, or is one that several processes cannot share, and if the processes
     do not divide.
