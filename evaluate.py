@@ -166,7 +166,7 @@ def score_question_file(path: Path, config: EvalConfig, scorer: ItemScorer) -> T
 
 def score_task(task: str, path: Path | None, config: EvalConfig, scorer: ItemScorer) -> TaskScores:
     """Open the data of one of --tasks and score it. A benchmark's data is at `path`; None: it is
-    downloaded. Raise UserError, on all processes, if the task cannot be scored."""
+    downloaded. Raise UserError if the task cannot be scored. Every process must call it."""
     if task == "val":
         return score_validation(config, scorer)
     if task.endswith(".jsonl"):
@@ -232,7 +232,7 @@ def main(config: EvalConfig) -> None:
         bar.reset()
         bar.set_description(task)
         try:
-            # Each process scores its share; all get the same results, or raise the same error.
+            # Each process scores its share, and all get the same results.
             task_results, task_examples = score_task(task, data_paths.get(task), config, scorer)
         except UserError as error:  # such as a failed download, or a model that gives NaN
             if len(config.tasks) == 1:
