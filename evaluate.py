@@ -104,7 +104,7 @@ def check(config: EvalConfig) -> None:
         elif task != "val" and not Path(task).exists():
             names = ", ".join(["val", *BENCHMARKS, "FILE.jsonl"])
             raise UserError(f"--tasks has no {task}: {names} or the FOLDER of tasks")
-    # results of before are replaced, but no checkpoint and no questions
+    # Earlier results are replaced. A checkpoint or a file of questions must not be.
     if config.out and config.out.exists() and config.out.suffix != ".json":
         raise UserError(f"--out {config.out} exists, and is no .json file")
     if config.dump and config.dump.exists():
@@ -179,7 +179,7 @@ def score_task(task: str, path: Path | None, config: EvalConfig, scorer: ItemSco
     return score()
 
 
-def write(path: Path, text: str) -> None:
+def write_file(path: Path, text: str) -> None:
     """Write a file, in folders that are made if needed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
@@ -243,14 +243,14 @@ def main(config: EvalConfig) -> None:
         examples += task_examples
         if process.is_main:
             bar.clear()  # otherwise the table would begin in the line of the bar
-            # first, as a disk can be full
+            # printed before it is written, as the disk may be full
             print(format_table(task_results, openai_size(model.config)), flush=True)
             # --out holds all tasks so far; without it each task has its file
             written = results if config.out else task_results
             content = {**header, "results": [asdict(result) for result in written]}
-            write(outputs[task], json.dumps(content, indent=1))
+            write_file(outputs[task], json.dumps(content, indent=1))
             if config.dump:
-                write(config.dump, "".join(f"{json.dumps(row)}\n" for row in examples))
+                write_file(config.dump, "".join(f"{json.dumps(row)}\n" for row in examples))
             print(f"wrote {outputs[task]}", flush=True)
     bar.close()
     for task, task_error in errors.items():

@@ -155,7 +155,7 @@ class FewShotTask(Task):
         return replace(mean, centered=centered)
 
 
-LoadedTask = tuple[FewShotTask, list[dict]]
+LoadedTask = tuple[FewShotTask, list[dict]]  # a task, and the rows of its file
 
 
 class FewShotTasks(Benchmark):

@@ -25,7 +25,7 @@ def choose_micro_batch(
     print. Raises UserError, which names flags that would do, if not even one sequence fits."""
     try:
         size, needed_bytes = largest_micro_batch(options, recipe, shape, hardware)
-    except UserError as error:  # fewer sequences in a step than processes
+    except UserError as error:  # the sequences of a step do not divide among the processes
         raise UserError(f"{error}; " + advise(options, recipe, shape, hardware)) from error
     free_text = f"{hardware.free / 1e9:.2f} GB free"
     if size == 0:

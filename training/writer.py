@@ -74,7 +74,8 @@ def save_checkpoint(
                 if process.is_main:
                     offsets[0] = lay_out(temporary, parts, content)
             offsets = process.merge(offsets)
-            # In a thread: processes without rows wait, longer than a single collective may take.
+            # In a thread, while all processes call short collectives: in a single one, those
+            # without rows would wait for the others, and fail after TIMEOUT.
             with process.together(), ThreadPoolExecutor() as pool:
                 written = pool.submit(write_pieces, temporary, parts, offsets[0])
                 process.wait_until(written.done)
