@@ -82,7 +82,7 @@ def export_checkpoint(checkpoint_path: Path, out: Path, is_for_nanogpt: bool) ->
     # A model that came with a chat template keeps it; another chat model has learned this
     # project's format, and a model of plain text has none.
     chat_template = tokenizer.chat_template  # Jinja, or None
-    if chat_template is None and is_chat(checkpoint, path, tokenizer_spec):
+    if chat_template is None and is_chat(checkpoint, tokenizer_spec):
         chat_template = CHAT_TEMPLATE
     # transformers warns of a text longer than block_size, the context.
     save_tokenizer(tokenizer, out, model.config.block_size, chat_template)

@@ -208,7 +208,7 @@ def main(config: EvalConfig) -> None:
         config,
         data_dir=config.data_dir or trained_on,
         # A model that has learned to chat is asked in the format of its chats, as in training.
-        chat=config.chat or is_chat(checkpoint, name, tokenizer_spec),
+        chat=config.chat or is_chat(checkpoint, tokenizer_spec),
     )
     # The main process alone shows the bar, and with None only if standard error is a terminal.
     bar = tqdm(unit="row", disable=None if process.is_main else True)

@@ -186,8 +186,7 @@ def main(config: SampleConfig) -> None:
     name = config.model or config.checkpoint
     # bfloat16 matmuls need only the upper half of each weight: half the bytes to read.
     model, tokenizer_spec, checkpoint = open_model(name, float32=dtype is not torch.bfloat16)
-    # `checkpoint` is {} for a model of another project: is_chat then looks for a chat template.
-    if config.chat and not is_chat(checkpoint, name, tokenizer_spec):
+    if config.chat and not is_chat(checkpoint, tokenizer_spec):
         print("note: this model has not learned to chat: finetune.py --method sft", file=sys.stderr)
     # In place: converts the weights to the layout or dtype that is fastest for one token at a time.
     prepare_for_inference(model.to(device), device, dtype)

@@ -10,10 +10,10 @@ import tokenizers
 from tiktoken.load import read_file_cached
 from tokenizers import decoders, models, pre_tokenizers
 
-from data.named_tokenizer import TOKENIZER_FILE, Tokenizer
+from data.huggingface_tokenizer import END_OF_TEXT, wrap
+from data.named_tokenizer import ChatTemplate, Tokenizer
 from data.tokenizer import FileTokenizer, byte_characters
 
-END_OF_TEXT = "<|endoftext|>"
 GPT2_MERGES = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/vocab.bpe"
 # Pieces of text that no token crosses, as Qwen 3.5 cuts them: letters keep their marks, which GPT-2
 # splits off in Hindi, and each digit is a token.
@@ -59,18 +59,24 @@ def to_engine(tokenizer: Tokenizer) -> tokenizers.Tokenizer:
 
 
 def save_tokenizer(
-    tokenizer: Tokenizer, folder: Path, block_size: int, chat_template: str | None = None
+    tokenizer: Tokenizer, folder: Path, block_size: int, chat_template: ChatTemplate | None = None
 ) -> None:
     """Write tokenizer.json and tokenizer_config.json, which transformers' AutoTokenizer reads."""
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": block_size}
     if isinstance(tokenizer, FileTokenizer):
         tokenizer_json = tokenizer.tokenizer_json
-        config.update(tokenizer.template_tokens)  # bos_token, eos_token, ...
+        special_tokens = {"eos_token": tokenizer.end_of_text, **tokenizer.template_tokens}
+        if not tokenizer.chat_template:  # else the template needs the model's own
+            special_tokens["bos_token"] = tokenizer.engine.id_to_token(tokenizer.start_ids[0])
     else:
         tokenizer_json = to_engine(tokenizer).to_str()
         # GPT-2 has one token for all of these
-        config.update(dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_TEXT))
-    if chat_template:
-        config["chat_template"] = chat_template
-    (folder / TOKENIZER_FILE).write_text(tokenizer_json, encoding="utf-8")
-    (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+        special_tokens = dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_TEXT)
+    # The template goes into the JSON, as older transformers do not read a file of its own.
+    wrap(tokenizer_json, special_tokens, chat_template, block_size).save_pretrained(
+        folder, save_jinja_files=False
+    )
+    # transformers 5 writes a name of its class that transformers 4 does not know
+    path = folder / "tokenizer_config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    config["tokenizer_class"] = "PreTrainedTokenizerFast"
+    path.write_text(json.dumps(config, indent=1), encoding="utf-8")

@@ -32,7 +32,7 @@ from data.manifest import Manifest, Settings, State
 from data.named_tokenizer import TOKENIZER_FILE, TOKENIZERS, Tokenizer
 from data.sharder import PIECES, Document, Sharder
 from data.source import Batch, Position, Source, join_reasons, list_files
-from data.tokenizer import FileTokenizer, load_tokenizer, read_tokenizer
+from data.tokenizer import FileTokenizer, NoEndOfText, load_tokenizer, read_tokenizer
 from utils.cli import start_script
 from utils.errors import UserError
 from utils.files import atomic_write, lock_folder
@@ -179,7 +179,10 @@ def prepare(config: DataConfig, folder: Path) -> tuple[Manifest, int]:
     sizes = list_files(config.input) if config.input else {}
     tokenizer_spec = config.tokenizer
     if tokenizer_spec not in TOKENIZERS:  # the path of a tokenizer.json
-        tokenizer_spec = read_tokenizer(Path(config.tokenizer), config.end_of_text)
+        try:
+            tokenizer_spec = read_tokenizer(Path(config.tokenizer), config.end_of_text)
+        except NoEndOfText as error:
+            raise UserError(f"{error}; name it by --end_of_text TOKEN") from error
     tokenizer = load_tokenizer(tokenizer_spec)
     source = Source(
         sizes=sizes,

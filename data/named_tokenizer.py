@@ -10,6 +10,7 @@ import tiktoken
 
 from utils.errors import UserError
 
+ChatTemplate = str | dict[str, str]  # Jinja, or several templates by name: "default", "tool_use"
 TOKENIZER_FILE = "tokenizer.json"  # Hugging Face's file name, and the key in a spec
 
 
@@ -30,9 +31,10 @@ class Tokenizer(ABC):
     bos_ids: tuple[int, ...] = ()
     """Ids that the tokenizer itself writes before a text, as BOS of LLaMA; GPT-2's writes none.
     Benchmarks put them before a context. All else uses start_ids."""
-    chat_template: str | None = None
-    """Jinja template of the dialogs of the model that the tokenizer came with; None: the format of
-    finetuning/chat.py."""
+    is_of_chats: bool = False
+    """True for the tokenizer of a Hugging Face model with a chat template: it has learned chats."""
+    chat_template: ChatTemplate | None = None
+    """Template of these chats; None: the format of finetuning/chat.py."""
 
     @abstractmethod
     def encode(self, text: str) -> np.ndarray:

@@ -17,6 +17,7 @@ This file reads folders, as the one TokenStream that all of their tokens are. Wh
 batch is decided in data/loader.py; data/sharder.py writes shards.
 """
 
+import json
 import re
 import struct
 import zlib
@@ -235,8 +236,11 @@ def find_tokenizer(folder: Path, manifest: Manifest | None, shards: list[LazySha
     if not path.exists():
         raise UserError(f"{path}, the tokenizer of these shards, is missing")
     spec = read_tokenizer(path, manifest.end_of_text)
-    # FileTokenizer.name has the checksum: with another file, the ids would be other tokens.
-    if load_tokenizer(spec).name != manifest.tokenizer:
+    # FileTokenizer.name has the checksum: with another file, the ids would be other tokens. Shards
+    # of earlier versions have that of the whole file.
+    content = json.dumps(json.loads(path.read_text(encoding="utf-8")), sort_keys=True)
+    file_name = f"tokenizer-{zlib.crc32(content.encode()):08x}"
+    if manifest.tokenizer not in (load_tokenizer(spec).name, file_name):
         raise UserError(
             f"{path} is not the tokenizer of these shards, which have {manifest.tokenizer} tokens"
         )

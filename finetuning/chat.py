@@ -12,16 +12,16 @@ A Hugging Face model whose tokenizer has a chat template keeps that template ins
 have the token ids that transformers gives them, or are refused.
 """
 
-from pathlib import Path
 from typing import Any
 
 from data.named_tokenizer import TOKENIZERS, Tokenizer
-from data.tokenizer import FileTokenizer, load_tokenizer, read_json
+from data.tokenizer import FileTokenizer, load_tokenizer
 from training.checkpoint import Checkpoint
 
 # "role", "content", and further fields that a chat template may read
 Message = dict[str, Any]
 Messages = list[Message]
+Tools = list[dict[str, Any]] | None  # JSON schemas of functions that an assistant may call
 # Name of each role in a text.
 ROLES = {
     "system": "System",
@@ -30,11 +30,14 @@ ROLES = {
 }
 
 
-def encode_dialog(messages: Messages, tokenizer: Tokenizer, open_turn: bool = False) -> list[int]:
-    """Return the token ids of a dialog; `open_turn` begins an answer after it."""
+def encode_dialog(
+    messages: Messages, tokenizer: Tokenizer, open_turn: bool = False, tools: Tools = None
+) -> list[int]:
+    """Return the token ids of a dialog; `open_turn` begins an answer after it. Only a chat template
+    writes `tools`."""
     if isinstance(tokenizer, FileTokenizer) and tokenizer.chat_template:
         # as one text, like transformers: many tokenizers encode the beginning of a text differently
-        return tokenizer.encode_dialog(tokenizer.render(messages, open_turn))
+        return tokenizer.encode_dialog(tokenizer.render(messages, open_turn, tools))
     ids = list(tokenizer.start_ids)  # BOS or end of text, before the first turn
     for message in messages:
         # Role and content are encoded apart: a merge of ":" with a letter would give ids in
@@ -48,13 +51,27 @@ def encode_dialog(messages: Messages, tokenizer: Tokenizer, open_turn: bool = Fa
     return ids
 
 
-def encode_prompt(prompt: str | Messages, tokenizer: Tokenizer, chat: bool) -> list[int]:
+def encode_prompt(
+    prompt: str | Messages, tokenizer: Tokenizer, chat: bool, tools: Tools = None
+) -> list[int]:
     """Return the token ids that a completion follows: of a dialog up to "Assistant:", or with
     `chat` false of the prompt's text as the beginning of a document."""
     if not chat:
         assert isinstance(prompt, str)  # plain text has no turns
         return tokenizer.encode_document(prompt).tolist()
-    return encode_dialog(as_messages(prompt), tokenizer, open_turn=True)
+    return encode_dialog(as_messages(prompt), tokenizer, open_turn=True, tools=tools)
+
+
+def texts_of(message: Message) -> list[str]:
+    """Return the texts of a message: its content, or the parts of it, for chat templates alone, as
+    [{"type": "text", "text": "Hi"}]. Raise ValueError for parts that are no text, as images."""
+    content = message.get("content") or ""  # null beside "tool_calls"
+    if isinstance(content, str):
+        return [content]
+    try:
+        return [str(part["text"]) for part in content]
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"a chat has texts only: {content!r:.200}") from error
 
 
 def as_messages(prompt: str | Messages) -> Messages:
@@ -79,19 +96,12 @@ def fit_history(
         messages = messages[2:]
 
 
-def is_chat(checkpoint: Checkpoint, name: str | Path, tokenizer_spec: str) -> bool:
-    """Return True if a model has learned to chat.
-
-    A checkpoint of finetune.py tells it. Else a chat template does: that of the tokenizer, or one
-    in the Hugging Face folder `name`. `checkpoint` is {} for such a folder.
-    """
+def is_chat(checkpoint: Checkpoint, tokenizer_spec: str) -> bool:
+    """Return True if a model has learned to chat: as its checkpoint of finetune.py says, or, for
+    another model, because it came with a chat template. `checkpoint` is {} for one that is none of
+    this project's."""
     options = checkpoint.get("config", {})
     if "plain" in options:  # an option of finetune.py alone
         return not options["plain"]
     # a tokenizer with a name has no template; loading GPT-2's could need a download
-    if tokenizer_spec not in TOKENIZERS and load_tokenizer(tokenizer_spec).chat_template:
-        return True
-    # The spec of GPT-2's tokenizer is its name alone. Where convert.py has exported a chat model
-    # with it, the template stands in this file.
-    tokenizer_config = read_json(Path(name, "tokenizer_config.json"))  # {} if there is none
-    return "chat_template" in tokenizer_config
+    return tokenizer_spec not in TOKENIZERS and load_tokenizer(tokenizer_spec).is_of_chats

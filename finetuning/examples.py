@@ -16,7 +16,16 @@ import torch
 from torch import Tensor
 
 from data.named_tokenizer import Tokenizer
-from finetuning.chat import ROLES, Message, Messages, as_messages, encode_dialog, encode_prompt
+from finetuning.chat import (
+    ROLES,
+    Message,
+    Messages,
+    Tools,
+    as_messages,
+    encode_dialog,
+    encode_prompt,
+    texts_of,
+)
 from finetuning.template import find_answer, is_learned
 from utils.distributed import Process
 from utils.errors import UserError
@@ -44,20 +53,24 @@ class Example:
         return cls(tokens, np.arange(len(tokens)) >= len(prompt_ids))
 
 
-def encode_messages(messages: Messages, tokenizer: Tokenizer) -> Example:
+def encode_messages(messages: Messages, tokenizer: Tokenizer, tools: Tools = None) -> Example:
     """Encode a dialog of which the assistant's turns count in the loss; raise ValueError where the
     chat template does not let one of them be learned."""
-    ids = encode_dialog(messages, tokenizer)
+    ids = encode_dialog(messages, tokenizer, tools=tools)
     loss_mask = np.zeros(len(ids), bool)
     for i, message in enumerate(messages):
         if is_learned(message):
             # the slice of its token ids, including the one that ends it
-            loss_mask[find_answer(messages, i, ids, tokenizer)] = True
+            loss_mask[find_answer(messages, i, ids, tokenizer, tools)] = True
     return Example(np.array(ids, np.uint32), loss_mask)
 
 
 def encode_completion(
-    prompt: str | Messages, completion: str, tokenizer: Tokenizer, chat: bool
+    prompt: str | Messages,
+    completion: str,
+    tokenizer: Tokenizer,
+    chat: bool,
+    tools: Tools = None,
 ) -> Example:
     """Encode a prompt, which does not count in the loss, and a completion with the token that ends
     it, which do. Nothing of what a chat template writes after that token is part of it."""
@@ -70,8 +83,8 @@ def encode_completion(
         return Example.of_completion(prompt_ids, completion_ids)
     # Answers of earlier turns are part of the prompt here, and do not count in the loss.
     dialog = [*as_messages(prompt), {"role": "assistant", "content": completion}]
-    ids = encode_dialog(dialog, tokenizer)
-    answer = find_answer(dialog, len(dialog) - 1, ids, tokenizer)
+    ids = encode_dialog(dialog, tokenizer, tools=tools)
+    answer = find_answer(dialog, len(dialog) - 1, ids, tokenizer, tools)
     return Example.of_completion(ids[: answer.start], ids[answer])
 
 
@@ -142,7 +155,7 @@ class TextEncoder:
         # plain text has no turns for messages, so that its rows need a prompt
         if self.chat and "messages" in row:
             messages = as_messages(self.get_text(row, "messages"))
-            return self.cut(encode_messages(messages, self.tokenizer))
+            return self.cut(encode_messages(messages, self.tokenizer, row.get("tools")))
         # Alpaca's names; its "input", often empty, is what the instruction is about
         if "instruction" in row and "prompt" not in row:
             prompt = get_field(row, "instruction", str)
@@ -156,7 +169,8 @@ class TextEncoder:
         output, chosen or rejected."""
         prompt = self.get_text(row, "prompt")  # a text, or messages of earlier turns
         completion = get_field(row, name, str)
-        return self.cut(encode_completion(prompt, completion, self.tokenizer, self.chat))
+        tools = row.get("tools")
+        return self.cut(encode_completion(prompt, completion, self.tokenizer, self.chat, tools))
 
     def cut(self, example: Example) -> Example:
         """Return the beginning of an example that fits into the context, and count it if it is
@@ -174,7 +188,8 @@ class TextEncoder:
         With `has_answer` the row must have an "answer" to compare with."""
         if has_answer:
             get_field(row, "answer", str, int, float)
-        prompt_ids = encode_prompt(self.get_text(row, "prompt"), self.tokenizer, self.chat)
+        prompt = self.get_text(row, "prompt")
+        prompt_ids = encode_prompt(prompt, self.tokenizer, self.chat, row.get("tools"))
         # sampling drops the older half of a full context
         if len(prompt_ids) + max_new_tokens > self.block_size:
             raise ValueError(
@@ -186,8 +201,9 @@ class TextEncoder:
     def get_text(self, row: dict, name: str) -> str | Messages:
         """Return a field that holds a text or, in a chat, messages. Raise ValueError for a row or a
         message with other fields that would change what it means."""
+        has_template = self.chat and self.tokenizer.chat_template  # which can write tools
         for field in UNSUPPORTED:
-            if row.get(field):
+            if row.get(field) and not (field == "tools" and has_template):
                 raise ValueError(f'"{field}" is not supported, and would change what the row means')
         if not self.chat:  # plain text has no turns for messages
             return get_field(row, name, str)
@@ -195,11 +211,12 @@ class TextEncoder:
         if isinstance(value, list):
             for message in value:
                 get_field(message, "role", str)
-                get_field(message, "content", str)  # None would be written as "None"
+                texts_of(message)
                 if message.get("weight") not in (None, 0, 1):
                     raise ValueError(f'"weight" is 0 or 1: {message!r:.200}')
                 # a chat template reads further fields of a message, the project's own format none
                 if not self.tokenizer.chat_template:
+                    get_field(message, "content", str)
                     check_message(message)
         return value
 

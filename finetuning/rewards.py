@@ -84,7 +84,7 @@ def load_reward_function(
     # With other tokens or turns the model would rate another text than was written.
     has_same_text = (
         tokenizer_identity(tokenizer_spec) == encoder.tokenizer.identity
-        and is_chat(checkpoint, name, tokenizer_spec) == encoder.chat
+        and is_chat(checkpoint, tokenizer_spec) == encoder.chat
     )
     if not has_same_text or model.config.block_size < encoder.block_size:
         raise UserError(

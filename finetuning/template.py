@@ -13,7 +13,7 @@ A row is refused if the template writes an answer in a way that cannot be learne
 
 from data.named_tokenizer import Tokenizer
 from data.tokenizer import FileTokenizer
-from finetuning.chat import Message, Messages, encode_dialog
+from finetuning.chat import Message, Messages, Tools, encode_dialog, texts_of
 
 
 def is_learned(message: Message) -> bool:
@@ -22,20 +22,22 @@ def is_learned(message: Message) -> bool:
 
 
 def find_answer(
-    messages: Messages, index: int, dialog_ids: list[int], tokenizer: Tokenizer
+    messages: Messages, index: int, dialog_ids: list[int], tokenizer: Tokenizer, tools: Tools = None
 ) -> slice:
     """Return which token ids of a dialog are those of the answer messages[index]. Raise ValueError
     if the chat template does not let it be learned."""
-    # `prompt_ids` is what sampling continues: the dialog up to the beginning of the answer
-    prompt_ids = encode_dialog(messages[:index], tokenizer, open_turn=True)
-    start = len(prompt_ids)  # place of the answer in dialog_ids
     if not (isinstance(tokenizer, FileTokenizer) and tokenizer.chat_template):
         # the project's own format: end of text closes the answer, and is learned, too
+        start = len(encode_dialog(messages[:index], tokenizer, open_turn=True))
         return slice(start, dialog_ids.index(tokenizer.eot, start) + 1)
 
-    # the text of the dialog up to the answer, and up to the end of the answer
-    prompt = tokenizer.render(messages[:index], open_turn=True)
-    until_answer = tokenizer.render(messages[: index + 1])
+    if index == 0:  # templates are not made for a prompt without any message
+        raise ValueError('a dialog begins with an answer; leave it out of the loss by "weight": 0')
+    # the text of the dialog up to the answer, which sampling continues, and up to the answer's end
+    prompt = tokenizer.render(messages[:index], open_turn=True, tools=tools)
+    until_answer = tokenizer.render(messages[: index + 1], tools=tools)
+    prompt_ids = tokenizer.encode_dialog(prompt)
+    start = len(prompt_ids)  # place of the answer in dialog_ids
     # text after the end of an answer, such as a line break, is not sampled
     turn_end = tokenizer.engine.id_to_token(tokenizer.turn_end)  # such as <|im_end|>
     assert turn_end
@@ -46,17 +48,18 @@ def find_answer(
             "learn to end one: add {{ eos_token }} to the template"
         )
 
-    content = messages[index]["content"].strip()  # as many templates do
-    # A token can span the end of the prompt, later turns can change an earlier answer, and
-    # templates are not made for a prompt without any message.
+    texts = texts_of(messages[index])
+    # A token can span the end of the prompt, and later turns can change an earlier answer.
     is_continued = dialog_ids[:start] == prompt_ids
-    is_kept = tokenizer.render(messages).startswith(until_answer) and content in answer
+    is_kept = tokenizer.render(messages, tools=tools).startswith(until_answer)
+    for text in texts:
+        is_kept = is_kept and text.strip() in answer  # many templates strip a text
     # an answer of "tool_calls" alone, which the template leaves out, would teach to say nothing
     is_kept = is_kept and answer.strip() != ""
-    if index == 0 or not is_continued or not is_kept:
+    if not is_continued or not is_kept:
         raise ValueError(
-            f"the chat template changes the answer {content[:40]!r}, or no token ends where "
-            f"sampling would begin it, after {prompt[-40:]!r}; "
+            f"the chat template changes the answer {' '.join(texts)[:40]!r}, or no token ends "
+            f"where sampling would begin it, after {prompt[-40:]!r}; "
             'leave it out of the loss by "weight": 0'
         )
     return slice(start, dialog_ids.index(tokenizer.turn_end, start) + 1)

@@ -127,10 +127,11 @@ def test_a_file_without_rows_is_refused(tmp_path):
 def folder_with_tokenizer(folder, engine, template, **config):
     """Write the files that a Hugging Face folder has of a tokenizer."""
     engine.save(str(folder / "tokenizer.json"))
-    values = {"chat_template": template, "bos_token": "<s>", "eos_token": {"content": "</s>"}}
+    values = {"chat_template": template, "bos_token": "<s>", "eos_token": "</s>"}
+    values["tokenizer_class"] = "PreTrainedTokenizerFast"
     (folder / "tokenizer_config.json").write_text(json.dumps(values))
-    (folder / "config.json").write_text(json.dumps(config))
-    return load_tokenizer(pretrained_tokenizer(folder, 257))
+    (folder / "config.json").write_text(json.dumps({"model_type": "gpt2", **config}))
+    return load_tokenizer(pretrained_tokenizer(folder, engine.get_vocab_size()))
 
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<s>", "</s>", "<|im_start|>", "<|im_end|>"]
@@ -224,7 +225,7 @@ def test_dialogs_have_the_text_and_ids_of_transformers_or_are_refused(tmp_path, 
     "template, roles, answer, problem",
     [
         ("chatml", "uaua", {}, None),
-        ("chatml", "a", {}, "no token ends where"),
+        ("chatml", "a", {}, "begins with an answer"),
         ("chatml", "ua", {"content": "\n\n4"}, "no token ends where"),
         ("chatml", "ua", {"content": "", "tool_calls": [1]}, "changes the answer ''"),
         ("colon", "ua", {}, "no special token"),
@@ -271,15 +272,16 @@ def test_no_token_spans_a_prompt_and_its_answer(tmp_path, engine):
         ("chatml", "<|im_end|>"),
         ("system", "<|im_end|>"),
         ("llama2", "</s>"),
-        ("colon", "<|endoftext|>"),  # without a token of its own
+        ("colon", "</s>"),  # without a token of its own
     ],
 )
 def test_what_ends_an_answer_is_read_off_the_template(tmp_path, template, end):
     engine = byte_level_engine()
     tokenizer = folder_with_tokenizer(tmp_path, engine, TEMPLATES[template], eos_token_id=256)
-    assert tokenizer.end_ids == {256, engine.token_to_id(end)}
+    assert tokenizer.end_of_text == "</s>"
+    assert tokenizer.end_ids == {256, tokenizer.eot, engine.token_to_id(end)}
     assert len(tokenizer.encode(end)) == len(end)  # in a document it is text
-    assert is_chat({}, "", pretrained_tokenizer(tmp_path, 257)) and not is_chat({}, "", "gpt2")
+    assert is_chat({}, pretrained_tokenizer(tmp_path, 261)) and not is_chat({}, "gpt2")
 
 
 @pytest.mark.parametrize(
@@ -290,7 +292,7 @@ def test_what_ends_an_answer_is_read_off_the_template(tmp_path, template, end):
     ],
 )
 def test_a_tokenizer_that_cannot_be_used_is_named(tmp_path, engine, template, problem):
-    with user_error(f"tokenizer.json is no tokenizer .*: .*{problem}"):
+    with user_error(f"not a folder with a tokenizer that can be used: .*{problem}"):
         folder_with_tokenizer(tmp_path, engine, template)
 
 
