@@ -10,8 +10,8 @@ import tokenizers
 from tiktoken.load import read_file_cached
 from tokenizers import decoders, models, pre_tokenizers
 
-from data.huggingface_tokenizer import END_OF_TEXT, wrap
-from data.named_tokenizer import ChatTemplate, Tokenizer
+from data.huggingface_tokenizer import wrap
+from data.named_tokenizer import END_OF_TEXT, ChatTemplate, Tokenizer
 from data.tokenizer import FileTokenizer, byte_characters
 
 GPT2_MERGES = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/vocab.bpe"

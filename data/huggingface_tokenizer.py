@@ -10,12 +10,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from data.named_tokenizer import TOKENIZER_FILE, ChatTemplate
+from data.named_tokenizer import END_OF_TEXT, TOKENIZER_FILE, ChatTemplate
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-END_OF_TEXT = "<|endoftext|>"  # GPT-2's
 # the only inputs of a GPT-2 or LLaMA: transformers 4 would give them token_type_ids, too
 MODEL_INPUTS = ["input_ids", "attention_mask"]
 # keys about tokens in these files that change no ids

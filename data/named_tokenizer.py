@@ -11,6 +11,7 @@ import tiktoken
 from utils.errors import UserError
 
 ChatTemplate = str | dict[str, str]  # Jinja, or several templates by name: "default", "tool_use"
+END_OF_TEXT = "<|endoftext|>"  # of GPT-2, and of tokenizers trained here
 TOKENIZER_FILE = "tokenizer.json"  # Hugging Face's file name, and the key in a spec
 
 

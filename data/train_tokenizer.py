@@ -20,7 +20,7 @@ import utils.environment  # noqa: F401 (first: it says what to type without PyTo
 from tokenizers import models, pre_tokenizers, trainers
 
 from data.export_tokenizer import byte_level
-from data.huggingface_tokenizer import END_OF_TEXT
+from data.named_tokenizer import END_OF_TEXT
 from data.source import Skipped, Source, list_files
 from utils.cli import start_script
 from utils.ranges import Count

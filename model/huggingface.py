@@ -310,7 +310,7 @@ def find_folder(name: str) -> Path:
     from huggingface_hub import snapshot_download
 
     # skip weights in other formats, which many repositories also hold
-    patterns = ["*.json", "*.jinja", "merges.txt", "*.safetensors"]
+    patterns = ["*.json", "*.jinja", "*.txt", "tokenizer.model", "*.safetensors"]
     try:
         return Path(snapshot_download(name, allow_patterns=patterns))
     except (OSError, ValueError) as error:  # no such name, or no network

@@ -27,8 +27,8 @@ def reading(path: Path | str, kind: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        # Missing memory or permissions, or a faulty disk: the file must not be called damaged.
-        if isinstance(error, OSError) or is_out_of_memory(error):
+        # Missing memory, permissions or packages, or a faulty disk: the file is not damaged.
+        if isinstance(error, OSError | ImportError) or is_out_of_memory(error):
             raise
         reason = f"{type(error).__name__}: {error}"  # "KeyError: 'step'"
         if isinstance(error, UserError):

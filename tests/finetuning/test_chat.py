@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Engine
 from tokenizers import models, normalizers, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from data.export_tokenizer import byte_level, save_tokenizer, to_engine
 from data.named_tokenizer import ByteTokenizer
@@ -181,7 +182,7 @@ PIECES = st.sampled_from([*'a4: \n"<', "<|im_end|>", "</think>"])
 def test_dialogs_have_the_text_and_ids_of_transformers_or_are_refused(tmp_path, engine, template):
     """What is learned is what sampling has to write after the same ids."""
     ours = folder_with_tokenizer(tmp_path, engine, template)
-    theirs = pytest.importorskip("transformers").PreTrainedTokenizerFast(
+    theirs = PreTrainedTokenizerFast(
         tokenizer_object=engine, chat_template=template, bos_token="<s>", eos_token="</s>"
     )
 
@@ -316,3 +317,36 @@ def test_batches_have_few_shapes_for_the_compiler(length, block_size, compiled, 
     batch = collate_padded([text], block_size, Process(0, 1, torch.device("cpu")), compiled)
     assert batch.idx.shape == batch.targets.shape == (1, T)
     assert batch.last.tolist() == [length - 1]
+
+
+FIELDS = """{%- for tool in tools or [] %}{{ tool.name }}{{ tool | tojson }}{% endfor %}
+{%- for m in messages %}<|im_start|>{{ m.role }}
+{%- if m.reasoning_content %}({{ m.reasoning_content }}){% endif %}
+{%- if m.content is string %}{{ m.content }}{% else %}
+{%- for part in m.content or [] %}{{ part.text }}|{% endfor %}{% endif %}
+{%- for call in m.tool_calls or [] %}{{ call | tojson }}{% endfor %}<|im_end|>{% endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant{% endif %}"""
+PARTS = [{"type": "text", "text": "4"}, {"type": "text", "text": "5"}]
+TOOLS = [{"name": "add", "parameters": {"type": "object"}}]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": [{"role": "developer", "content": "a"}, *DIALOG], "tools": TOOLS},
+        {"messages": [*QUESTION, {"role": "assistant", "content": PARTS}]},
+        {"messages": [*QUESTION, {"role": "assistant", "content": "5", "reasoning": "a"}]},
+        {"messages": [*QUESTION, {"role": "assistant", "content": None, "tool_calls": TOOLS}]},
+    ],
+)
+def test_a_template_sees_every_field_that_transformers_lets_it_see(tmp_path, row):
+    tokenizer = folder_with_tokenizer(tmp_path, ENGINES["byte level"], FIELDS)
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    example = TextEncoder(tokenizer, True, 999).dialog(row)
+    ids = theirs.apply_chat_template(row["messages"], tools=row.get("tools"))["input_ids"]
+    assert example.tokens.tolist() == ids and example.loss_mask[-1]
+    prompt = {"prompt": row["messages"][:-1], "tools": row.get("tools")}
+    question = TextEncoder(tokenizer, True, 999).question(prompt, 1, has_answer=False)
+    assert question.prompt_ids == ids[: len(question.prompt_ids)]
+    with pytest.raises(ValueError, match='"tools" is not supported|no "content" of type'):
+        CHAT.dialog({"tools": [1], **row})

@@ -299,4 +299,4 @@ def test_defaults_teach_dialogs_of_one_kind_and_their_end_by_the_chat_template(t
     assert script("sample.py", "--checkpoint", tmp_path, *chat).stdout == "yes\n"
     script("convert.py", "--checkpoint", tmp_path, "--out", tmp_path / "hf")
     ends = json.loads((tmp_path / "hf/generation_config.json").read_text())["eos_token_id"]
-    assert ends == [256, tokenizer.engine.token_to_id("<|im_end|>")]
+    assert ends == [tokenizer.eot, tokenizer.turn_end]
