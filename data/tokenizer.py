@@ -98,11 +98,9 @@ class FileTokenizer(Tokenizer):
         end_ids = [self.eot, self.turn_end, self.start_ids[0]]
         self.end_ids = frozenset(end_ids + spec_fields["end_ids"])
 
-        # A pre-tokenizer or decoder of type ByteLevel tells that tokens are bytes. A post-processor
-        # of this type only moves offsets, and files of other vocabularies have it, too.
-        components = json.dumps({**content, "post_processor": None})
-        # no token looks like this, as json.dumps writes \" for a quote within a token
-        is_byte_level = '"type": "ByteLevel"' in components
+        # A pre-tokenizer or decoder of type ByteLevel tells that tokens are bytes. No token looks like
+        # this, as json.dumps writes \" for a quote within a token.
+        is_byte_level = '"type": "ByteLevel"' in self.tokenizer_json
         self.bytes_of_id = self.find_bytes(vocab, is_byte_level)
         """Bytes that each id decodes to; none for end of text and BOS."""
 
