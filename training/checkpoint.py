@@ -14,6 +14,7 @@ training/writer.py.
 """
 
 import os
+import re
 import sys
 import zlib
 from collections.abc import Mapping, Sequence
@@ -34,6 +35,7 @@ FORMAT_VERSION = 6
 LAST = "model_last.pt"
 BEST = "model_best.pt"  # lowest validation loss
 NUMBERED = "model_step_{:06d}.pt"  # with --keep_last
+NUMBERED_NAME = re.compile(r"model_step_(\d{6}|[1-9]\d{6,})\.pt", re.ASCII)  # what it gives
 # head of a reward model (finetune.py --method reward), in place of the head for logits
 REWARD_HEAD = "reward_head.weight"
 
@@ -230,8 +232,9 @@ def load_model(
 
 
 def numbered(folder: Path) -> list[Path]:
-    """Return a folder's numbered checkpoints, the newest first."""
-    paths = folder.glob("model_step_*.pt")
+    """Return a folder's numbered checkpoints, the newest first. A file of another name, such as
+    model_step_000010_good.pt, is a copy of the user's own."""
+    paths = [path for path in folder.glob("*.pt") if NUMBERED_NAME.fullmatch(path.name)]
     # by length first: NUMBERED pads steps to six digits, and a longer name is a later step
     return sorted(paths, key=lambda path: (len(path.name), path.name), reverse=True)
 
