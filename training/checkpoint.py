@@ -70,6 +70,8 @@ class Checkpoint(TypedDict, total=False):
     init_checksum: int | None
     """Checksum of the weights of --init_from; None for random ones."""
     run_id: str
+    parent: dict | None
+    """Of a branch: run_position of the checkpoint of another folder that it began from."""
     step: int
     tokens: int
     best_loss: float
@@ -194,6 +196,11 @@ def load_checkpoint(path: Path) -> Checkpoint:
         if checkpoint["format_version"] != FORMAT_VERSION:
             raise ValueError(f"its format is {checkpoint['format_version']}, not {FORMAT_VERSION}")
     return checkpoint
+
+
+def run_position(checkpoint: Checkpoint) -> dict:
+    """Return what identifies a checkpoint wherever its file lies: the run and its step."""
+    return {"run_id": checkpoint["run_id"], "step": checkpoint["step"]}
 
 
 def check_head(path: Path, checkpoint: Checkpoint, is_reward_model: bool) -> None:

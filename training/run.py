@@ -15,7 +15,7 @@ import sys
 import uuid
 import zlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -36,6 +36,7 @@ from training.checkpoint import (
     load_checkpoint,
     newest_first,
     reading_checkpoint,
+    run_position,
     verify,
 )
 from training.optim import MOMENTS, make_optimizers
@@ -83,6 +84,8 @@ class TrainState:
     """Tokens of these steps."""
     run_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     """Name of the run, which a resumed run keeps."""
+    parent: dict | None = None
+    """Of a branch: run_position of the checkpoint that it began from."""
     bad_steps: int = 0
     """Newest steps in a row without finite loss and gradient."""
 
@@ -93,7 +96,8 @@ class TrainState:
             return cls()
         # a Mapping, as mypy wants literal keys for a TypedDict
         progress: Mapping[str, Any] = checkpoint
-        return cls(**{name: progress[name] for name in asdict(cls())})
+        # `parent` is not in older files.
+        return cls(**{name: progress[name] for name in asdict(cls()) if name in progress})
 
     def advance(self, tokens: int, skip_reason: str | None) -> None:
         """Count one step of `tokens` tokens, and the steps in a row that were skipped."""
@@ -250,8 +254,9 @@ class Run(Generic[Config]):
             scaler.load_state_dict(checkpoint["scaler"])
         state = TrainState.start(checkpoint)
         if options.is_branch:
+            assert checkpoint is not None
             # the run in the other folder may go on under its own id
-            state.run_id = uuid.uuid4().hex
+            state = replace(state, run_id=uuid.uuid4().hex, parent=run_position(checkpoint))
         # "device NVIDIA H100 80GB HBM3, torch 2.13.0+cu130, matmuls torch.bfloat16"
         machine = ", ".join(f"{name} {x}" for name, x in describe(process.device).items())
         process.print(f"{machine}, matmuls {dtype}")
@@ -305,6 +310,7 @@ class Run(Generic[Config]):
             # Before the Logger opens its files: by run_id a run that is killed here finds its log.
             content = {
                 "run_id": state.run_id,
+                "parent": state.parent,
                 **self.entries,
                 # a short name: the spec itself may be megabytes of JSON
                 "tokenizer": tokenizer_identity(self.entries["tokenizer"]),
