@@ -9,6 +9,7 @@ This file is not about single options (config.py) or about a run's files (traini
 
 import json
 import tomllib
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -290,12 +291,17 @@ def model_shape(options: ResolvedTrainConfig, recipe: Recipe, saved_shape: GPTCo
         options_shape = replace(shape, block_size=options.block_size)
     if options_shape == shape:
         return shape
-    # "n_layer 12 (here 6)": value of the weights (of the options)
-    changes: list[str] = []
-    for name, value in vars(shape).items():
-        if getattr(options_shape, name) != value:
-            changes.append(f"{name} {value} (here {getattr(options_shape, name)})")
+    changes = list_changes(vars(shape), vars(options_shape))
     raise UserError(
-        f"{options.source} holds a model of another shape: {', '.join(changes)}; leave out "
+        f"{options.source} holds a model of another shape: {changes}; leave out "
         "--recipe, --model_type and the sizes, or begin a new model in another --checkpoint_dir"
     )
+
+
+def list_changes(saved: Mapping[str, object], here: Mapping[str, object]) -> str:
+    """Return the names whose values differ, such as "n_layer 12 (here 6), n_head 12 (here 6)"."""
+    changes: list[str] = []
+    for name, value in saved.items():
+        if here[name] != value:
+            changes.append(f"{name} {value} (here {here[name]})")
+    return ", ".join(changes)
