@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from torch.amp import GradScaler
 
-from config import MachineOptions, ResolvedOptions, log_folder
+from config import MachineOptions, ResolvedOptions
 from data.tokenizer import tokenizer_identity
 from model.config import GPTConfig
 from model.gpt import GPT
@@ -46,7 +46,7 @@ from training.start import checksum_together, compare_processes, warn_of_order
 from training.weights_and_biases import open_wandb
 from utils import distributed
 from utils.devices import describe
-from utils.distributed import Process
+from utils.distributed import Process, launched
 from utils.errors import UserError
 from utils.files import atomic_write, lock_folder
 from utils.logger import CONFIG, Logger, logged_run
@@ -338,10 +338,11 @@ class Run(Generic[Config]):
         the last step, print `next_commands`, each with the folder of the run behind it."""
         folder = shlex.quote(str(self.config.checkpoint_dir))
         if self.stopping:
-            command = f"python {sys.argv[0]} --resume {folder}"
-            log_dir = self.config.log_dir
-            if log_dir != log_folder(self.config.checkpoint_dir):  # else it follows from that
-                command += f" --log_dir {shlex.quote(str(log_dir))}"
+            launcher = "python"
+            if self.process.num_processes > 1:
+                per_machine = launched("LOCAL_WORLD_SIZE", self.process.num_processes)
+                launcher = f"torchrun --standalone --nproc_per_node={per_machine}"
+            command = f"{launcher} {sys.argv[0]} --resume {folder}"
             self.logger.print(f"stopped; saved at step {self.state.step}: continue with {command}")
         elif self.process.is_main:
             best = ""
