@@ -35,7 +35,7 @@ from training.checkpoint import (
 from training.plan import Hardware
 from training.tensor_parallel import check_divides
 from utils.cli import expand_home, flag_value, named_flags, parse, to_flags
-from utils.devices import has_c_compiler, is_bfloat16_faster, pick_device, pick_dtype
+from utils.devices import is_bfloat16_faster, missing_compiler, pick_device, pick_dtype
 from utils.distributed import Process, launched
 from utils.errors import UserError
 from utils.throughput import NAMED_GPUS
@@ -225,17 +225,18 @@ def is_on_gpu(device: str) -> bool:
 
 
 def resolve_compile(options: Machine, derived: dict[str, str | None]) -> Machine:
-    """Return the options with --use_torch_compile: by default on CUDA alone, and on GPUs only with
-    a C compiler."""
+    """Return the options with --use_torch_compile: by default on CUDA alone, and only where the
+    compiler that torch.compile needs is installed."""
     on_gpu = is_on_gpu(options.device)
     # By default not on CPUs, where a small model takes longer to compile than to train.
     compiled = on_gpu if "use_torch_compile" in derived else options.use_torch_compile
-    # On a GPU torch.compile uses Triton, which needs a C compiler. A GPU in NAMED_GPUS is planned
-    # for by --dry_run, and need not be in this machine.
-    if compiled and on_gpu and options.device not in NAMED_GPUS and not has_c_compiler():
-        compiled = False
-        if launched("RANK") == 0:  # main process; there is no Process yet
-            print("warning: training is not compiled: install gcc, or name a C compiler by CC")
+    # A GPU in NAMED_GPUS is planned for by --dry_run, and need not be in this machine.
+    if compiled and options.device not in NAMED_GPUS:
+        advice = missing_compiler(on_gpu)  # None if none is missing
+        if advice is not None:
+            compiled = False
+            if launched("RANK") == 0:  # main process; there is no Process yet
+                print(f"warning: training is not compiled: {advice}")
     return replace(options, use_torch_compile=compiled)
 
 
