@@ -181,7 +181,7 @@ def train_step(
     process = run.process
     state = run.state
     lr = set_rates(optimizers, options, state.step)
-    seed_step(options.seed, state.step, process.rank)  # for dropout
+    seed_step(options.seed, state.step, process.number)  # for dropout
 
     # forward and backward, micro-batch by micro-batch: the gradients add up
     shares: dict[str, Tensor] = {}  # scalars: the share of this process in each mean

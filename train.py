@@ -140,7 +140,7 @@ def train_step(
     process = run.process
     state = run.state
     lr = set_rates(optimizers, options, state.step)  # warmup and decay
-    seed_step(options.seed, state.step, process.rank)  # for dropout
+    seed_step(options.seed, state.step, process.number)  # for dropout
 
     # Forward and backward, micro-batch by micro-batch. The gradients add up, and loss_sum becomes
     # the mean loss of this process in nats per token.

@@ -117,11 +117,12 @@ def start_process(options: MachineOptions) -> Process:
     )
 
 
-def seed_step(seed: int, step: int, rank: int) -> None:
-    """Make dropout a pure function of (seed, step, rank), so that no random state is saved."""
+def seed_step(seed: int, step: int, number: int) -> None:
+    """Make dropout a pure function of (seed, step, number of the process), so that no random state
+    is saved."""
     # Hashed to 32 bits, all that PyTorch's generator for CPUs keeps of a seed. With a sum of the
-    # three, (seed, step + 1, rank) and (seed, step, rank + 1) would have one dropout mask.
-    torch.manual_seed(zlib.crc32(f"{seed} {step} {rank}".encode()))
+    # three, (seed, step + 1, number) and (seed, step, number + 1) would have one dropout mask.
+    torch.manual_seed(zlib.crc32(f"{seed} {step} {number}".encode()))
 
 
 def reason_to_skip(loss: float, grad_norm: float) -> str | None:
