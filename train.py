@@ -40,6 +40,7 @@ from training.saver import Saver, finish_writing
 from training.schedule import set_rates
 from training.start import SavedModel, digest, init_checksum, open_start
 from training.summary import check_tokenizer, note_recipe, print_summary
+from training.trial import halve_until_it_fits
 from utils import distributed
 from utils.cli import call_and_exit
 from utils.devices import autocast
@@ -65,6 +66,7 @@ def main() -> None:
     start = open_start(options, checkpoint, process)  # None for random weights
     note_recipe(options, recipe, start, process)  # if the weights are from another one
     model, weights = build_model(options, recipe, train_data.stream, start)
+    is_forecast = options.micro_batch_size == "auto"
     options = resolve_on_device(options, recipe, model.config, process)  # dtype and micro-batch
     began_from = init_checksum(options, checkpoint, start, process)
     entries = checkpoint_entries(options, derived, recipe, train_data, val_data, began_from)
@@ -72,6 +74,8 @@ def main() -> None:
     state = run.state  # step, tokens, ...
     # `wrapped` shares the weights of `model` and synchronizes gradients
     wrapped, optimizers = run.distribute(model, weights, recipe, checkpoint)
+    if is_forecast:  # a micro-batch that runs out of memory is halved
+        run.config = options = halve_until_it_fits(run, wrapped)
     del start, weights, checkpoint  # closes the file from which their tensors are mapped
 
     # batches, evaluation, log, checkpoints; a resumed run goes on with the data of its next step
