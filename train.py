@@ -86,47 +86,47 @@ def main() -> None:
     batches = prefetch(process.to_device(micro_batches))  # a thread reads ahead
     evaluator = Evaluator(options, model, val_data, process, run.dtype)
     timer = StepTimer(model.flops_per_token(), process.device, run.dtype, process.num_processes)
-    run.open_log(model.config)
-    saver = Saver(run, model, optimizers)
-    print_summary(run, model, train_data, slicing)  # and warnings
+    with run.open_log(model.config):  # closed however the run ends
+        saver = Saver(run, model, optimizers)
+        print_summary(run, model, train_data, slicing)  # and warnings
 
-    try:
-        while True:
-            # every so often: save, evaluate, score and sample
-            step = state.step
-            if saver.due(step):
-                saver.save_last()
-            if evaluator.due(step):
-                scores = evaluator.validate()  # {"loss": nats per token, ...}
-                run.logger.log_scores("val", scores, step)
-                saver.save_if_best(scores["loss"])
-            for task, scores in evaluator.benchmarks(step):
-                run.logger.log_scores(task, scores, step)
-            text = evaluator.sample(step)  # None if it is not due
-            if text is not None:
-                run.logger.log_sample(text, step)
-            if run.ended:
-                break
+        try:
+            while True:
+                # every so often: save, evaluate, score and sample
+                step = state.step
+                if saver.due(step):
+                    saver.save_last()
+                if evaluator.due(step):
+                    scores = evaluator.validate()  # {"loss": nats per token, ...}
+                    run.logger.log_scores("val", scores, step)
+                    saver.save_if_best(scores["loss"])
+                for task, scores in evaluator.benchmarks(step):
+                    run.logger.log_scores(task, scores, step)
+                text = evaluator.sample(step)  # None if it is not due
+                if text is not None:
+                    run.logger.log_sample(text, step)
+                if run.ended:
+                    break
 
-            # one step, then its log
-            timer.start()
-            result = train_step(run, wrapped, optimizers, batches, slicing.micro_steps)
-            figures = result.figures | timer.stop(options.total_batch_size)
-            if result.skip_reason is None:
-                run.logger.log_train(figures, state.step)
-            else:
-                # The log names the sequences of a skipped step, to look at or to leave out.
-                ids = train_data.step_ids(step, num_sequences, options.seed)
-                run.logger.log_skip(result.skip_reason, ids.tolist(), state.step)
-            saver.end_after_patience()  # UserError after 5 skipped steps in a row
-            if result.got_signal:  # on any process
-                raise Stopped
-    except Stopped:
-        # A signal may have interrupted an evaluation; a resumed run does it again.
-        run.stopping = True
-        saver.save_last()
+                # one step, then its log
+                timer.start()
+                result = train_step(run, wrapped, optimizers, batches, slicing.micro_steps)
+                figures = result.figures | timer.stop(options.total_batch_size)
+                if result.skip_reason is None:
+                    run.logger.log_train(figures, state.step)
+                else:
+                    # The log names the sequences of a skipped step, to look at or to leave out.
+                    ids = train_data.step_ids(step, num_sequences, options.seed)
+                    run.logger.log_skip(result.skip_reason, ids.tolist(), state.step)
+                saver.end_after_patience()  # UserError after 5 skipped steps in a row
+                if result.got_signal:  # on any process
+                    raise Stopped
+        except Stopped:
+            # A signal may have interrupted an evaluation; a resumed run does it again.
+            run.stopping = True
+            saver.save_last()
+        saver.finish()  # waits for the last write
 
-    saver.finish()  # waits for the last write
     run.finish(["sample.py --checkpoint", "evaluate.py --tasks val --checkpoint"])
 
 

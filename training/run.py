@@ -296,9 +296,9 @@ class Run(Generic[Config]):
             fill_optimizers(model, optimizers, checkpoint["optimizer"])
         return wrapped, optimizers
 
-    def open_log(self, shape: GPTConfig) -> None:
+    def open_log(self, shape: GPTConfig) -> Logger:
         """Open the log of a model of this shape, and write config.json. Before, remove the
-        checkpoints that --overwrite replaces."""
+        checkpoints that --overwrite replaces. The caller closes the log, which is a context."""
         options = self.config
         state = self.state
         # The config.json in the folder, read before it is written anew below; None without a log.
@@ -333,10 +333,12 @@ class Run(Generic[Config]):
             logger = self.logger
             # None after an error: call_wandb prints a warning, and the run goes on
             logger.wandb_run = logger.call_wandb(open_wandb, options, state.run_id)
+        return self.logger
 
     def finish(self, next_commands: list[str]) -> None:
-        """Print how the run ended, close the log, and exit with 128 + the signal if one came. After
-        the last step, print `next_commands`, each with the folder of the run behind it."""
+        """Print how the run ended, and exit with 128 + the signal if one came. After the last step,
+        print `next_commands`, each with the folder of the run behind it. The log is closed by
+        then."""
         folder = shlex.quote(str(self.config.checkpoint_dir))
         if self.stopping:
             launcher = "python"
@@ -355,7 +357,6 @@ class Run(Generic[Config]):
                     f"{saved['step']:,}"
                 )
             self.logger.print(f"done; checkpoints: {folder}{best}")
-        self.logger.close()
         if self.process.is_main and not self.stopping:
             print("next:")
             for command in next_commands:
