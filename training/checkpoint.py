@@ -183,7 +183,7 @@ def verify(
 
 def reading_checkpoint(path: Path) -> AbstractContextManager:
     """Return a context in which whatever a damaged or foreign file raises becomes a UserError."""
-    return reading(path, "a checkpoint of this project (a run begins from others by --init_from)")
+    return reading(path, "a checkpoint of this project")
 
 
 def load_checkpoint(path: Path) -> Checkpoint:
