@@ -103,7 +103,7 @@ def test_an_option_without_values_is_named(tmp_path):
 
 
 def test_a_sweep_takes_a_run_that_its_printed_command_has_finished(shards, tmp_path):
-    flags = ["--data_dir", shards, "--max_steps", 300, *SMALL[2:-2]]  # without n_layer and seed
+    flags = ["--data_dir", shards, "--max_steps", 100, *SMALL[2:-2]]  # without n_layer and seed
     fixed = [f"{name[2:]} {x}" for name, x in zip(flags[::2], flags[1::2], strict=True)]
     run = tmp_path / "out/n_layer=1 seed=1"
     begun = start(
@@ -116,7 +116,7 @@ def test_a_sweep_takes_a_run_that_its_printed_command_has_finished(shards, tmp_p
     printed = (tmp_path / "said").read_text().partition("continue with python ")[2]
     script(*shlex.split(printed))
     first, again = (script(*args, "--fixed", *order).stdout for order in (fixed, fixed[::-1]))
-    assert " | 0.0000 | +0.0000 |" in first and "step 300/300" not in first  # a single seed
+    assert " | 0.0000 | +0.0000 |" in first and "step 100/100" not in first  # a single seed
     assert first.splitlines()[-2:] == again.splitlines()[-2:]  # table and picture
     other = script(*args, "--fixed", *fixed, "grad_clip 2", code=2).stderr
     assert "n_layer=1 seed=1 has a run with grad_clip 1.0 (here 2.0); give another --out" in other
