@@ -9,6 +9,7 @@ Options are frozen, and go one way: flags -> options, in which None stands for w
 resolved options, which training/options.py completes from the recipe and the machine.
 """
 
+import os
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,7 +54,7 @@ class RunOptions:
     """Folder for model_last.pt, model_best.pt and numbered checkpoints."""
     log_dir: Path | None = None
     """Folder for metrics.jsonl, samples.txt and config.json; default: logs, beside a
-    --checkpoint_dir named checkpoints, else in it."""
+    --checkpoint_dir named checkpoints, else in it. A resumed run keeps it unless it was moved."""
     config: Path | None = None
     """Options from a .toml file (see configs/) or a run's config.json, behind those of the command
     line; default: none."""
@@ -103,7 +104,9 @@ class RunOptions:
                 continue
             # neither JSON nor torch.load(weights_only=True) has paths
             if isinstance(value, Path):
-                value = str(value)
+                # A start from another working directory has to find the folders that are written.
+                is_written = name in ("checkpoint_dir", "log_dir")
+                value = str(value.absolute() if is_written else value)
             elif isinstance(value, tuple):  # --data_dir: a tuple of Paths
                 value = [str(folder) for folder in value]
             values[name] = value
@@ -379,6 +382,8 @@ def resolve(resolved_class: type[Resolved], options: RunOptions, **defaults: obj
 def log_folder(checkpoint_dir: Path) -> Path:
     """Return the folder of the log of a folder of checkpoints: X/logs for X/checkpoints, else logs
     in the folder itself."""
-    if checkpoint_dir.name == "checkpoints":
-        return checkpoint_dir.parent / "logs"
-    return checkpoint_dir / "logs"
+    # The name of "." is that of the working directory.
+    if os.path.basename(os.path.abspath(checkpoint_dir)) != "checkpoints":
+        return checkpoint_dir / "logs"
+    # "checkpoints/../logs" to "logs"; of "." it is "../logs"
+    return Path(os.path.normpath(checkpoint_dir / "../logs"))

@@ -86,60 +86,60 @@ def main() -> None:
     del weights, start, checkpoint  # closes the file that their tensors are mapped from
 
     # The log is opened last: an error above leaves the files of an earlier run as they were.
-    run.open_log(model.config)
-    saver = Saver(run, model, optimizers)
-    resumed = f"; resumed at step {state.step}" if state.step else ""
-    process.print(
-        f"{options.method} of {options.init_from} on {options.data}: {num_rows:,} rows, "
-        f"{options.batch_size} in a step; {options.max_steps:,} steps{resumed}"
-    )
-    timer = StepTimer(model.flops_per_token(), process.device, run.dtype, process.num_processes)
+    with run.open_log(model.config):  # closed however the run ends
+        saver = Saver(run, model, optimizers)
+        resumed = f"; resumed at step {state.step}" if state.step else ""
+        process.print(
+            f"{options.method} of {options.init_from} on {options.data}: {num_rows:,} rows, "
+            f"{options.batch_size} in a step; {options.max_steps:,} steps{resumed}"
+        )
+        timer = StepTimer(model.flops_per_token(), process.device, run.dtype, process.num_processes)
 
-    try:
-        while True:
-            # once in a while: save and evaluate; every process takes part
-            step = state.step
-            if saver.due(step):
-                saver.save_last()
-            if method.held_out and (run.ended or is_due(options.eval_every, step)):
-                # Without gradients and dropout each shape would need a compiled graph of its own.
-                with uncompiled(options.use_torch_compile):
-                    scores = method.evaluate(model)
-                if "loss" in scores:
-                    run.logger.log_scores("val", scores, step)
-                    saver.save_if_best(scores["loss"])
-                else:  # grpo logs a mean reward, and keeps no best model
-                    run.logger.log_scores("held_out", scores, step)
-            if run.ended:  # the last step is taken, saved and evaluated
-                break
+        try:
+            while True:
+                # once in a while: save and evaluate; every process takes part
+                step = state.step
+                if saver.due(step):
+                    saver.save_last()
+                if method.held_out and (run.ended or is_due(options.eval_every, step)):
+                    # Without gradients and dropout each shape would need a graph of its own.
+                    with uncompiled(options.use_torch_compile):
+                        scores = method.evaluate(model)
+                    if "loss" in scores:
+                        run.logger.log_scores("val", scores, step)
+                        saver.save_if_best(scores["loss"])
+                    else:  # grpo logs a mean reward, and keeps no best model
+                        run.logger.log_scores("held_out", scores, step)
+                if run.ended:  # the last step is taken, saved and evaluated
+                    break
 
-            # one step, then its log
-            tokens_before = state.tokens  # steps differ in their number of tokens
-            timer.start()  # with grpo, the time of a step includes sampling
-            # indices (batch_size,) of rows, a pure function of seed and step
-            example_ids = step_sequences(step, options.batch_size, num_rows, options.seed)
-            prepared = method.prepare(model, step, example_ids)
-            result = train_step(run, wrapped, optimizers, method, prepared)
-            speed = timer.stop(state.tokens - tokens_before)  # tokens_per_s, mfu, ms
-            if result.skip_reason is None:
-                run.logger.log_train(result.figures | speed, state.step)
-            else:
-                run.logger.log_skip(result.skip_reason, example_ids.tolist(), state.step)
-            if prepared.sample and is_due(options.sample_every, state.step):
-                run.logger.log_sample(prepared.sample, state.step)
-            saver.end_after_patience()  # UserError after 5 skipped steps in a row
-            if result.got_signal:
-                raise Stopped
-    except Stopped:
-        # A resumed run repeats the evaluation or the sampling that the signal interrupted.
-        run.stopping = True  # run.finish then says how to continue
-        saver.save_last()
-    except UserError:  # such as of a reward function, on all processes: keep what was learned
-        saver.save_last()
-        saver.finish()
-        raise
+                # one step, then its log
+                tokens_before = state.tokens  # steps differ in their number of tokens
+                timer.start()  # with grpo, the time of a step includes sampling
+                # indices (batch_size,) of rows, a pure function of seed and step
+                example_ids = step_sequences(step, options.batch_size, num_rows, options.seed)
+                prepared = method.prepare(model, step, example_ids)
+                result = train_step(run, wrapped, optimizers, method, prepared)
+                speed = timer.stop(state.tokens - tokens_before)  # tokens_per_s, mfu, ms
+                if result.skip_reason is None:
+                    run.logger.log_train(result.figures | speed, state.step)
+                else:
+                    run.logger.log_skip(result.skip_reason, example_ids.tolist(), state.step)
+                if prepared.sample and is_due(options.sample_every, state.step):
+                    run.logger.log_sample(prepared.sample, state.step)
+                saver.end_after_patience()  # UserError after 5 skipped steps in a row
+                if result.got_signal:
+                    raise Stopped
+        except Stopped:
+            # A resumed run repeats the evaluation or the sampling that the signal interrupted.
+            run.stopping = True  # run.finish then says how to continue
+            saver.save_last()
+        except UserError:  # such as of a reward function, on all processes: keep what was learned
+            saver.save_last()
+            saver.finish()
+            raise
+        saver.finish()  # waits for the last write
 
-    saver.finish()  # waits for the last write
     run.finish(next_commands(options))
 
 
@@ -181,7 +181,7 @@ def train_step(
     process = run.process
     state = run.state
     lr = set_rates(optimizers, options, state.step)
-    seed_step(options.seed, state.step, process.rank)  # for dropout
+    seed_step(options.seed, state.step, process.number)  # for dropout
 
     # forward and backward, micro-batch by micro-batch: the gradients add up
     shares: dict[str, Tensor] = {}  # scalars: the share of this process in each mean

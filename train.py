@@ -40,6 +40,7 @@ from training.saver import Saver, finish_writing
 from training.schedule import set_rates
 from training.start import SavedModel, digest, init_checksum, open_start
 from training.summary import check_tokenizer, note_recipe, print_summary
+from training.trial import halve_until_it_fits
 from utils import distributed
 from utils.cli import call_and_exit
 from utils.devices import autocast
@@ -65,6 +66,7 @@ def main() -> None:
     start = open_start(options, checkpoint, process)  # None for random weights
     note_recipe(options, recipe, start, process)  # if the weights are from another one
     model, weights = build_model(options, recipe, train_data.stream, start)
+    is_forecast = options.micro_batch_size == "auto"
     options = resolve_on_device(options, recipe, model.config, process)  # dtype and micro-batch
     began_from = init_checksum(options, checkpoint, start, process)
     entries = checkpoint_entries(options, derived, recipe, train_data, val_data, began_from)
@@ -72,6 +74,8 @@ def main() -> None:
     state = run.state  # step, tokens, ...
     # `wrapped` shares the weights of `model` and synchronizes gradients
     wrapped, optimizers = run.distribute(model, weights, recipe, checkpoint)
+    if is_forecast:  # a micro-batch that runs out of memory is halved
+        run.config = options = halve_until_it_fits(run, wrapped)
     del start, weights, checkpoint  # closes the file from which their tensors are mapped
 
     # batches, evaluation, log, checkpoints; a resumed run goes on with the data of its next step
@@ -82,47 +86,47 @@ def main() -> None:
     batches = prefetch(process.to_device(micro_batches))  # a thread reads ahead
     evaluator = Evaluator(options, model, val_data, process, run.dtype)
     timer = StepTimer(model.flops_per_token(), process.device, run.dtype, process.num_processes)
-    run.open_log(model.config)
-    saver = Saver(run, model, optimizers)
-    print_summary(run, model, train_data, slicing)  # and warnings
+    with run.open_log(model.config):  # closed however the run ends
+        saver = Saver(run, model, optimizers)
+        print_summary(run, model, train_data, slicing)  # and warnings
 
-    try:
-        while True:
-            # every so often: save, evaluate, score and sample
-            step = state.step
-            if saver.due(step):
-                saver.save_last()
-            if evaluator.due(step):
-                scores = evaluator.validate()  # {"loss": nats per token, ...}
-                run.logger.log_scores("val", scores, step)
-                saver.save_if_best(scores["loss"])
-            for task, scores in evaluator.benchmarks(step):
-                run.logger.log_scores(task, scores, step)
-            text = evaluator.sample(step)  # None if it is not due
-            if text is not None:
-                run.logger.log_sample(text, step)
-            if run.ended:
-                break
+        try:
+            while True:
+                # every so often: save, evaluate, score and sample
+                step = state.step
+                if saver.due(step):
+                    saver.save_last()
+                if evaluator.due(step):
+                    scores = evaluator.validate()  # {"loss": nats per token, ...}
+                    run.logger.log_scores("val", scores, step)
+                    saver.save_if_best(scores["loss"])
+                for task, scores in evaluator.benchmarks(step):
+                    run.logger.log_scores(task, scores, step)
+                text = evaluator.sample(step)  # None if it is not due
+                if text is not None:
+                    run.logger.log_sample(text, step)
+                if run.ended:
+                    break
 
-            # one step, then its log
-            timer.start()
-            result = train_step(run, wrapped, optimizers, batches, slicing.micro_steps)
-            figures = result.figures | timer.stop(options.total_batch_size)
-            if result.skip_reason is None:
-                run.logger.log_train(figures, state.step)
-            else:
-                # The log names the sequences of a skipped step, to look at or to leave out.
-                ids = train_data.step_ids(step, num_sequences, options.seed)
-                run.logger.log_skip(result.skip_reason, ids.tolist(), state.step)
-            saver.end_after_patience()  # UserError after 5 skipped steps in a row
-            if result.got_signal:  # on any process
-                raise Stopped
-    except Stopped:
-        # A signal may have interrupted an evaluation; a resumed run does it again.
-        run.stopping = True
-        saver.save_last()
+                # one step, then its log
+                timer.start()
+                result = train_step(run, wrapped, optimizers, batches, slicing.micro_steps)
+                figures = result.figures | timer.stop(options.total_batch_size)
+                if result.skip_reason is None:
+                    run.logger.log_train(figures, state.step)
+                else:
+                    # The log names the sequences of a skipped step, to look at or to leave out.
+                    ids = train_data.step_ids(step, num_sequences, options.seed)
+                    run.logger.log_skip(result.skip_reason, ids.tolist(), state.step)
+                saver.end_after_patience()  # UserError after 5 skipped steps in a row
+                if result.got_signal:  # on any process
+                    raise Stopped
+        except Stopped:
+            # A signal may have interrupted an evaluation; a resumed run does it again.
+            run.stopping = True
+            saver.save_last()
+        saver.finish()  # waits for the last write
 
-    saver.finish()  # waits for the last write
     run.finish(["sample.py --checkpoint", "evaluate.py --tasks val --checkpoint"])
 
 
@@ -140,7 +144,7 @@ def train_step(
     process = run.process
     state = run.state
     lr = set_rates(optimizers, options, state.step)  # warmup and decay
-    seed_step(options.seed, state.step, process.rank)  # for dropout
+    seed_step(options.seed, state.step, process.number)  # for dropout
 
     # Forward and backward, micro-batch by micro-batch. The gradients add up, and loss_sum becomes
     # the mean loss of this process in nats per token.

@@ -10,6 +10,7 @@ always hold all seeds. Stop it by Ctrl-C, which the run gets, too; `kill` ends t
 """
 
 import itertools
+import os
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -23,13 +24,32 @@ import utils.environment  # noqa: F401 (first: it says what to type without PyTo
 import numpy as np
 from matplotlib import colormaps
 
+from config import TrainConfig, resolve_from_recipe
 from evaluation import figure
 from evaluation.figure import Run, comparable_loss, curve, read_run
+from model.recipes import parse_recipe
+from training.options import list_changes, read_options
 from utils.cli import start_script
 from utils.errors import UserError
 from utils.logger import logged_run
 
 TRAIN = Path(__file__).resolve().parents[1] / "train.py"
+# Options that change no loss but by rounding: how a run is executed, and what it writes.
+NOT_COMPARED = (
+    "checkpoint_dir",
+    "log_dir",
+    "micro_batch_size",
+    "device",
+    "sharding",
+    "tensor_parallel",
+    "shard_across",
+    "activation_checkpointing",
+    "use_torch_compile",
+    "save_every",
+    "keep_last",
+    "sample_every",
+    "wandb",
+)
 
 
 @dataclass(frozen=True)
@@ -69,21 +89,38 @@ def train(config: SweepConfig, name: str, *more_flags: str) -> None:
     options = list(config.fixed) + name.split()
     # `split`, as a fixed option may have several values: "data_dir data/a:0.7 data/b:0.3".
     flags = " ".join(f"--{option}" for option in options).split()
-    # Without a checkpoint, "auto" is a new run.
-    flags += ["--resume", "auto", "--run_dir", str(folder)]
 
     # The folder's name lacks --fixed: without this check the table would compare a run of an
     # earlier sweep, on other data or of another length, with new runs.
     earlier = logged_run(folder / "logs")  # config.json; None without a log
-    # The first word is train.py. The last one is the folder, as --out may have another spelling.
-    if earlier and earlier["command"][1:-1] != flags[:-1]:
-        raise UserError(f"{folder} has a run with other options; give another --out")
+    if earlier:
+        changes = list_changes(earlier["config"], resolve_like(flags, earlier["config"]))
+        if changes:
+            raise UserError(f"{folder} has a run with {changes}; give another --out")
 
     print(f"--- {name}", flush=True)  # before the output of train.py
+    # Without a checkpoint, "auto" is a new run.
+    folder_flags = ["--resume", "auto", "--run_dir", str(folder)]
+    command = [sys.executable, str(TRAIN), *flags, *folder_flags, *more_flags]
     # Popen: at Ctrl-C the run is signalled by the terminal and saves; subprocess.run would kill it.
-    exit_code = subprocess.Popen([sys.executable, TRAIN, *flags, *more_flags]).wait()
+    exit_code = subprocess.Popen(command).wait()
     if exit_code != 0:
         raise UserError(f"the run {name} has failed: see above; mend it or take it out of --grid")
+
+
+def resolve_like(flags: list[str], saved: dict) -> dict:
+    """Return the options of a new run with these flags, resolved, to compare with those of a run,
+    `saved`, from its config.json. Those that are NOT_COMPARED, left to the device ("auto") or only
+    written in another way are the saved ones."""
+    given_options, _, _ = read_options(TrainConfig, "train.py", flags)
+    options = resolve_from_recipe(given_options, parse_recipe(given_options.recipe)).to_dict()
+    for name, value in options.items():
+        if value == "auto" or name in NOT_COMPARED:
+            options[name] = saved[name]
+    folders = [os.path.realpath(folder) for folder in options["data_dir"]]
+    if folders == [os.path.realpath(folder) for folder in saved["data_dir"]]:
+        options["data_dir"] = saved["data_dir"]
+    return options
 
 
 def to_markdown(groups: list[str], losses: np.ndarray, metric: str) -> str:

@@ -14,6 +14,7 @@ training/writer.py.
 """
 
 import os
+import re
 import sys
 import zlib
 from collections.abc import Mapping, Sequence
@@ -34,6 +35,7 @@ FORMAT_VERSION = 6
 LAST = "model_last.pt"
 BEST = "model_best.pt"  # lowest validation loss
 NUMBERED = "model_step_{:06d}.pt"  # with --keep_last
+NUMBERED_NAME = re.compile(r"model_step_(\d{6}|[1-9]\d{6,})\.pt", re.ASCII)  # what it gives
 # head of a reward model (finetune.py --method reward), in place of the head for logits
 REWARD_HEAD = "reward_head.weight"
 
@@ -68,6 +70,8 @@ class Checkpoint(TypedDict, total=False):
     init_checksum: int | None
     """Checksum of the weights of --init_from; None for random ones."""
     run_id: str
+    parent: dict | None
+    """Of a branch: run_position of the checkpoint of another folder that it began from."""
     step: int
     tokens: int
     best_loss: float
@@ -179,7 +183,7 @@ def verify(
 
 def reading_checkpoint(path: Path) -> AbstractContextManager:
     """Return a context in which whatever a damaged or foreign file raises becomes a UserError."""
-    return reading(path, "a checkpoint of this project (a run begins from others by --init_from)")
+    return reading(path, "a checkpoint of this project")
 
 
 def load_checkpoint(path: Path) -> Checkpoint:
@@ -192,6 +196,11 @@ def load_checkpoint(path: Path) -> Checkpoint:
         if checkpoint["format_version"] != FORMAT_VERSION:
             raise ValueError(f"its format is {checkpoint['format_version']}, not {FORMAT_VERSION}")
     return checkpoint
+
+
+def run_position(checkpoint: Checkpoint) -> dict:
+    """Return what identifies a checkpoint wherever its file lies: the run and its step."""
+    return {"run_id": checkpoint["run_id"], "step": checkpoint["step"]}
 
 
 def check_head(path: Path, checkpoint: Checkpoint, is_reward_model: bool) -> None:
@@ -230,8 +239,9 @@ def load_model(
 
 
 def numbered(folder: Path) -> list[Path]:
-    """Return a folder's numbered checkpoints, the newest first."""
-    paths = folder.glob("model_step_*.pt")
+    """Return a folder's numbered checkpoints, the newest first. A file of another name, such as
+    model_step_000010_good.pt, is a copy of the user's own."""
+    paths = [path for path in folder.glob("*.pt") if NUMBERED_NAME.fullmatch(path.name)]
     # by length first: NUMBERED pads steps to six digits, and a longer name is a later step
     return sorted(paths, key=lambda path: (len(path.name), path.name), reverse=True)
 

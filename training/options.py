@@ -9,6 +9,7 @@ This file is not about single options (config.py) or about a run's files (traini
 
 import json
 import tomllib
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -24,11 +25,17 @@ from config import (
 from model.config import GPTConfig
 from model.recipes import Recipe, parse_recipe
 from training.advice import choose_micro_batch
-from training.checkpoint import Checkpoint, checkpoint_folder, find_newest, load_checkpoint
+from training.checkpoint import (
+    Checkpoint,
+    checkpoint_folder,
+    find_newest,
+    load_checkpoint,
+    run_position,
+)
 from training.plan import Hardware
 from training.tensor_parallel import check_divides
 from utils.cli import expand_home, flag_value, named_flags, parse, to_flags
-from utils.devices import has_c_compiler, is_bfloat16_faster, pick_device, pick_dtype
+from utils.devices import is_bfloat16_faster, missing_compiler, pick_device, pick_dtype
 from utils.distributed import Process, launched
 from utils.errors import UserError
 from utils.throughput import NAMED_GPUS
@@ -57,26 +64,27 @@ def read_options(
     checkpoint = None
     resume = flag_value(flags, "resume")  # a file, a folder, "auto", or None
     path = find_resumed(config_class, resume, flags)  # None for a new run
+    derived: dict[str, str | None] = dict.fromkeys(DERIVED)  # less those that are given, below
+    given_flags = flags
     if path is not None:
+        # The file may have been copied or moved: the run goes on in the folder where it lies now,
+        # unless a flag names another one.
+        folder = config_class.checkpoint_folder(["--checkpoint_dir", str(path.parent), *flags])
+        # After --overwrite a branch begins anew.
+        if "overwrite" not in dict(named_flags(flags)):
+            path = newest_of_branch(path, folder)
         checkpoint = load_checkpoint(path)
         if checkpoint["script"] != script:
             raise UserError(
                 f"{path} is of {checkpoint['script']}: begin from it by --init_from {path}"
             )
-        # Derived options are computed anew, on this machine: the None or "auto" that was given for
-        # them replaces their values.
-        saved_options = checkpoint["config"] | checkpoint["derived"]
-        # The file may have been copied or moved: the run goes on in the folder where it lies now.
-        saved_options |= {"checkpoint_dir": path.parent, "log_dir": None}
-        # The warmup stays, which is at most a tenth of a run: it would grow with a larger
-        # --max_steps, and the run would warm up again.
-        saved_options["warmup_steps"] = checkpoint["config"]["warmup_steps"]
-        flags = to_flags(saved_options) + flags
+        derived = checkpoint["derived"].copy()
+        flags = to_flags(saved_options(checkpoint, folder)) + flags
         resume = str(path)
 
     # finetune.py names its folder after --method if --checkpoint_dir is not given
-    folder = config_class.checkpoint_folder(flags)
-    options = replace(parse(config_class, flags), resume=resume, checkpoint_dir=folder)
+    checkpoint_dir = config_class.checkpoint_folder(flags)
+    options = replace(parse(config_class, flags), resume=resume, checkpoint_dir=checkpoint_dir)
     # --overwrite removes other checkpoints from the folder when the log is opened
     if options.overwrite and options.init_from:
         weights_folder = checkpoint_folder(Path(options.init_from)).resolve()
@@ -90,13 +98,28 @@ def read_options(
     if checkpoint and max_steps and checkpoint["step"] > int(max_steps):
         raise UserError(f"{path} is at step {checkpoint['step']}, after --max_steps {max_steps}")
 
-    # A boolean flag has the value None, and --no_use_torch_compile counts as use_torch_compile.
-    given = {name.removeprefix("no_"): value for name, value in named_flags(flags)}
-    derived: dict[str, str | None] = {}
-    for name in DERIVED:
-        if name not in given or given[name] == "auto":
-            derived[name] = given.get(name)
+    for name, value in named_flags(given_flags):
+        # --no_use_torch_compile counts as use_torch_compile
+        derived.pop(name.removeprefix("no_"), None)
+        if name in DERIVED and value == "auto":
+            derived[name] = value
     return options, derived, checkpoint
+
+
+def saved_options(checkpoint: Checkpoint, folder: Path) -> dict:
+    """Return the options, by name, with which the run of a checkpoint goes on in a folder of
+    checkpoints, as far as no flag says otherwise. Derived ones are computed anew, on this machine:
+    the None or "auto" that was given for them replaces their values."""
+    saved = checkpoint["config"]
+    values = saved | checkpoint["derived"]
+    values["checkpoint_dir"] = folder
+    # The warmup stays, which is at most a tenth of a run: it would grow with more steps, and the
+    # run would warm up again.
+    values["warmup_steps"] = saved["warmup_steps"]
+    # The log stays, unless the run was moved or branches off: then it follows the checkpoints.
+    is_moved = folder.resolve() != Path(saved["checkpoint_dir"]).resolve()
+    values["log_dir"] = None if is_moved else saved["log_dir"]
+    return values
 
 
 def expand_run_dir(words: list[str]) -> list[str]:
@@ -144,6 +167,20 @@ def find_resumed(config_class: type[Options], resume: str | None, flags: list[st
     return newest
 
 
+def newest_of_branch(path: Path, folder: Path) -> Path:
+    """Return the newest checkpoint in a folder if the run there has begun from the checkpoint
+    `path`, as where the command of a branch is started again; else `path`."""
+    newest = find_newest(folder)
+    if newest is None or newest == path:
+        return path
+    # check_folders of training/run.py refuses the folder of another run.
+    if load_checkpoint(newest).get("parent") != run_position(load_checkpoint(path)):
+        return path
+    if launched("RANK") == 0:
+        print(f"{folder} holds this branch of {path} already, which goes on")
+    return newest
+
+
 def resolve_options(
     options: TrainConfig, derived: dict[str, str | None], checkpoint: Checkpoint | None
 ) -> tuple[ResolvedTrainConfig, Recipe]:
@@ -188,17 +225,18 @@ def is_on_gpu(device: str) -> bool:
 
 
 def resolve_compile(options: Machine, derived: dict[str, str | None]) -> Machine:
-    """Return the options with --use_torch_compile: by default on CUDA alone, and on GPUs only with
-    a C compiler."""
+    """Return the options with --use_torch_compile: by default on CUDA alone, and only where the
+    compiler that torch.compile needs is installed."""
     on_gpu = is_on_gpu(options.device)
     # By default not on CPUs, where a small model takes longer to compile than to train.
     compiled = on_gpu if "use_torch_compile" in derived else options.use_torch_compile
-    # On a GPU torch.compile uses Triton, which needs a C compiler. A GPU in NAMED_GPUS is planned
-    # for by --dry_run, and need not be in this machine.
-    if compiled and on_gpu and options.device not in NAMED_GPUS and not has_c_compiler():
-        compiled = False
-        if launched("RANK") == 0:  # main process; there is no Process yet
-            print("warning: training is not compiled: install gcc, or name a C compiler by CC")
+    # A GPU in NAMED_GPUS is planned for by --dry_run, and need not be in this machine.
+    if compiled and options.device not in NAMED_GPUS:
+        advice = missing_compiler(on_gpu)  # None if none is missing
+        if advice is not None:
+            compiled = False
+            if launched("RANK") == 0:  # main process; there is no Process yet
+                print(f"warning: training is not compiled: {advice}")
     return replace(options, use_torch_compile=compiled)
 
 
@@ -254,12 +292,17 @@ def model_shape(options: ResolvedTrainConfig, recipe: Recipe, saved_shape: GPTCo
         options_shape = replace(shape, block_size=options.block_size)
     if options_shape == shape:
         return shape
-    # "n_layer 12 (here 6)": value of the weights (of the options)
-    changes: list[str] = []
-    for name, value in vars(shape).items():
-        if getattr(options_shape, name) != value:
-            changes.append(f"{name} {value} (here {getattr(options_shape, name)})")
+    changes = list_changes(vars(shape), vars(options_shape))
     raise UserError(
-        f"{options.source} holds a model of another shape: {', '.join(changes)}; leave out "
+        f"{options.source} holds a model of another shape: {changes}; leave out "
         "--recipe, --model_type and the sizes, or begin a new model in another --checkpoint_dir"
     )
+
+
+def list_changes(saved: Mapping[str, object], here: Mapping[str, object]) -> str:
+    """Return the names whose values differ, such as "n_layer 12 (here 6), n_head 12 (here 6)"."""
+    changes: list[str] = []
+    for name, value in saved.items():
+        if here[name] != value:
+            changes.append(f"{name} {value} (here {here[name]})")
+    return ", ".join(changes)

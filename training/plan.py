@@ -7,7 +7,6 @@ peak; docs/SCALING.md says how far they are off. Nothing is allocated: models he
 """
 
 import functools
-import os
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +17,7 @@ from model.config import GPTConfig
 from model.gpt import build_without_weights
 from model.recipes import Recipe
 from training.optim import MOMENTS
-from utils.devices import pick_device, pick_dtype
+from utils.devices import host_memory, pick_device, pick_dtype
 from utils.distributed import count_shards, launched
 from utils.throughput import GPU, NAMED_GPUS, gpu_of
 
@@ -91,7 +90,7 @@ def free_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     # Half of all memory: the system, other programs and the page cache have the rest.
-    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    free = host_memory() // 2
     processes_here = launched("LOCAL_WORLD_SIZE", launched("WORLD_SIZE", 1))
     return free // processes_here
 

@@ -15,7 +15,7 @@ import sys
 import uuid
 import zlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from torch.amp import GradScaler
 
-from config import MachineOptions, ResolvedOptions, log_folder
+from config import MachineOptions, ResolvedOptions
 from data.tokenizer import tokenizer_identity
 from model.config import GPTConfig
 from model.gpt import GPT
@@ -36,6 +36,7 @@ from training.checkpoint import (
     load_checkpoint,
     newest_first,
     reading_checkpoint,
+    run_position,
     verify,
 )
 from training.optim import MOMENTS, make_optimizers
@@ -45,7 +46,7 @@ from training.start import checksum_together, compare_processes, warn_of_order
 from training.weights_and_biases import open_wandb
 from utils import distributed
 from utils.devices import describe
-from utils.distributed import Process
+from utils.distributed import Process, launched
 from utils.errors import UserError
 from utils.files import atomic_write, lock_folder
 from utils.logger import CONFIG, Logger, logged_run
@@ -83,6 +84,8 @@ class TrainState:
     """Tokens of these steps."""
     run_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     """Name of the run, which a resumed run keeps."""
+    parent: dict | None = None
+    """Of a branch: run_position of the checkpoint that it began from."""
     bad_steps: int = 0
     """Newest steps in a row without finite loss and gradient."""
 
@@ -93,7 +96,8 @@ class TrainState:
             return cls()
         # a Mapping, as mypy wants literal keys for a TypedDict
         progress: Mapping[str, Any] = checkpoint
-        return cls(**{name: progress[name] for name in asdict(cls())})
+        # `parent` is not in older files.
+        return cls(**{name: progress[name] for name in asdict(cls()) if name in progress})
 
     def advance(self, tokens: int, skip_reason: str | None) -> None:
         """Count one step of `tokens` tokens, and the steps in a row that were skipped."""
@@ -113,11 +117,12 @@ def start_process(options: MachineOptions) -> Process:
     )
 
 
-def seed_step(seed: int, step: int, rank: int) -> None:
-    """Make dropout a pure function of (seed, step, rank), so that no random state is saved."""
+def seed_step(seed: int, step: int, number: int) -> None:
+    """Make dropout a pure function of (seed, step, number of the process), so that no random state
+    is saved."""
     # Hashed to 32 bits, all that PyTorch's generator for CPUs keeps of a seed. With a sum of the
-    # three, (seed, step + 1, rank) and (seed, step, rank + 1) would have one dropout mask.
-    torch.manual_seed(zlib.crc32(f"{seed} {step} {rank}".encode()))
+    # three, (seed, step + 1, number) and (seed, step, number + 1) would have one dropout mask.
+    torch.manual_seed(zlib.crc32(f"{seed} {step} {number}".encode()))
 
 
 def reason_to_skip(loss: float, grad_norm: float) -> str | None:
@@ -250,8 +255,9 @@ class Run(Generic[Config]):
             scaler.load_state_dict(checkpoint["scaler"])
         state = TrainState.start(checkpoint)
         if options.is_branch:
+            assert checkpoint is not None
             # the run in the other folder may go on under its own id
-            state.run_id = uuid.uuid4().hex
+            state = replace(state, run_id=uuid.uuid4().hex, parent=run_position(checkpoint))
         # "device NVIDIA H100 80GB HBM3, torch 2.13.0+cu130, matmuls torch.bfloat16"
         machine = ", ".join(f"{name} {x}" for name, x in describe(process.device).items())
         process.print(f"{machine}, matmuls {dtype}")
@@ -290,9 +296,9 @@ class Run(Generic[Config]):
             fill_optimizers(model, optimizers, checkpoint["optimizer"])
         return wrapped, optimizers
 
-    def open_log(self, shape: GPTConfig) -> None:
+    def open_log(self, shape: GPTConfig) -> Logger:
         """Open the log of a model of this shape, and write config.json. Before, remove the
-        checkpoints that --overwrite replaces."""
+        checkpoints that --overwrite replaces. The caller closes the log, which is a context."""
         options = self.config
         state = self.state
         # The config.json in the folder, read before it is written anew below; None without a log.
@@ -305,6 +311,7 @@ class Run(Generic[Config]):
             # Before the Logger opens its files: by run_id a run that is killed here finds its log.
             content = {
                 "run_id": state.run_id,
+                "parent": state.parent,
                 **self.entries,
                 # a short name: the spec itself may be megabytes of JSON
                 "tokenizer": tokenizer_identity(self.entries["tokenizer"]),
@@ -326,16 +333,19 @@ class Run(Generic[Config]):
             logger = self.logger
             # None after an error: call_wandb prints a warning, and the run goes on
             logger.wandb_run = logger.call_wandb(open_wandb, options, state.run_id)
+        return self.logger
 
     def finish(self, next_commands: list[str]) -> None:
-        """Print how the run ended, close the log, and exit with 128 + the signal if one came. After
-        the last step, print `next_commands`, each with the folder of the run behind it."""
+        """Print how the run ended, and exit with 128 + the signal if one came. After the last step,
+        print `next_commands`, each with the folder of the run behind it. The log is closed by
+        then."""
         folder = shlex.quote(str(self.config.checkpoint_dir))
         if self.stopping:
-            command = f"python {sys.argv[0]} --resume {folder}"
-            log_dir = self.config.log_dir
-            if log_dir != log_folder(self.config.checkpoint_dir):  # else it follows from that
-                command += f" --log_dir {shlex.quote(str(log_dir))}"
+            launcher = "python"
+            if self.process.num_processes > 1:
+                per_machine = launched("LOCAL_WORLD_SIZE", self.process.num_processes)
+                launcher = f"torchrun --standalone --nproc_per_node={per_machine}"
+            command = f"{launcher} {sys.argv[0]} --resume {folder}"
             self.logger.print(f"stopped; saved at step {self.state.step}: continue with {command}")
         elif self.process.is_main:
             best = ""
@@ -347,7 +357,6 @@ class Run(Generic[Config]):
                     f"{saved['step']:,}"
                 )
             self.logger.print(f"done; checkpoints: {folder}{best}")
-        self.logger.close()
         if self.process.is_main and not self.stopping:
             print("next:")
             for command in next_commands:

@@ -3,9 +3,9 @@
 Each process of a tensor group computes some of the heads and some of the MLP's channels: it holds
 these rows of c_attn and c_fc and these columns of the two c_proj, and the group adds up what they
 return. Everything outside of these four layers is computed alike by all processes of the group,
-which therefore read the same sequences and draw the same dropout. Sharding (training/parallel.py)
-then divides what a process holds among those of the other groups. Parameters of the four layers are
-DTensors on a mesh with a dimension "tensor", all others on a mesh without.
+which therefore read the same sequences, and drop the same of what all of them have. Sharding
+(training/parallel.py) then divides what a process holds among those of the other groups. Parameters
+of the four layers are DTensors on a mesh with a dimension "tensor", all others on a mesh without.
 
 c_attn stacks queries, keys and values, and c_fc of SwiGLU gate and value. A process needs its part
 of each, so that the rows of such a layer are reordered: [Q; K; V] becomes [Q0; K0; V0; Q1; K1; V1].
@@ -17,7 +17,8 @@ from collections import defaultdict
 from collections.abc import Iterable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed._functional_collectives import broadcast
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -78,6 +79,27 @@ def check_divides(config: GPTConfig, num_ranks: int) -> None:
         )
 
 
+class SharedDropout(nn.Dropout):
+    """Dropout of a tensor that all processes of a tensor group have, by the mask of the first one.
+
+    Each process draws random numbers of its own: with common ones, attention would have one dropout
+    mask for the first heads of all processes, one for their second heads, and so on.
+    """
+
+    def __init__(self, p: float, mesh: DeviceMesh) -> None:
+        super().__init__(p)
+        self.mesh = mesh
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return x with the same numbers dropped on every process, the others divided by 1 - p."""
+        if not self.training or self.p == 0:
+            return x
+        is_kept = torch.empty_like(x, dtype=torch.uint8).bernoulli_(1 - self.p)
+        # 0 is the first process of the group. This broadcast can be compiled.
+        is_kept = broadcast(is_kept, 0, self.mesh)
+        return x * is_kept / (1 - self.p)
+
+
 def parallelize(model: GPT, mesh: DeviceMesh) -> None:
     """Divide the blocks of a model on the device "meta" among the processes of a mesh of one
     dimension, in place. Raises UserError if the heads or the MLP's width do not divide."""
@@ -94,10 +116,15 @@ def parallelize(model: GPT, mesh: DeviceMesh) -> None:
     }
     # PyTorch warns that gathering state along two dimensions of a mesh takes two steps.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    # ScaledDotProduct keeps its own dropout, as each process has other heads.
+    dropout = SharedDropout(model.config.dropout, mesh)
+    model.transformer.drop = dropout
     for block in model.transformer.h:
         assert isinstance(block, Block)
         # src_data_rank=None: nothing is sent; training/parts.py fills in each process's part.
         parallelize_module(block, mesh, plan, src_data_rank=None)
+        block.attn.dropout = dropout
+        block.mlp.dropout = dropout
         # Attention splits the output of c_attn by these numbers.
         block.attn.num_heads //= num_ranks
         block.attn.num_kv_heads //= num_ranks

@@ -8,6 +8,7 @@ import shutil
 import time
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 
 import torch
 
@@ -19,6 +20,9 @@ SHARE_OF_MATMULS = 0.6
 # "auto" trains in bfloat16 on a CPU whose matmuls are this many times as fast in it as in float32.
 # Casts of weights and activations would eat up a smaller gain.
 BFLOAT16_SPEEDUP = 1.2
+# where Linux says in which control groups a process is, and mounts them
+CGROUPS = Path("/proc/self/cgroup")
+CGROUP_ROOT = Path("/sys/fs/cgroup")
 
 
 def pick_device(name: str, local_rank: int = 0) -> torch.device:
@@ -124,10 +128,38 @@ def pick_dtype(
     return torch.float16 if is_gpu else torch.float32
 
 
-def has_c_compiler() -> bool:
-    """Return whether there is a C compiler, which Triton, torch.compile's compiler for GPUs, needs.
-    The variable CC names another one than gcc and clang."""
-    return any([os.environ.get("CC"), shutil.which("gcc"), shutil.which("clang")])
+def missing_compiler(on_gpu: bool) -> str | None:
+    """Return what to install for torch.compile, None if it is there: Triton needs a C compiler for
+    GPUs, and inductor one for C++ for CPUs."""
+    variable, usual = ("CC", ["gcc", "clang"]) if on_gpu else ("CXX", ["g++"])
+    named = os.environ.get(variable)
+    # A compiler that is named is used, whichever others there are.
+    compilers = [named] if named else usual
+    if any(shutil.which(compiler) for compiler in compilers):
+        return None
+    return f"install {usual[0]}, or name a compiler by {variable}"
+
+
+def host_memory() -> int:
+    """Return the bytes of memory that processes may use together: all of the machine's, or in a
+    container the lowest limit of the control groups that this process is in, which may be nested
+    (cgroup v1 and v2)."""
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    # macOS has no control groups
+    lines = CGROUPS.read_text().splitlines() if CGROUPS.exists() else []
+    for line in lines:
+        # "4:memory:/docker/1f" of version 1, "0::/user.slice" of version 2
+        _, controller, group = line.split(":", 2)
+        if controller not in ("", "memory"):
+            continue
+        # A container may not see its own group, but one above it, as the root of its own.
+        folder = CGROUP_ROOT / controller / group.lstrip("/")
+        name = "memory.limit_in_bytes" if controller else "memory.max"
+        for path in (folder / name, *(parent / name for parent in folder.parents)):
+            limit = path.read_text().strip() if path.exists() else "max"
+            if limit != "max":  # which stands for none
+                limits.append(int(limit))
+    return min(limits)
 
 
 def autocast(

@@ -15,8 +15,8 @@ class UserError(ValueError):
 def is_out_of_memory(error: Exception) -> bool:
     """Return whether the host or a GPU has no memory left; PyTorch says so in several ways."""
     # PyTorch's host allocator raises a plain RuntimeError, CUDA raises errors of several classes
-    messages = "can't allocate memory|out of memory"
-    return isinstance(error, MemoryError) or re.search(messages, str(error)) is not None
+    messages = "can't allocate memory|out of memory|MemoryError"
+    return re.search(messages, f"{type(error).__name__}: {error}") is not None
 
 
 @contextmanager

@@ -32,7 +32,8 @@ class Logger:
 
     It does nothing unless `is_main`. With `begins_empty`, as for a new run, the files are emptied;
     otherwise a row marks where an existing log continues. Numbers go to `wandb_run`, too, where a
-    run of Weights & Biases is open.
+    run of Weights & Biases is open. As a context it closes the log however the block ends; `print`
+    works after that, too.
     """
 
     def __init__(
@@ -153,15 +154,24 @@ class Logger:
         except OSError:  # Ctrl-C has ended `| tee`: go on without a console, to save
             sys.stdout = open(os.devnull, "w")
 
-    def close(self) -> None:
-        """Close the files, the bar and the run of Weights & Biases."""
+    def close(self, exit_code: int = 0) -> None:
+        """Close the files, the bar and the run of Weights & Biases, which fails with an exit code
+        above 0."""
         if not self.is_main:
             return
+        # First: what is not uploaded is lost when the process ends, and on a full disk closing a
+        # file raises an error.
+        if self.wandb_run is not None:
+            self.call_wandb(self.wandb_run.finish, exit_code)
         self.bar.close()
         self.metrics_file.close()
         self.samples_file.close()
-        if self.wandb_run is not None:
-            self.call_wandb(self.wandb_run.finish)
+
+    def __enter__(self) -> "Logger":
+        return self
+
+    def __exit__(self, error_type: type[BaseException] | None, *error: object) -> None:
+        self.close(exit_code=0 if error_type is None else 1)
 
 
 def logged_run(folder: Path) -> dict | None:

@@ -1,11 +1,17 @@
+import random
+import shlex
+import signal
+
 import numpy as np
 import pytest
-from conftest import SMALL, script
+from conftest import SMALL, rows_written, run_until, script, start
 from matplotlib.figure import Figure
 
 from scripts import sweep
-from scripts.sweep import SweepConfig, main, to_markdown
+from scripts.sweep import NOT_COMPARED, SweepConfig, main, resolve_like, to_markdown
+from training.options import list_changes
 from utils.errors import UserError
+from utils.logger import logged_run
 
 # in place of train.py: the run c of seed 2 fails at its first start, the option d is none
 STAND_IN = """
@@ -17,7 +23,6 @@ if sys.argv[-1] == "--dry_run":
 logs = Path(sys.argv[-1], "logs")
 is_first = not logs.exists()
 logs.mkdir(parents=True, exist_ok=True)
-(logs / "config.json").write_text(json.dumps({"command": sys.argv}))
 name = " ".join(arg.split("=")[1] for arg in sys.argv[1:3])
 if name == "c 2" and is_first:
     sys.exit("error: no rate")
@@ -70,10 +75,26 @@ def test_a_mistake_is_found_before_the_first_run(stand_in, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_run_with_other_options_is_not_compared(stand_in, tmp_path):
-    main(SweepConfig(("max_lr a/b",), seeds=(1,), out=tmp_path))
-    with pytest.raises(UserError, match="max_lr=a/b seed=1 has a run with other options"):
-        main(SweepConfig(("max_lr a/b",), fixed=("max_steps 3",), seeds=(1,), out=tmp_path))
+def test_runs_are_compared_by_the_values_of_their_options(trained, shards, monkeypatch):
+    saved = logged_run(trained / "logs")["config"]
+    monkeypatch.chdir(shards.parent)
+    flags = {name[2:]: value for name, value in zip(SMALL[::2], SMALL[1::2], strict=True)}
+    flags |= {"data_dir": shards.name, "max_steps": 20}
+
+    def changes(*switches, **others):
+        words = [f"--{name} {value}" for name, value in (flags | others).items()] + [*switches]
+        random.Random(0).shuffle(words)  # the order of flags is no value
+        return list_changes(saved, resolve_like(" ".join(words).split(), saved))
+
+    assert changes() == ""
+    assert changes(max_lr="0.003", data_dir=shards, warmup_steps="05") == ""  # the same values
+    assert changes("--use_torch_compile", micro_batch_size=2, save_every=1, dtype="auto") == ""
+    for name, value in saved.items():
+        if type(value) in (int, float) and name not in NOT_COMPARED:
+            other = value + 1 if type(value) is int else 0.9 * value or 0.01
+            assert f"{name} {value} (here {other})" in changes(**{name: other})
+    assert "data_dir" in changes(data_dir="elsewhere")
+    assert "recipe gpt2 (here modern)" in changes(recipe="modern")
 
 
 def test_an_option_without_values_is_named(tmp_path):
@@ -81,13 +102,24 @@ def test_an_option_without_values_is_named(tmp_path):
         main(SweepConfig(("recipe gpt2", "max_lr"), out=tmp_path))
 
 
-def test_a_sweep_trains_with_train_py(shards, tmp_path):
-    flags = ["--data_dir", shards, "--max_steps", 2, *SMALL[2:-2]]  # without n_layer and seed
+def test_a_sweep_takes_a_run_that_its_printed_command_has_finished(shards, tmp_path):
+    flags = ["--data_dir", shards, "--max_steps", 100, *SMALL[2:-2]]  # without n_layer and seed
     fixed = [f"{name[2:]} {x}" for name, x in zip(flags[::2], flags[1::2], strict=True)]
-    args = ["scripts/sweep.py", "--out", tmp_path / "out", "--seeds", 1, "--fixed", *fixed]
-    first, again = [script(*args, "--grid", "n_layer 1").stdout for _ in range(2)]
-    assert " | 0.0000 | +0.0000 |" in first and "step 1/2" not in again  # a single seed
+    run = tmp_path / "out/n_layer=1 seed=1"
+    begun = start(
+        "train.py", *flags, "--n_layer", 1, "--seed", 1, "--run_dir", run, log=tmp_path / "said"
+    )
+    run_until(begun, lambda: rows_written(run) >= 1)
+    begun.terminate()
+    assert begun.wait(60) == 128 + signal.SIGTERM
+    args = ["scripts/sweep.py", "--out", tmp_path / "out", "--seeds", 1, "--grid", "n_layer 1"]
+    printed = (tmp_path / "said").read_text().partition("continue with python ")[2]
+    script(*shlex.split(printed))
+    first, again = (script(*args, "--fixed", *order).stdout for order in (fixed, fixed[::-1]))
+    assert " | 0.0000 | +0.0000 |" in first and "step 100/100" not in first  # a single seed
     assert first.splitlines()[-2:] == again.splitlines()[-2:]  # table and picture
+    other = script(*args, "--fixed", *fixed, "grad_clip 2", code=2).stderr
+    assert "n_layer=1 seed=1 has a run with grad_clip 1.0 (here 2.0); give another --out" in other
 
 
 @pytest.mark.parametrize("diverged", [np.nan, np.inf])

@@ -1,5 +1,6 @@
 import errno
 import os
+import random
 from contextlib import nullcontext
 
 import numpy
@@ -12,10 +13,12 @@ from model import huggingface
 from model.config import GPTConfig
 from training.checkpoint import (
     BEST,
+    NUMBERED,
     find_newest,
     join_float32,
     load_checkpoint,
     load_model,
+    numbered,
     split_float32,
 )
 from utils.errors import UserError
@@ -130,6 +133,23 @@ def test_a_flipped_bit_is_found_by_all_that_read_it(shards, trained, tmp_path, p
     # sampling reads the first half alone
     with pytest.raises(UserError, match="checksum") if part == "model" else nullcontext():
         assert not load_model(path)[0].training
+
+
+def test_a_numbered_checkpoint_has_one_exact_name(tmp_path):
+    rng = random.Random(0)
+    steps = [0, 7, 10, 999_999, 1_000_000, 12_345_678]
+    own = [NUMBERED.format(step) for step in reversed(steps)]
+    for name in own:
+        (tmp_path / name).touch()
+        place = rng.randrange(len(name) + 1)
+        for copy in (
+            f"{name[:place]}{rng.choice('_x-. ')}{name[place:]}",
+            name.replace(".pt", "_good.pt"),
+            name.replace("step_", "step_0"),
+            f"{name}.tmp",
+        ):
+            (tmp_path / copy).touch()
+    assert [path.name for path in numbered(tmp_path)] == own
 
 
 def test_newest_is_the_last_else_the_highest_number_else_the_best(tmp_path):

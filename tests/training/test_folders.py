@@ -12,9 +12,11 @@ from conftest import (
     contents,
     folders,
     kill,
+    kill_after,
     losses,
     rows_written,
     run_until,
+    same_run,
     script,
     start,
     train_args,
@@ -25,7 +27,7 @@ from config import TrainConfig, log_folder
 from data.manifest import read_manifest, write_manifest
 from finetuning.options import FinetuneConfig
 from training.checkpoint import load_checkpoint
-from training.options import read_options
+from training.options import read_options, resolve_options
 from utils.logger import read_metrics
 
 
@@ -78,6 +80,70 @@ def test_the_log_follows_the_checkpoints():
     assert train_options(checkpoint_dir=Path("/a/b")).log_dir == Path("/a/b/logs")
     folder = FinetuneConfig.checkpoint_folder(["--method", "sft"])
     assert log_folder(folder) == Path("runs/sft/logs")
+
+
+@pytest.mark.parametrize("log", ["run/logs", "elsewhere/log", "run/checkpoints"])
+def test_a_resumed_run_logs_where_it_did_unless_it_was_moved_or_branches_off(
+    trained, tmp_path, monkeypatch, log
+):
+    """From whichever folder it is started, and however its checkpoint is named."""
+    run, moved, link = (tmp_path / name for name in ("run", "moved", "link"))
+    folder = run / "checkpoints"
+    folder.mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    saved = load_checkpoint(trained / "checkpoints/model_last.pt")
+    began = TrainConfig(checkpoint_dir=Path("run/checkpoints"), log_dir=Path(log)).to_dict()
+    saved["config"] |= {name: began[name] for name in ("checkpoint_dir", "log_dir")}
+    torch.save(saved, folder / "model_last.pt")
+    shutil.copytree(run, moved)
+    link.symlink_to(run)
+
+    def log_dir(cwd, *words):
+        monkeypatch.chdir(cwd)
+        options, derived, checkpoint = read_options(TrainConfig, "train.py", [*map(str, words)])
+        return resolve_options(options, derived, checkpoint)[0].log_dir.resolve()
+
+    for cwd, resume in (
+        (tmp_path, "run"),
+        (tmp_path, "link/checkpoints/model_last.pt"),
+        (run, "."),
+        (run, "checkpoints"),
+        (folder, "."),
+        (folder, "model_last.pt"),
+        (folder, "../../link"),
+    ):
+        assert log_dir(cwd, "--resume", resume) == tmp_path / log
+        assert log_dir(cwd, "--resume", resume, "--log_dir", "new") == cwd / "new"
+        branch = ("--resume", resume, "--run_dir", tmp_path / "branch")
+        assert log_dir(cwd, *branch) == tmp_path / "branch/logs"
+    for cwd, resume in ((tmp_path, "moved"), (moved, "."), (moved / "checkpoints", ".")):
+        assert log_dir(cwd, "--resume", resume) == moved / "logs"
+    assert log_dir(folder, "--checkpoint_dir", ".") == run / "logs"  # a new run
+
+
+def test_a_branch_goes_on_by_the_command_that_began_it(shards, tmp_path):
+    run, branch, whole = (tmp_path / name for name in ("run", "branch", "whole"))
+    script(*train_args(shards, run, 8, "--save_every", 4, "--keep_last", 9))
+    fourth, eighth = (run / f"checkpoints/model_step_00000{step}.pt" for step in (4, 8))
+    flags = ("--max_steps", 60, "--save_every", 3, "--run_dir")
+    script("train.py", "--resume", fourth, *flags, whole)
+    command = ["train.py", "--resume", fourth, *flags, branch]
+    kill_after(5, branch, command)
+    begun = load_checkpoint(branch / "checkpoints/model_last.pt")
+    assert begun["parent"] == {
+        "run_id": load_checkpoint(run / "checkpoints/model_last.pt")["run_id"],
+        "step": 4,
+    }
+    assert "holds this branch of" in script(*command).stdout
+    assert same_run(branch, whole)
+    script(*command)  # it has ended
+    ended = json.loads((branch / "logs/config.json").read_text())
+    assert (ended["run_id"], ended["parent"]) == (begun["run_id"], begun["parent"])
+    # of another checkpoint it would be another run
+    bad(["train.py", "--resume", eighth, *flags, branch], "checkpoints of another run", branch)
+    script(*command, "--overwrite", "--max_steps", 5)
+    again = load_checkpoint(branch / "checkpoints/model_last.pt")
+    assert again["step"] == 5 and again["run_id"] != begun["run_id"]
 
 
 def test_run_dir_is_short_for_the_folder_of_checkpoints(tmp_path):
@@ -139,7 +205,7 @@ def test_a_run_that_is_killed_in_its_first_steps_keeps_options_id_and_log(shards
     assert load_checkpoint(last)["step"] == 0
     before = json.loads((log / "config.json").read_text())
     rows = (log / "metrics.jsonl").read_bytes()
-    command = f"python train.py --resume '{run}' --log_dir {log}"
+    command = f"python train.py --resume '{run}'"
     bad(args, "of another run; continue that one by --resume")
     elsewhere = [*folders(branch)[:2], "--log_dir", log]
     bad([*args, "--resume", "auto", *elsewhere], "of another run")

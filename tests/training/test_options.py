@@ -99,14 +99,15 @@ def test_a_resumed_run_keeps_the_recipe_that_it_began_with(monkeypatch):
 def cuda(monkeypatch):
     """A GPU, as far as options are concerned, beside a C compiler."""
     monkeypatch.setattr(options_module, "pick_device", torch.device)
-    monkeypatch.setattr(options_module, "has_c_compiler", lambda: True)
+    monkeypatch.setattr(options_module, "missing_compiler", lambda on_gpu: None)
 
 
 @pytest.mark.parametrize(
     ("flags", "has_compiler", "compiles"),
     [
-        ("--device cpu", False, False),
-        ("--device cpu --use_torch_compile", False, True),
+        ("--device cpu", True, False),
+        ("--device cpu --use_torch_compile", True, True),
+        ("--device cpu --use_torch_compile", False, False),
         ("--device cuda", True, True),
         ("--device h100 --dry_run", False, True),
         ("--device cuda --config off.toml", True, False),
@@ -116,14 +117,15 @@ def cuda(monkeypatch):
 def test_training_compiles_on_cuda_unless_told_otherwise(
     tmp_path, monkeypatch, cuda, capsys, flags, has_compiler, compiles
 ):
-    monkeypatch.setattr(options_module, "has_c_compiler", lambda: has_compiler)
+    if not has_compiler:
+        monkeypatch.setattr(options_module, "missing_compiler", lambda on_gpu: f"advice {on_gpu}")
     (tmp_path / "off.toml").write_text("use_torch_compile = false")
     monkeypatch.chdir(tmp_path)
     config, _ = resolve(*flags.split())
     assert config.use_torch_compile == compiles
     assert config.micro_batch_size == (16 if "cpu" in flags else "auto")
-    is_warned = "training is not compiled: install gcc" in capsys.readouterr().out
-    assert is_warned == ("cuda" in flags and not has_compiler)
+    is_warned = f"not compiled: advice {'cuda' in flags}" in capsys.readouterr().out
+    assert is_warned == (not has_compiler and "--dry_run" not in flags)
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,8 @@ RECIPES = {
     "modern": "modern",  # Muon and NorMuon
 }
 STEPS = 12
+COMPILED = ("--use_torch_compile",)
+RECOMPUTED = ("--activation_checkpointing", "block")
 
 
 def tensor_parallel(number, sharding="zero2"):
@@ -97,27 +99,49 @@ def test_every_way_to_divide_gives_one_model(shards, tmp_path, processes, machin
 REPLICAS = """
 import os, sys
 sys.path.insert(0, os.getcwd())
-import torch, train
+import torch, torch.distributed as dist, train
+from model.layers import ScaledDotProduct
 from training.saver import Saver
 
-def compare(saver):
-    # outside of the blocks' linear layers the processes of a group have equal weights
-    weight = saver.model.transformer.wte.weight.to_local()
-    both = [torch.empty_like(weight), torch.empty_like(weight)]
-    torch.distributed.all_gather(both, weight)
-    os._exit(0 if torch.equal(*both) else 3)
+attend = ScaledDotProduct.forward
+masks = []
 
+def attend_and_note(self, q, k, v, mask=None):
+    # with equal weights for all tokens and values of 1, the output tells how many were dropped
+    if self.training:
+        state = torch.get_rng_state()
+        masks.append(attend(self, 0 * q.detach(), 0 * k.detach(), torch.ones_like(v), mask))
+        torch.set_rng_state(state)
+    return attend(self, q, k, v, mask)
+
+def are_equal(tensor):
+    both = [torch.empty_like(tensor), torch.empty_like(tensor)]
+    dist.all_gather(both, tensor.contiguous())
+    return torch.equal(*both)
+
+def compare(saver):
+    # the second save is the last one; outside of the blocks' linear layers weights are equal
+    if saver.run.state.step == 0:
+        return finish(saver)
+    replicas = are_equal(saver.model.transformer.wte.weight.to_local())
+    heads = any(are_equal(mask) for mask in masks)
+    os._exit(0 if replicas and not heads else 3)
+
+finish = Saver.finish
 Saver.finish = compare
+if "--use_torch_compile" not in sys.argv:
+    ScaledDotProduct.forward = attend_and_note
 train.main()
 """
 
 
-@pytest.mark.slow
-def test_processes_that_share_blocks_draw_the_same_dropout(shards, tmp_path):
+@pytest.mark.parametrize("flags", [(), slow(COMPILED), slow(RECOMPUTED)])
+def test_dropout_is_common_to_what_a_group_has_in_common_alone(shards, tmp_path, flags):
+    """What all processes of a group have is dropped alike, attention in each head for itself."""
     program = tmp_path / "replicas.py"
     program.write_text(REPLICAS)
-    flags = (*FLAGS, *tensor_parallel(2), "--dropout", 0.2)
-    torchrun(2, program, *train_args(shards, tmp_path, 6, *flags)[1:])
+    more = (*FLAGS, *tensor_parallel(2), "--dropout", 0.2, "--eval_every", 0, *flags)
+    torchrun(2, program, *train_args(shards, tmp_path, 3, *more)[1:])
 
 
 def test_what_does_not_divide_is_a_sentence(shards, tmp_path):

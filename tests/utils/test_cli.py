@@ -1,5 +1,5 @@
 import errno
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -56,7 +56,10 @@ class Options:
     ],
 )
 def test_options_survive_as_flags(options):
-    values = options.to_dict() if isinstance(options, TrainConfig) else vars(options)
+    values = vars(options)
+    if isinstance(options, TrainConfig):  # to be found from any working directory
+        options = replace(options, checkpoint_dir=options.checkpoint_dir.absolute())
+        values = options.to_dict()
     assert parse(type(options), to_flags(values)) == options
 
 

@@ -1,0 +1,70 @@
+"""Trial of the micro-batch that a forecast of memory gave --micro_batch_size auto.
+
+The forecast (training/plan.py) counts what PyTorch keeps, and cannot know of fragments, of what
+libraries take, or of other programs on a GPU. This file is not about the first choice
+(training/advice.py).
+"""
+
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from config import ResolvedTrainConfig
+from training.optim import MOMENTS
+from training.parallel import sync_gradients
+from training.run import Run
+from utils.devices import autocast
+from utils.errors import UserError, is_out_of_memory
+
+
+def halve_until_it_fits(run: Run[ResolvedTrainConfig], wrapped: nn.Module) -> ResolvedTrainConfig:
+    """Return the options of a run with --micro_batch_size halved until a micro-batch runs in the
+    memory of every process; `wrapped` is what Run.distribute returned. Every process must call it.
+    Raises UserError if not even one sequence runs."""
+    options = run.config
+    process = run.process
+    # Processes that divide weights wait for each other within a forward pass. One of them must not
+    # leave it alone, so that there the forecast stays.
+    if options.sharding != "none" and process.num_processes > 1:
+        return options
+    while not process.all_agree(has_memory(run, wrapped, options)):
+        size = options.sequences_per_pass
+        if size == 1:
+            raise UserError(
+                "out of memory with a micro-batch of one sequence: recompute activations, divide "
+                "the state among more processes, or train a smaller model"
+            )
+        smaller = size // 2
+        while size % smaller:  # a divisor of the old one divides a process's share of a step, too
+            smaller -= 1
+        process.print(f"out of memory with a micro-batch of {size}: {smaller} from here on")
+        options = replace(options, micro_batch_size=smaller)
+    return options
+
+
+def has_memory(
+    run: Run[ResolvedTrainConfig], wrapped: nn.Module, options: ResolvedTrainConfig
+) -> bool:
+    """Return whether this process has the memory for the forward and backward passes of a step.
+    It exchanges nothing with others, and leaves no gradients."""
+    device = run.process.device
+    shape = (options.sequences_per_pass, options.block_size)
+    ids = torch.zeros(shape, dtype=torch.long, device=device)  # (B, T)
+    try:
+        if run.state.step == 0:
+            # Optimizers take the memory of their state in the first step, at most that of AdamW.
+            num_weights = sum(p.numel() for p in wrapped.parameters())
+            state = torch.empty(MOMENTS["adamw"], num_weights, device=device)  # noqa: F841
+        for _ in range(2):  # gradients of the first micro-batch are in memory during the second
+            with sync_gradients(wrapped, options.sharding, last=False):
+                with autocast(device, run.dtype, keep_weights=False):
+                    loss = wrapped(ids, ids)
+                loss.backward()
+        return True
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        return False
+    finally:
+        wrapped.zero_grad(set_to_none=True)
