@@ -7,12 +7,10 @@
 
 Prints a table for each task as soon as it is scored, with standard errors, beside published values
 of OpenAI's GPT-2, and writes its results as JSON beside the checkpoint: model_best_hellaswag.json.
-If several tasks are given, one that cannot be scored is named at the end, and the exit code is 1.
+If several tasks are given, one that cannot be scored is named, and the exit code is 1.
 Batch size changes scores up to rounding, and the number of processes changes none.
 """
 
-import json
-import math
 import sys
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -30,8 +28,7 @@ from evaluation.core import FewShotTasks
 from evaluation.evaluator import open_benchmark
 from evaluation.scoring import ItemScorer
 from evaluation.table import format_table, openai_size
-from evaluation.tasks import Result, TaskScores, evenly_spread
-from evaluation.validation import weighted_mean
+from evaluation.tasks import Benchmark, Result, TaskScores, evenly_spread, exponential
 from finetuning.answers import score_questions
 from finetuning.chat import is_chat
 from finetuning.examples import TextEncoder, read_jsonl
@@ -41,6 +38,7 @@ from utils import distributed
 from utils.cli import start_script
 from utils.devices import pick_dtype
 from utils.errors import UserError
+from utils.files import to_json
 from utils.ranges import Count
 
 # Approximate number of tokens in a batch, for which oneDNN lays out weights on a CPU.
@@ -87,8 +85,9 @@ class EvalConfig:
     float32: all of its bits, also on GPUs (no TF32), to compare with lm-evaluation-harness."""
 
 
-def check(config: EvalConfig) -> None:
-    """Raise UserError for a wrong option, before anything is read or scored."""
+def check(config: EvalConfig) -> dict[str, Path]:
+    """Return the path of --data of each benchmark by its name, none without --data. Raise UserError
+    for a wrong option, before anything is read or scored."""
     if config.checkpoint and config.model:
         raise UserError("give --checkpoint (of train.py) or --model (of others), not both")
     # a/sums.jsonl and b/sums.jsonl: each would write CHECKPOINT_sums.json
@@ -97,21 +96,26 @@ def check(config: EvalConfig) -> None:
             f"--tasks {' '.join(config.tasks)}: two tasks have one name, and so would their "
             "results; rename one"
         )
-    num_benchmarks = 0  # in --tasks; each takes one path of --data
     for task in config.tasks:
-        if task in BENCHMARKS:
-            num_benchmarks += 1
-        elif task != "val" and not Path(task).exists():
+        if not is_path(task) and task not in ("val", *BENCHMARKS):
             names = ", ".join(["val", *BENCHMARKS, "FILE.jsonl"])
-            raise UserError(f"--tasks has no {task}: {names} or the FOLDER of tasks")
+            raise UserError(f"--tasks has no {task}: {names} or a FOLDER with core.yaml")
     # Earlier results are replaced. A checkpoint or a file of questions must not be.
     if config.out and config.out.exists() and config.out.suffix != ".json":
         raise UserError(f"--out {config.out} exists, and is no .json file")
     if config.dump and config.dump.exists():
         if config.dump.suffix != ".jsonl" or str(config.dump) in config.tasks:
             raise UserError(f"--dump {config.dump} exists, and is no .jsonl file of results")
-    if config.data and len(config.data) != num_benchmarks:
-        raise UserError(f"--data has {len(config.data)} files for {num_benchmarks} benchmarks")
+    benchmarks = [task for task in config.tasks if task in BENCHMARKS and not is_path(task)]
+    if config.data and len(config.data) != len(benchmarks):
+        raise UserError(f"--data has {len(config.data)} files for {len(benchmarks)} benchmarks")
+    return dict(zip(benchmarks, config.data, strict=False))
+
+
+def is_path(task: str) -> bool:
+    """Return True for one of --tasks that is a file of questions or a folder of tasks. It is what
+    is meant then, also if a benchmark has its name."""
+    return Path(task).is_file() or Path(task, "core.yaml").is_file()
 
 
 def output_paths(config: EvalConfig, name: str, checkpoint: Path | None) -> dict[str, Path]:
@@ -131,8 +135,9 @@ def score_validation(config: EvalConfig, scorer: ItemScorer) -> TaskScores:
     weighted mean. The corpus stands in the place of the protocol."""
     if not config.data_dir:
         raise UserError("the task val needs --data_dir, folders of shards")
-    # sequences of the model's context length
-    val = Mixture(config.data_dir, "val", scorer.model.config.block_size)
+    with scorer.process.together():  # one that cannot open the shards must not leave the others
+        # sequences of the model's context length
+        val = Mixture(config.data_dir, "val", scorer.model.config.block_size)
     # With the ids of another tokenizer the loss would mean nothing.
     if val.stream.tokenizer_identity != scorer.tokenizer.identity:
         raise UserError(
@@ -140,14 +145,11 @@ def score_validation(config: EvalConfig, scorer: ItemScorer) -> TaskScores:
             f"takes those of {scorer.tokenizer.identity}"
         )
     # for each corpus "loss" in nats per token, the number "n" of targets, perhaps bits_per_byte
-    scores = [scorer.validation_loss(part, config.val_tokens) for part in val.parts]
-    corpora = dict(zip(val.names, scores, strict=True))
-    if len(scores) > 1:
-        corpora["weighted mean"] = weighted_mean(scores, val.weights)
+    corpora = scorer.corpus_scores(val, config.val_tokens)
     results = []
     for corpus, values in corpora.items():
         num_tokens = int(values.pop("n"))  # the other values are metrics
-        values["perplexity"] = math.exp(values["loss"])  # per token
+        values["perplexity"] = exponential(values["loss"])  # per token
         for metric, value in values.items():
             results.append(Result("val", corpus, metric, num_tokens, value))
     return results, []  # no examples for --dump
@@ -160,21 +162,23 @@ def score_question_file(path: Path, config: EvalConfig, scorer: ItemScorer) -> T
     # Each row becomes a Question, with its prompt as ids. read_jsonl raises UserError for a row
     # without an answer to compare with, or whose prompt leaves no room for max_new_tokens.
     encode = partial(encoder.question, max_new_tokens=config.max_new_tokens, has_answer=True)
-    questions = evenly_spread(read_jsonl(path, encode), config.limit)
+    with scorer.process.together():  # one that cannot open the file must not leave the others
+        questions = evenly_spread(read_jsonl(path, encode), config.limit)
     return score_questions(path.stem, questions, encoder, config.max_new_tokens, scorer)
 
 
 def score_task(task: str, path: Path | None, config: EvalConfig, scorer: ItemScorer) -> TaskScores:
     """Open the data of one of --tasks and score it. A benchmark's data is at `path`; None: it is
     downloaded. Raise UserError if the task cannot be scored. Every process must call it."""
-    if task == "val":
-        return score_validation(config, scorer)
-    if task.endswith(".jsonl"):
+    if Path(task).is_file():
         return score_question_file(Path(task), config, scorer)
-    benchmark = BENCHMARKS.get(task)
-    if benchmark is None:  # a folder of the user's own tasks
+    if is_path(task):  # a folder of the user's own tasks
         path = Path(task)
-        benchmark = FewShotTasks(path.resolve().name)
+        benchmark: Benchmark = FewShotTasks(path.resolve().name)
+    elif task == "val":
+        return score_validation(config, scorer)
+    else:
+        benchmark = BENCHMARKS[task]
     score = open_benchmark(benchmark, path, config.limit, scorer, benchmark.protocols)
     return score()
 
@@ -186,7 +190,7 @@ def write_file(path: Path, text: str) -> None:
 
 
 def main(config: EvalConfig) -> None:
-    check(config)
+    data_paths = check(config)
     process = distributed.start(config.device)
 
     name = str(config.model or config.checkpoint or "checkpoints")  # a path, or a name on the hub
@@ -216,8 +220,6 @@ def main(config: EvalConfig) -> None:
     # bar.update is called with the number of rows of each forward pass
     scorer = ItemScorer(model, process, dtype, config.batch_size, tokenizer, bar.update)
 
-    benchmarks = [task for task in config.tasks if task in BENCHMARKS]
-    data_paths = dict(zip(benchmarks, config.data, strict=False))  # empty without --data
     outputs = output_paths(config, name, checkpoint_path)
     header = {
         "step": checkpoint.get("step"),  # None for a model of another project
@@ -227,17 +229,22 @@ def main(config: EvalConfig) -> None:
     # The results of a task are printed and written at once, as a later task may fail.
     results: list[Result] = []
     examples: list[dict] = []
-    errors: dict[str, UserError] = {}  # by task, of those that could not be scored
+    failed_tasks: list[str] = []
     for task in config.tasks:
         bar.reset()
         bar.set_description(task)
         try:
             # Each process scores its share, and all get the same results.
             task_results, task_examples = score_task(task, data_paths.get(task), config, scorer)
-        except UserError as error:  # such as a failed download, or a model that gives NaN
-            if len(config.tasks) == 1:
+        except Exception as error:
+            if len(config.tasks) > 1:
+                bar.clear()
+                process.print(f"{task} could not be scored: {error}")
+            # A UserError is that of all processes, such as a failed download, or a model that gives
+            # NaN. Of another error the others may not know, and would wait for this process.
+            if len(config.tasks) == 1 or not isinstance(error, UserError):
                 raise
-            errors[task] = error
+            failed_tasks.append(task)
             continue
         results += task_results
         examples += task_examples
@@ -248,15 +255,14 @@ def main(config: EvalConfig) -> None:
             # --out holds all tasks so far; without it each task has its file
             written = results if config.out else task_results
             content = {**header, "results": [asdict(result) for result in written]}
-            write_file(outputs[task], json.dumps(content, indent=1))
+            write_file(outputs[task], to_json(content, indent=1))
             if config.dump:
-                write_file(config.dump, "".join(f"{json.dumps(row)}\n" for row in examples))
+                write_file(config.dump, "".join(f"{to_json(row)}\n" for row in examples))
             print(f"wrote {outputs[task]}", flush=True)
     bar.close()
-    for task, task_error in errors.items():
-        process.print(f"{task} could not be scored: {task_error}")
     distributed.stop()
-    if errors:
+    if failed_tasks:
+        process.print(f"not scored: {', '.join(failed_tasks)}")
         sys.exit(1)
 
 

@@ -8,8 +8,8 @@ Architecture and tokenizer are read from the checkpoint. All samples are generat
 first is printed while it is generated, the others after it. The same seed gives the same text.
 """
 
-import codecs
 import contextlib
+import io
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,13 +22,14 @@ import torch
 from data.named_tokenizer import Tokenizer
 from data.tokenizer import load_tokenizer
 from finetuning.chat import Messages, encode_prompt, fit_history, is_chat
+from finetuning.completions import decode_completion
 from model.generate import Sampling, generate
 from model.gpt import GPT
 from model.inference import prepare_for_inference
 from training.checkpoint import open_model
 from utils.cli import start_script
 from utils.devices import autocast, pick_device, pick_dtype
-from utils.errors import UserError
+from utils.errors import UserError, check_text
 from utils.ranges import Count, Natural, NonNegative
 
 
@@ -64,34 +65,6 @@ class SampleConfig:
     """Dtype of matmuls. auto: bfloat16 where it is faster, float16 on old GPUs."""
 
 
-class GeneratedText:
-    """A text of the model, which grows by one token at a time."""
-
-    def __init__(self, tokenizer: Tokenizer, is_answer: bool) -> None:
-        self.tokenizer = tokenizer
-        # A character can span several tokens: the decoder holds its bytes back until it is whole,
-        # and gives U+FFFD for bytes that are no UTF-8.
-        self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self.content = ""  # without the prompt
-        # True until the first token of an answer, which loses the space after "Assistant:"
-        self.drops_space = is_answer
-        self.has_ended = False
-
-    def append(self, token: int) -> str:
-        """Add a token; return the characters that it completes, none from end of text on."""
-        if token in self.tokenizer.end_ids:  # end of text, or the end of a turn
-            self.has_ended = True
-        # The batch goes on until every text has ended, so that an ended text still gets tokens.
-        if self.has_ended:
-            return ""
-        characters = self.decoder.decode(self.tokenizer.decode_bytes([token]))
-        if self.drops_space:
-            characters = characters.removeprefix(" ")
-            self.drops_space = False
-        self.content += characters
-        return characters
-
-
 @dataclass
 class Writer:
     """Writes samples of a model to the console."""
@@ -112,24 +85,43 @@ class Writer:
         sampling = Sampling(
             config.max_new_tokens, config.temperature, config.top_k, config.top_p, seed
         )
-        texts = [GeneratedText(self.tokenizer, config.chat) for _ in range(config.num_samples)]
         # One batch: row i draws its random numbers from (seed, i).
         prompts = [prompt_ids] * config.num_samples
+        texts: list[list[int]] = [[] for _ in prompts]  # token ids up to end of text
+        has_ended = [False] * config.num_samples
+        num_shown = 0  # tokens of the first text
         show(heading)
         # `generate` yields the next token of each text, up to max_new_tokens times
         for token_ids in generate(self.model, prompts, sampling):  # (num_samples,)
-            pairs = zip(texts, token_ids.tolist(), strict=True)
-            pieces = [text.append(token) for text, token in pairs]
-            show(pieces[0])
-            if all(text.has_ended for text in texts):
+            for i, token in enumerate(token_ids.tolist()):
+                has_ended[i] |= token in self.tokenizer.end_ids  # or the end of a turn
+                # The batch goes on until every text has ended, so that an ended text still gets
+                # tokens.
+                if not has_ended[i]:
+                    texts[i].append(token)
+            # A character can span several tokens, and is U+FFFD until it is whole.
+            characters = self.decode(texts[0], num_shown, keep_cut=True)
+            if characters and not characters.endswith("\ufffd"):
+                show(characters)
+                num_shown = len(texts[0])
+            if all(has_ended):
                 break
-        show("\n")
+        show(f"{self.decode(texts[0], num_shown)}\n")
         for text in texts[1:]:
-            show(f"\n{'-' * 80}\n{heading}{text.content}\n")
-        return texts[0].content
+            show(f"\n{'-' * 80}\n{heading}{self.decode(text)}\n")
+        return self.decode(texts[0])
+
+    def decode(self, ids: list[int], start: int = 0, keep_cut: bool = False) -> str:
+        """Return the characters of a text from token number `start` on. A last character that is
+        cut is kept, as U+FFFD, in an answer, which is that of evaluate.py, or with `keep_cut`."""
+        chat = self.config.chat
+        # The space before an answer is left out at its start alone.
+        return decode_completion(ids[start:], self.tokenizer, chat and start == 0, chat or keep_cut)
 
     def encode(self, prompt: str, history: Messages) -> list[int]:
-        """Return the token ids to continue. Raises UserError if they do not fit the context."""
+        """Return the token ids to continue. Raises UserError for a prompt that is not UTF-8, or
+        does not fit the context."""
+        check_text(prompt, "the prompt")
         config = self.config
         block_size = self.model.config.block_size
         if config.chat:
@@ -166,7 +158,7 @@ class Writer:
                     history.append({"role": "user", "content": line})
                     history.append({"role": "assistant", "content": answer})
                     seed += 1  # the same question gets another answer next time
-            except UserError as error:  # the message is too long
+            except UserError as error:  # the message is too long, or no text
                 show(f"{error}\n")
             except KeyboardInterrupt:  # Ctrl-C ends the answer, not the chat
                 show("\n")
@@ -192,6 +184,9 @@ def main(config: SampleConfig) -> None:
     prepare_for_inference(model.to(device), device, dtype)
 
     writer = Writer(model, load_tokenizer(tokenizer_spec), config)
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        # A byte that is no UTF-8 ends no conversation: Writer.encode refuses the text with it.
+        sys.stdin.reconfigure(errors="surrogateescape")
     prompt = sys.stdin.read() if config.prompt == "-" else config.prompt
     with autocast(device, dtype):  # casts what prepare_for_inference has not
         if config.chat and not prompt:

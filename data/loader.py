@@ -109,7 +109,7 @@ class Sequences:
         if len(stream) <= block_size:  # a sequence takes T + 1 tokens
             raise UserError(
                 f"{stream.folders[0].path} holds {len(stream):,} {stream.split} tokens, too few "
-                f"for one sequence of --block_size {block_size}"
+                f"for one sequence of {block_size}"
             )
 
     def __len__(self) -> int:
@@ -157,9 +157,9 @@ def parse_corpora(data_dir: Sequence[Path | str]) -> list[Corpus]:
     """
     corpora: list[Corpus] = []
     for name in data_dir:
-        # a number after the last colon; a path may hold a colon, too
+        # a number after the last colon, unless a folder has this very name
         match = re.fullmatch(r"(.+):(\d+\.?\d*|\.\d+)", str(name))
-        if match:
+        if match and not Path(name).exists():
             corpora.append(Corpus([Path(match[1])], Fraction(match[2])))  # exact, even 0.1
     if not corpora:  # no folder has a weight
         corpora = [Corpus([Path(name) for name in data_dir], Fraction(1))]

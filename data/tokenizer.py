@@ -98,8 +98,8 @@ class FileTokenizer(Tokenizer):
         end_ids = [self.eot, self.turn_end, self.start_ids[0]]
         self.end_ids = frozenset(end_ids + spec_fields["end_ids"])
 
-        # A pre-tokenizer or decoder of type ByteLevel tells that tokens are bytes. No token looks like
-        # this, as json.dumps writes \" for a quote within a token.
+        # A pre-tokenizer or decoder of type ByteLevel tells that tokens are bytes. No token looks
+        # like this, as json.dumps writes \" for a quote within a token.
         is_byte_level = '"type": "ByteLevel"' in self.tokenizer_json
         self.bytes_of_id = self.find_bytes(vocab, is_byte_level)
         """Bytes that each id decodes to; none for end of text and BOS."""

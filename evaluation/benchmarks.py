@@ -9,8 +9,6 @@ import re
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 
-import numpy as np
-
 from evaluation.core import FewShotTasks
 from evaluation.tasks import (
     Benchmark,
@@ -21,6 +19,10 @@ from evaluation.tasks import (
     ScoreItems,
     Task,
     TaskScores,
+    exponential,
+    get_field,
+    get_label,
+    mean_logprob,
 )
 
 
@@ -47,8 +49,9 @@ class HellaSwag(Task):
         activity, colon, context, without WikiHow's marks."""
         items = []
         for row in rows:
-            context = row["ctx"]
-            endings = row["endings"]  # four texts
+            context = get_field(row, "ctx", str)
+            endings = get_field(row, "endings", list)  # four texts
+            label = get_label(row, "label", len(endings))
             if protocol != "build-nanogpt":
                 # ctx_a and ctx_b are the parts of ctx; ctx_b begins the sentence that the endings
                 # complete
@@ -58,7 +61,7 @@ class HellaSwag(Task):
                 endings = [clean_wikihow(ending) for ending in endings]
             # GPT-2's tokens include the space before a word
             choices = tuple(f" {ending}" for ending in endings)
-            items.append(Item(context, choices, int(row["label"])))  # str in the hub's copy
+            items.append(Item(context, choices, label))
         return items
 
     def values(self, protocol: str, choice: str, score: Score) -> dict[str, float]:
@@ -66,12 +69,12 @@ class HellaSwag(Task):
         per byte as in the harness."""
         # logprob is a sum over all tokens in nats, lower for longer endings
         if protocol == "build-nanogpt":
-            return {"acc": score.logprob, "acc_norm": score.logprob / score.num_tokens}
+            return {"acc": score.logprob, "acc_norm": mean_logprob(score.logprob, score.num_tokens)}
         ending = choice[1:]  # the harness counts without the space in front
         return {
             "acc": score.logprob,
-            "acc_norm": score.logprob / len(ending),
-            "acc_bytes": score.logprob / len(ending.encode()),
+            "acc_norm": mean_logprob(score.logprob, len(ending)),
+            "acc_bytes": mean_logprob(score.logprob, len(ending.encode())),
         }
 
     def score(
@@ -112,6 +115,7 @@ class Lambada(Task):
         items = []
         for row in rows:
             context, _, word = row["text"].rstrip().rpartition(" ")
+            assert word, "a passage without a word"  # for the message of `read`
             items.append(Item(context, (f" {word}",)))
         return items
 
@@ -139,7 +143,7 @@ class Lambada(Task):
         if metric != "perplexity":
             return mean
         # per word, not per token, so that models of different tokenizers can be compared
-        perplexity = float(np.exp(mean.value))
+        perplexity = exponential(mean.value)
         stderr = None
         if mean.stderr is not None:
             stderr = perplexity * mean.stderr

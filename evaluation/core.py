@@ -37,8 +37,12 @@ from evaluation.tasks import (
     ScoreItems,
     Task,
     TaskScores,
+    get_field,
+    get_label,
+    mean_logprob,
     split_ids,
 )
+from utils.ranges import BelowOne, Natural, check_ranges
 
 BUNDLE_URL = "https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip"
 BUNDLE = Path("data/eval_bundle")  # the downloaded folder, in the working directory
@@ -59,12 +63,12 @@ class FewShotTask(Task):
     """Label in core.yaml."""
     type: TaskType
     """icl_task_type of core.yaml, on which prompts and the tokens that count depend."""
-    num_shots: int
+    num_shots: Natural
     """Examples with their answers before each item."""
     delimiter: str
     """Stands between a question and its answer."""
-    baseline: float = 0.0
-    """Accuracy of guessing, from 0 to 1."""
+    baseline: BelowOne = 0.0
+    """Accuracy of guessing, from 0 to 1; 1 would leave nothing to score."""
 
     def select(self, rows: list[dict], limit: int | None) -> list[dict]:
         """Return the rows in nanochat's order: shuffled, and then cut. The examples before an item
@@ -75,11 +79,12 @@ class FewShotTask(Task):
     def prompts(self, row: dict) -> list[str]:
         """Return question, delimiter and answer as one text, for each choice of an item."""
         if self.type == "multiple_choice":  # one question, several answers
-            return [f"{row['query']}{self.delimiter}{choice}" for choice in row["choices"]]
-        answer = f"{self.delimiter}{row['continuation']}"
+            question = f"{get_field(row, 'query', str)}{self.delimiter}"
+            return [f"{question}{choice}" for choice in get_field(row, "choices", list)]
+        answer = f"{self.delimiter}{get_field(row, 'continuation', str)}"
         if self.type == "schema":  # several questions, one answer
-            return [f"{question}{answer}" for question in row["context_options"]]
-        return [f"{row['context'].strip()}{answer}"]
+            return [f"{question}{answer}" for question in get_field(row, "context_options", list)]
+        return [f"{get_field(row, 'context', str).strip()}{answer}"]
 
     def items(self, rows: list[dict], protocol: str) -> list[Item]:
         """Return an Item for each row: its context are the examples, its choices the row's prompts.
@@ -93,15 +98,19 @@ class FewShotTask(Task):
             for place in places:
                 # that list lacks the row itself, so later rows have moved up by one
                 example = rows[place if place < index else place + 1]
-                # "gold" is the index of the right prompt; of language_modeling there is only one
+                # "gold" is the index of the right prompt; of language_modeling there is only one.
+                # Each example is also an item, of which it is checked below.
                 context += self.prompts(example)[example.get("gold", 0)] + "\n\n"
             choices = self.prompts(row)
+            label = 0
             if self.type == "language_modeling":
                 prompt = context + choices[0]
                 # white space before the answer belongs to the first token of the answer
                 context = prompt.removesuffix(row["continuation"]).rstrip()
                 choices = [prompt.removeprefix(context)]
-            items.append(Item(context, tuple(choices), row.get("gold", 0)))
+            else:
+                label = get_label(row, "gold", len(choices))
+            items.append(Item(context, tuple(choices), label))
         return items
 
     def encode(self, item: Item, tokenizer: Tokenizer, block_size: int) -> list[Continuation]:
@@ -138,7 +147,7 @@ class FewShotTask(Task):
         """Return whether the choice with the lowest mean loss is right, the first of equal ones, or
         the answer is what greedy decoding writes."""
         # nats per token: the negative of nanochat's mean loss
-        means = [score.logprob / score.num_tokens for score in scores]
+        means = [mean_logprob(score.logprob, score.num_tokens) for score in scores]
         pick = means.index(max(means))
         is_right = pick == item.label
         if self.type == "language_modeling":  # one choice, so there is nothing to pick
@@ -184,16 +193,19 @@ class FewShotTasks(Benchmark):
             label = entry["label"]
             [num_shots] = entry.get("num_fewshot", [0])  # a list of one number
             delimiter = entry.get("continuation_delimiter", " ")
-            task = FewShotTask(label, entry["icl_task_type"], num_shots, delimiter)
+            baseline = baselines.get(label, 0.0)
+            task = FewShotTask(label, entry["icl_task_type"], num_shots, delimiter, baseline)
+            check_ranges(task, f"{folder}/core.yaml, {label}: ")
             file = folder / "eval_data" / entry["dataset_uri"]
             rows = task.read(file, limit, tokenizer, block_size)
-            if label in baselines:
-                task.baseline = baselines[label]
-            elif task.type != "language_modeling":  # others stay at 0: a guess is never right
+            # for language_modeling it stays at 0: a guess is never right
+            if label not in baselines and task.type != "language_modeling":
                 # the mean over items, as they may have different numbers of choices
                 chances = [1 / len(task.prompts(row)) for row in rows]
                 task.baseline = sum(chances) / len(chances)
+                check_ranges(task, f"{file}, with one choice: ")
             tasks.append((task, rows))
+        assert tasks, "core.yaml names no task"  # for the message of `read`
         return tasks
 
     def score(

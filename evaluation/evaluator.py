@@ -18,7 +18,7 @@ from data.tokenizer import load_tokenizer
 from evaluation.benchmarks import BENCHMARKS
 from evaluation.scoring import ItemScorer
 from evaluation.tasks import Benchmark, ScoreTask
-from evaluation.validation import Scorer, weighted_mean
+from evaluation.validation import Scorer
 from model.execution import uncompiled
 from model.generate import Sampling, complete
 from model.gpt import GPT
@@ -99,8 +99,10 @@ class Evaluator:
                 first = benchmark.protocols[:1]  # one is enough for a curve
                 try:
                     score_task = open_benchmark(benchmark, path, limit, self.scorer, first)
-                except UserError as error:  # its message does not name the option
-                    raise UserError(f"--{name}_every cannot score {name}: {error}") from error
+                except UserError as error:  # its message does not name the options
+                    raise UserError(
+                        f"--{name}_every cannot score {name}: {error}, by --{name}_data"
+                    ) from error
                 self.score_tasks.append((name, score_task))
 
     def due(self, step: int, name: str = "eval") -> bool:
@@ -112,13 +114,11 @@ class Evaluator:
         """Return the validation "loss" in nats per token, the number "n" of tokens and, where the
         shards tell the size of their text, "bits_per_byte". Several corpora give the means by
         weight, and as "loss_NAME" the loss of each."""
-        val_tokens = self.config.val_tokens
-        scores = [self.scorer.validation_loss(part, val_tokens) for part in self.val.parts]
-        if len(scores) == 1:
-            return scores[0]
-        means = weighted_mean(scores, self.val.weights)
-        for name, corpus_scores in zip(self.val.names, scores, strict=True):
-            means[f"loss_{name}"] = corpus_scores["loss"]
+        corpora = self.scorer.corpus_scores(self.val, self.config.val_tokens)
+        *_, means = corpora.values()  # of the only corpus, or of the weighted mean
+        if len(corpora) > 1:
+            for name in self.val.names:
+                means[f"loss_{name}"] = corpora[name]["loss"]
         return means
 
     def benchmarks(self, step: int) -> Iterator[tuple[str, dict[str, float]]]:

@@ -5,7 +5,6 @@ on any machine and while a run goes on. Nothing here imports PyTorch: drawing ta
 """
 
 import itertools
-import math
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,7 +81,7 @@ def curve(run: Run, split: str, metric: str) -> tuple[np.ndarray, np.ndarray]:
     # bits_per_byte is missing where the shards do not tell the size of their text
     rows = [row for row in run.log.get(split, []) if metric in row]
     steps = [row["step"] for row in rows]
-    values = np.array([row[metric] for row in rows])
+    values = np.array([row[metric] for row in rows], float)  # null becomes NaN
     # rows of other splits have no "tokens", which are interpolated by step
     return np.interp(steps, train_steps, train_tokens), values
 
@@ -159,8 +158,8 @@ def draw_main(axes: Axes, run: Run, metric: str, color: str) -> None:
         validation = without_start(*validation)
     [line] = axes.plot(*training, lw=0.8, alpha=0.6, color=color)
     label = run.label
-    # skips rows without the metric, and the NaN or infinity of a run that diverged
-    rows = [row for row in run.log.get(split, []) if math.isfinite(row.get(metric, math.nan))]
+    # skips rows without the metric, and the null of a run that diverged, which becomes NaN
+    rows = [row for row in run.log.get(split, []) if np.isfinite(np.float64(row.get(metric)))]
     if rows:
         # this line takes the label: with one on both, the legend would name the run twice
         [line] = axes.plot(*validation, lw=1.8, marker="o", ms=3, color=color)

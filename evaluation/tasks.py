@@ -8,16 +8,18 @@ evaluation/benchmarks.py and core.py.
 """
 
 import json
+import math
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from data.named_tokenizer import Tokenizer
-from utils.errors import UserError
+from utils.errors import UserError, check_text
 
 
 @dataclass(frozen=True)
@@ -106,6 +108,39 @@ def mean_result(
     return Result(task, protocol, metric, n, float(np.mean(values)), stderr, ties)
 
 
+def exponential(nats: float) -> float:
+    """Return e^nats, a perplexity; infinity for more than a float can hold, where math.exp raises,
+    and a score that has taken hours would be lost."""
+    return math.exp(nats) if nats < 709 else math.inf  # the largest float is e^709.78
+
+
+def mean_logprob(logprob: float, num_units: int) -> float:
+    """Return the log-probability of a text per token, character or byte; -infinity for a text of
+    none, as lm-evaluation-harness has it: such a choice is never taken."""
+    return logprob / num_units if num_units else -math.inf
+
+
+def get_field(row: dict, name: str, *types: type) -> Any:
+    """Return a field of a row of a .jsonl file; raise ValueError unless it is there and of one of
+    the types, and text is UTF-8."""
+    value = row.get(name)
+    if not isinstance(value, types):  # None where the field is missing
+        type_names = " or ".join(json_type.__name__ for json_type in types)
+        raise ValueError(f'there is no "{name}" of type {type_names}, but fields {", ".join(row)}')
+    if isinstance(value, str):
+        check_text(value, f'"{name}"')
+    return value
+
+
+def get_label(row: dict, name: str, num_choices: int) -> int:
+    """Return the field of a row that is the index of the right choice; raise ValueError unless it
+    is there, and there is such a choice."""
+    label = int(get_field(row, name, int, str))  # a text in the hub's copy of HellaSwag
+    if not 0 <= label < num_choices:  # Python would count negative ones from the end
+        raise ValueError(f'"{name}" is {label} of {num_choices} choices: {row!r:.200}')
+    return label
+
+
 def evenly_spread(rows: list, limit: int | None) -> list:
     """Return `limit` rows, dicts or questions, or all if there are not more or the limit is None.
     They are spread over the whole list, as files are often sorted: HellaSwag begins with
@@ -128,7 +163,7 @@ def split_ids(ids: list[int], start: int, max_tokens: int) -> Continuation:
     if not 0 < num_scored < max_tokens:
         raise ValueError(
             f"a continuation has {num_scored} tokens; it needs at least 1, and at most "
-            f"{max_tokens - 1} fit in the model's context (--block_size)"
+            f"{max_tokens - 1} fit in the model's context"
         )
     # The slice begins at a negative index: it keeps the last max_tokens - num_scored tokens of the
     # context, or all of a shorter one.
@@ -148,7 +183,7 @@ class Benchmark(ABC):
     """Where the data comes from without a path: arguments of datasets.load_dataset, or for CORE a
     URL as "path"."""
     layout = "a file in the original format"
-    """What --data takes."""
+    """What `read` takes as a path."""
 
     def read(
         self, path: Path | None, limit: int | None, tokenizer: Tokenizer, block_size: int
@@ -163,8 +198,8 @@ class Benchmark(ABC):
         except Exception as error:  # a failed download, a file of another format, a long text
             source = path or self.hub["path"]
             raise UserError(
-                f"{self.name} cannot use {source} ({type(error).__name__}: {error}); "
-                f"--data, in train.py --NAME_data, takes {self.layout}"
+                f"{self.name} cannot use {source} ({type(error).__name__}: {error}); give "
+                f"{self.layout}"
             ) from error
 
     @abstractmethod
@@ -244,7 +279,6 @@ class Task(Benchmark):
         # A row that lacks a field, or is too long, fails here, not in the middle of the scoring.
         for protocol in self.protocols:
             for item in self.items(rows, protocol):
-                assert item.choices[item.label]  # IndexError for a label without a choice
                 self.encode(item, tokenizer, block_size)
         return rows
 

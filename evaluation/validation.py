@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from data.loader import Sequences
+from data.loader import Mixture, Sequences
 from evaluation.tasks import batched
 from model.gpt import GPT
 from utils.devices import autocast
@@ -29,11 +29,11 @@ def weighted_mean(scores: list[dict[str, float]], weights: list[float]) -> dict[
     for weight, corpus in zip(weights, scores, strict=True):
         loss += weight * corpus["loss"]
         # nats / ln 2 are bits; bits per token / bits per byte = bytes per token
-        if "bits_per_byte" in corpus:
+        if corpus.get("bits_per_byte"):
             bytes_per_token += weight * corpus["loss"] / math.log(2) / corpus["bits_per_byte"]
     means = {"loss": loss, "n": sum(corpus["n"] for corpus in scores)}
-    # left out if the shards of one corpus do not tell the size of their text
-    if all("bits_per_byte" in corpus for corpus in scores):
+    # left out if the shards of one corpus do not tell the size of their text, or its loss is 0
+    if all(corpus.get("bits_per_byte") for corpus in scores):
         means["bits_per_byte"] = loss / math.log(2) / bytes_per_token
     return means
 
@@ -51,6 +51,15 @@ class Scorer:
     """Autocast dtype of matmuls."""
     batch_size: int
     """Rows of one forward pass on one process."""
+
+    def corpus_scores(self, val: Mixture, tokens: int) -> dict[str, dict[str, float]]:
+        """Return what validation_loss gives for each corpus of a split, by its name, and of several
+        corpora last the "weighted mean"."""
+        scores = [self.validation_loss(part, tokens) for part in val.parts]
+        corpora = dict(zip(val.names, scores, strict=True))
+        if len(scores) > 1:
+            corpora["weighted mean"] = weighted_mean(scores, val.weights)
+        return corpora
 
     @torch.no_grad()
     def validation_loss(self, sequences: Sequences, tokens: int) -> dict[str, float]:

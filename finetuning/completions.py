@@ -1,10 +1,12 @@
 """Text that a model writes after the prompts of questions, for rewards, GRPO and the questions of
 evaluate.py."""
 
+import codecs
 from dataclasses import dataclass
 
 import torch
 
+from data.named_tokenizer import Tokenizer
 from finetuning.examples import Example, Question, TextEncoder
 from model.generate import Sampling, complete
 from model.gpt import GPT
@@ -63,17 +65,20 @@ def complete_questions(
         ids = text.tokens if text.end_id is None else text.tokens + [text.end_id]
         example = Example.of_completion(question.prompt_ids, ids)
         # the end, such as <|im_end|>, is no part of the text
-        decoded = decode_completion(text.tokens, encoder)
+        decoded = decode_completion(text.tokens, tokenizer, encoder.chat)
         is_cut = text.end_id is None
         completions.append(Completion(question.row, decoded, example, is_cut))
     return completions
 
 
-def decode_completion(ids: list[int], encoder: TextEncoder) -> str:
-    """Return the text of a completion's ids without the space after "Assistant:"."""
-    # a text can end in the middle of a character, which becomes U+FFFD
-    text = encoder.tokenizer.decode_bytes(ids).decode(errors="replace")
+def decode_completion(
+    ids: list[int], tokenizer: Tokenizer, chat: bool, keep_cut: bool = True
+) -> str:
+    """Return the text of a completion's ids; an answer of a `chat` loses the space after
+    "Assistant:". Sampling, rewards and scores call it alike. A last character that is cut becomes
+    U+FFFD with `keep_cut`, else it is left out."""
+    text, _ = codecs.utf_8_decode(tokenizer.decode_bytes(ids), "replace", keep_cut)
     # the project's own format writes "Assistant: 5", and the prompt ends with the colon
-    if encoder.chat and not encoder.tokenizer.chat_template:
+    if chat and not tokenizer.chat_template:
         return text.removeprefix(" ")
     return text

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from data.named_tokenizer import Tokenizer
+from evaluation.tasks import get_field
 from finetuning.chat import (
     ROLES,
     Message,
@@ -93,8 +94,8 @@ def read_lines(path: Path) -> list[tuple[int, str]]:
     try:
         # utf-8-sig drops the byte order mark of Windows; splitlines would also split at U+2028
         lines = path.read_text(encoding="utf-8-sig").split("\n")
-    except UnicodeError as error:
-        raise UserError(f"{path} cannot be read as UTF-8 text: {error}") from error
+    except (OSError, UnicodeError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from error
     return [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
 
 
@@ -110,14 +111,6 @@ def read_jsonl(path: Path, encode: Callable[[dict], Any]) -> list:
     if not examples:
         raise UserError(f"{path} holds no rows; give one JSON object per line")
     return examples
-
-
-def get_field(row: dict, name: str, *types: type) -> Any:
-    """Return a field of a row; raise ValueError unless it is there and of one of the types."""
-    if not isinstance(row.get(name), types):  # None where the field is missing
-        type_names = " or ".join(json_type.__name__ for json_type in types)
-        raise ValueError(f'there is no "{name}" of type {type_names}, but fields {", ".join(row)}')
-    return row[name]
 
 
 def check_message(message: Message) -> None:
@@ -193,7 +186,7 @@ class TextEncoder:
         # sampling drops the older half of a full context
         if len(prompt_ids) + max_new_tokens > self.block_size:
             raise ValueError(
-                f"a prompt of {len(prompt_ids)} tokens and --max_new_tokens {max_new_tokens} "
+                f"a prompt of {len(prompt_ids)} tokens and an answer of {max_new_tokens} "
                 f"exceed the context of {self.block_size}"
             )
         return Question(row, prompt_ids)

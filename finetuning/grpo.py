@@ -8,7 +8,6 @@ Shapes: N completions of a batch, T tokens of prompt and completion with padding
 """
 
 import time
-import zlib
 from itertools import chain
 
 import numpy as np
@@ -23,6 +22,7 @@ from finetuning.rewards import RewardFunction
 from model.generate import Sampling
 from model.gpt import GPT
 from utils.devices import autocast
+from utils.seeds import hash_seed
 
 
 class GroupRelativePolicy(Method):
@@ -50,7 +50,7 @@ class GroupRelativePolicy(Method):
     def prepare(self, model: GPT, step: int, example_ids: np.ndarray) -> PreparedStep:
         """Sample and reward the completions of a step, and return those of this process."""
         group_size = self.config.group_size
-        seed = zlib.crc32(f"{self.config.seed} {step}".encode())
+        seed = hash_seed(f"{self.config.seed} {step}")
 
         def complete_places(places: list[int]) -> list[Completion]:
             """Return the completions of a micro-batch, whose places follow each other."""

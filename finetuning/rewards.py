@@ -1,12 +1,15 @@
 """Rewards of completions: by the row's answer, a function of the user's, or a reward model."""
 
 import math
-import runpy
 import sys
 from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
+from importlib import import_module
 from pathlib import Path
+from pkgutil import iter_modules
+from types import ModuleType
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -51,6 +54,28 @@ def rewards_at_end(model: nn.Module, batch: Batch) -> Tensor:
     return rewards.gather(1, batch.last[:, None]).squeeze(1)
 
 
+def call_from(
+    folder: str, modules: dict[str, ModuleType], function: Callable, *args: object
+) -> Any:
+    """Return what a function returns that imports as a script in `folder` does: modules there are
+    found first, also where this project has modules of their names (utils.py), and so are they by
+    the processes of a pool. `modules` has what earlier calls have imported by name, and gets the
+    modules of this one, in place."""
+    modules_before = dict(sys.modules)
+    names = {module.name for module in iter_modules([folder])}
+    for name in modules_before:
+        if name.partition(".")[0] in names:
+            del sys.modules[name]  # this project's, until the end of the call
+    sys.modules.update(modules)
+    sys.path.insert(0, folder)
+    try:
+        return function(*args)
+    finally:
+        sys.path.remove(folder)
+        modules.update(sys.modules)
+        sys.modules.update(modules_before)
+
+
 def load_reward_function(
     name: str, encoder: TextEncoder, process: Process, dtype: torch.dtype
 ) -> RewardFunction:
@@ -62,11 +87,14 @@ def load_reward_function(
         return lambda completions: [float(is_exact(completion)) for completion in completions]
     # split FILE.py:FUNCTION at the last colon, as a path can contain one, too
     file, _, function_name = name.rpartition(":")
-    if file.endswith(".py"):
-        sys.path.append(str(Path(file).resolve().parent))  # it may import modules beside it
+    if file.endswith(".py") and not Path(name).exists():
+        folder = str(Path(file).resolve().parent)
+        modules: dict[str, ModuleType] = {}
         try:
-            # run_path runs the file, and returns its global names
-            function = runpy.run_path(file)[function_name]
+            module = call_from(folder, modules, import_module, Path(file).stem)
+            # a process that is not forked imports the main module: this one, not the script
+            modules["__main__"] = module
+            function = partial(call_from, folder, modules, getattr(module, function_name))
         except Exception as error:
             raise UserError(f"--reward {name} cannot be loaded: {error!r}") from error
         return partial(rate_by_function, name, function)

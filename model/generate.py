@@ -13,6 +13,7 @@ from torch import Tensor
 
 from model.gpt import GPT
 from model.layers import KVCache
+from utils.seeds import hash_seed
 
 # Tokens of each text that `complete` generates before it looks whether all texts have ended: that
 # waits for the GPU and for other processes.
@@ -116,8 +117,10 @@ def generate(model: GPT, prompts: list[list[int]], sampling: Sampling) -> Iterat
 
 def draw_uniforms(num_rows: int, sampling: Sampling) -> Tensor:
     """Return random numbers in [0, 1) (num_rows, max_new_tokens), on the CPU: equal everywhere."""
-    # The generators of two values of `seed` coincide only beyond a million rows.
-    first_seed = sampling.seed * 1_000_003 + sampling.first_row
+    # PyTorch keeps 32 bits of a seed, so that a longer one is hashed.
+    seed = sampling.seed if sampling.seed < 2**32 else hash_seed(f"{sampling.seed}")
+    # far apart, so that the rows of seed 1 are not those of seed 0, moved up by one
+    first_seed = seed * 1_000_003 + sampling.first_row
     rows = []
     for row in range(num_rows):
         # one generator per row, so that its numbers do not depend on the size of the batch

@@ -4,11 +4,12 @@ A run whose state is divided among processes fills in only the rows that a proce
 model begins with is a dict of such tensors by parameter name, and none of them has to exist whole.
 """
 
-import zlib
 from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from utils.seeds import hash_seed
 
 # Rows of NormalRows that one generator draws: with fewer, seeding generators would take the time.
 BLOCK_ROWS = 64
@@ -42,8 +43,7 @@ class NormalRows:
         drawn = torch.empty(len(indices), self.shape[1], device="cpu")
         blocks = indices // BLOCK_ROWS  # (r,)
         for block in blocks.unique().tolist():
-            # a hash of 32 bits, because PyTorch's CPU generator uses only 32 bits of a seed
-            block_seed = zlib.crc32(f"{self.seed} {self.name} {block}".encode())
+            block_seed = hash_seed(f"{self.seed} {self.name} {block}")
             generator = torch.Generator("cpu").manual_seed(block_seed)
             # draw the whole block even for one row, so that a row's numbers follow from its index
             normal = torch.randn(BLOCK_ROWS, self.shape[1], generator=generator, device="cpu")

@@ -176,7 +176,7 @@ def main(config: SweepConfig) -> None:
     metric = comparable_loss(runs)
     # NaN for shards made elsewhere, which do not tell the bytes of their text.
     last_losses = [run.log["val"][-1].get(metric, np.nan) for run in runs]
-    losses = np.reshape(last_losses, (len(groups), -1))  # (groups, seeds)
+    losses = np.array(last_losses, float).reshape(len(groups), -1)  # (groups, seeds)
     table = to_markdown(groups, losses, metric)
     (config.out / "table.md").write_text(table, encoding="utf-8")
     print(table, end="")

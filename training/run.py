@@ -13,7 +13,6 @@ import shutil
 import signal
 import sys
 import uuid
-import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -50,6 +49,7 @@ from utils.distributed import Process, launched
 from utils.errors import UserError
 from utils.files import atomic_write, lock_folder
 from utils.logger import CONFIG, Logger, logged_run
+from utils.seeds import hash_seed
 
 Config = TypeVar("Config", bound=ResolvedOptions)
 
@@ -120,9 +120,7 @@ def start_process(options: MachineOptions) -> Process:
 def seed_step(seed: int, step: int, number: int) -> None:
     """Make dropout a pure function of (seed, step, number of the process), so that no random state
     is saved."""
-    # Hashed to 32 bits, all that PyTorch's generator for CPUs keeps of a seed. With a sum of the
-    # three, (seed, step + 1, number) and (seed, step, number + 1) would have one dropout mask.
-    torch.manual_seed(zlib.crc32(f"{seed} {step} {number}".encode()))
+    torch.manual_seed(hash_seed(f"{seed} {step} {number}"))
 
 
 def reason_to_skip(loss: float, grad_norm: float) -> str | None:

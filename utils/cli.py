@@ -18,7 +18,7 @@ from dataclasses import field, fields, is_dataclass, make_dataclass
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
-from utils.errors import UserError, is_out_of_memory
+from utils.errors import UserError, check_text, is_out_of_memory
 from utils.ranges import Dataclass, check_ranges
 
 # This project's flags, by nanoGPT's names. tyro suggests flags with similar names, but hardly finds
@@ -45,7 +45,7 @@ Config = TypeVar("Config", bound=Dataclass)
 def parse(config_class: type[Config], args: list[str] | None = None) -> Config:
     """Parse flags, by default the command line, into a dataclass; exit with code 2 if one is wrong.
     Raises UserError for a value out of its range, a flag by nanoGPT's name, a boolean flag with a
-    value, and a word without a flag.
+    value, a word without a flag, and one that is not UTF-8 text.
 
     --help shows a group of flags for each dataclass that `config_class` inherits from, named after
     it without "Options"; the last one comes first.
@@ -56,6 +56,9 @@ def parse(config_class: type[Config], args: list[str] | None = None) -> Config:
     args = expand_home(sys.argv[1:] if args is None else args)
     defaults = {option.name: option.default for option in fields(config_class)}
     types = {option.name: str(option.type) for option in fields(config_class)}  # "bool | None"
+    for word in args:
+        if not os.path.exists(word):  # a file may have any name
+            check_text(word, "an argument")
     # nanoGPT's `train.py config/FILE.py`
     if args and not args[0].startswith("-"):
         raise UserError(f"{args[0]} stands without a flag; --help lists the flags")
@@ -224,5 +227,5 @@ def user_message(error: Exception) -> str | None:
             return error.strerror
         return f"{error.filename}: {error.strerror}"
     if is_out_of_memory(error):  # PyTorch's text may have many lines
-        return f"out of memory: lower --micro_batch_size or --num_samples ({error!s:.200})"
+        return f"out of memory: take smaller batches or fewer samples ({error!s:.200})"
     return None

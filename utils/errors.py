@@ -19,6 +19,15 @@ def is_out_of_memory(error: Exception) -> bool:
     return re.search(messages, f"{type(error).__name__}: {error}") is not None
 
 
+def check_text(text: str, name: str) -> None:
+    """Raise UserError for a text that is not UTF-8. A byte that is none, of an argument or of a
+    pipe, becomes half of a surrogate pair in Python, and JSON can hold one."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"{name} is not UTF-8 text: {text!r:.100}") from error
+
+
 @contextmanager
 def reading(path: Path | str, kind: str) -> Iterator[None]:
     """Turn what Python, NumPy or torch raise for the content of a file into a UserError of one

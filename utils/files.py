@@ -1,4 +1,4 @@
-"""Files that survive a crash: atomic writes, locks of folders.
+"""Files that survive a crash: atomic writes, locks of folders; and JSON that all can read.
 
 The one idea: a file is written under a temporary name, forced to disk (fsync), and renamed. A
 rename replaces the file in one step, so that a reader finds the old file or the whole new one.
@@ -6,6 +6,7 @@ rename replaces the file in one step, so that a reader finds the old file or the
 
 import contextlib
 import fcntl
+import json
 import os
 import shutil
 import sys
@@ -30,6 +31,13 @@ def atomic_write(path: Path) -> Iterator[IO[bytes]]:
     except BaseException:  # also the SystemExit or KeyboardInterrupt of a signal
         temporary.unlink(missing_ok=True)
         raise
+
+
+def to_json(value: object, indent: int | None = None) -> str:
+    """Return JSON, in which a number that is not finite is null. The json module would write NaN or
+    Infinity, which are no JSON, so that other readers refuse the whole file."""
+    finite_value = json.loads(json.dumps(value), parse_constant=lambda name: None)
+    return json.dumps(finite_value, indent=indent)
 
 
 def replace_file(temporary: Path, path: Path) -> None:

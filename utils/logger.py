@@ -17,6 +17,7 @@ from typing import Any
 from tqdm import tqdm
 
 from utils.errors import UserError, reading
+from utils.files import to_json
 
 # files in the folder of a log
 METRICS = "metrics.jsonl"
@@ -71,7 +72,7 @@ class Logger:
         """Write one row, which has its "split", and send its numbers to Weights & Biases."""
         if not self.is_main:
             return
-        self.metrics_file.write(json.dumps({"step": step, **row}) + "\n")
+        self.metrics_file.write(to_json({"step": step, **row}) + "\n")
         if self.wandb_run is None:
             return
         split = row["split"]

@@ -120,13 +120,15 @@ def test_a_folder_that_cannot_be_scored_is_named(bundle):
     with user_error("words cannot use .*AssertionError: 1 items, and 1 before each"):
         read(64)
     words.write_text('{"context": "alone"}\n' * 2)
-    with user_error("words cannot use .*mine/eval_data/words.jsonl .KeyError: 'continuation'"):
+    with user_error(
+        'words cannot use .*mine/eval_data/words.jsonl .ValueError: there is no "continuation"'
+    ):
         read(64)
     words.write_text('{"context": "alone", "continuation": "a long word"}\n' * 2)
     with user_error("words cannot use .*a continuation has 12 tokens.*at most 11 fit"):
         read(12)
     (bundle / "core.yaml").unlink()
-    with user_error("No such file.*; --data, in train.py --NAME_data, takes a folder"):
+    with user_error("No such file.*; give a folder in the layout"):
         read(64)
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import harness_model
 import pytest
 import torch
-from conftest import ROOT, SHARED, losses, script, torchrun
+from conftest import ROOT, SHARED, losses, run_ranks, script, torchrun, write_rows
 from record_harness import with_all_fields
 
 import evaluate
@@ -57,7 +57,7 @@ def scored(exported, shards):
 
 def results(path):
     """Value by task, protocol and metric."""
-    rows = json.loads(path.read_text())["results"]
+    rows = json.loads(path.read_text(), parse_constant=pytest.fail)["results"]
     return {(r["task"], r["protocol"], r["metric"]): r["value"] for r in rows}
 
 
@@ -131,7 +131,61 @@ def test_a_task_that_cannot_be_scored_is_named_and_the_others_are_kept(
     text = script(ROOT / "evaluate.py", *args, cwd=tmp_path, code=1).stdout
     written = tmp_path / "logs" / f"{exported.name}_hellaswag.json"
     assert {task for task, *_ in results(written)} == {"hellaswag"}
-    assert re.search(f"wrote logs/{written.name}\nlambada could not be scored: {message}", text)
+    failed = f"^lambada could not be scored: {message}"  # at once, and in short at the end
+    assert re.search(
+        f"{failed}(.|\n)*wrote logs/{written.name}\nnot scored: lambada$", text.strip()
+    )
+
+
+def test_a_file_that_one_process_cannot_open_fails_on_all(exported, tmp_path):
+    commands = []
+    for rank, rows in enumerate((b'{"prompt": "a", "answer": 1}\n', b"\xff\n")):
+        path = tmp_path / str(rank) / "q.jsonl"
+        path.parent.mkdir()
+        path.write_bytes(rows)
+        tasks = ["--tasks", path, "lambada", "--data", exported / "l.jsonl", "--limit", 3]
+        out = ["--max_new_tokens", 4, "--device", "cpu", "--out", tmp_path / "out.json"]
+        commands.append(["evaluate.py", "--model", exported, *tasks, *out])
+    main, _ = run_ranks(commands, code=1)
+    assert "0/q.jsonl could not be scored" in main.stdout and "1/q.jsonl cannot be" in main.stdout
+    assert {task for task, *_ in results(tmp_path / "out.json")} == {"lambada"}
+
+
+def test_a_path_wins_over_the_name_of_a_benchmark(exported, tmp_path):
+    """A folder without tasks, in which the data of a benchmark may lie, is none."""
+    for folder in ("hellaswag", "core/eval_data"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "core/core.yaml").write_text(
+        "icl_tasks: [{label: sums, dataset_uri: s.jsonl, icl_task_type: language_modeling}]"
+    )
+    write_rows(tmp_path / "core/eval_data/s.jsonl", [{"context": "1+1=", "continuation": "2"}])
+    write_rows(tmp_path / "lambada", [{"prompt": "1+1=", "answer": "2"}])
+    args = ["--tasks", "hellaswag", "lambada", "core", "--data", exported / "h.jsonl"]
+    args += ["--limit", 2, "--max_new_tokens", 4, "--out", "out.json"]
+    script(ROOT / "evaluate.py", "--model", exported, *args, cwd=tmp_path)
+    metrics = {(task, metric) for task, _, metric in results(tmp_path / "out.json")}
+    assert {("hellaswag", "acc"), ("lambada", "exact match"), ("sums", "acc")} <= metrics
+    assert ("lambada", "acc") not in metrics
+
+
+def test_a_score_beyond_any_float_is_written(exported, shards, tmp_path):
+    """Also of a text that is empty once WikiHow's marks are taken away."""
+    model = load_pretrained(exported)
+    model.transformer.ln_f.weight.data *= 1e4
+    save_pretrained(model, tmp_path / "model")
+    shutil.copy(exported / "tokenizer.json", tmp_path / "model")
+    row = {"ctx": "A dog", "endings": ["a", "[title]", "c"], "label": 1}
+    write_rows(tmp_path / "h.jsonl", [row, row])
+    args = ["--tasks", "val", "hellaswag", "lambada", "--data_dir", shards, "--val_tokens", 512]
+    args += ["--data", tmp_path / "h.jsonl", exported / "l.jsonl", "--out", tmp_path / "out.json"]
+    args += ["--dump", tmp_path / "out.jsonl"]
+    script("evaluate.py", "--model", tmp_path / "model", *args)
+    found = results(tmp_path / "out.json")
+    losses = found["val", shards.name, "loss"], found["val", shards.name, "perplexity"]
+    assert losses[0] > 1000 and losses[1] is None
+    assert found["hellaswag", "lm-eval, ctx alone", "acc_norm"] == 0
+    for line in (tmp_path / "out.jsonl").read_text().splitlines():
+        json.loads(line, parse_constant=pytest.fail)
 
 
 def test_a_table_is_printed_before_it_is_written(exported, capsys):
@@ -158,7 +212,7 @@ def test_bad_settings_are_sentences(trained, exported, tmp_path):
     for options, message in (
         (
             {"tasks": ("hellaswagg",)},
-            "no hellaswagg: val, hellaswag, lambada, cbt_cn, cbt_ne, core",
+            "no hellaswagg: val, hellaswag, lambada, cbt_cn, cbt_ne, core, FILE.jsonl or a FOLDER",
         ),
         ({"tasks": ("a/q.jsonl", "b/q.jsonl")}, "two tasks have one name"),
         ({"tasks": ("val", "val")}, "two tasks have one name"),

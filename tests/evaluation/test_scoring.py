@@ -136,7 +136,9 @@ def test_figures_of_a_mixture_are_weighted_by_tokens_and_bits_per_byte_by_bytes(
     ]
     mean = weighted_mean(scores, [0.75, 0.25])
     assert mean == pytest.approx({"loss": 2.5, "n": 17, "bits_per_byte": 2.5 / math.log(2) / 2})
-    del scores[0]["bits_per_byte"]
+    scores[0] |= {"loss": 0.0, "bits_per_byte": 0.0}  # a text that was learned by heart
+    assert weighted_mean(scores, [0.75, 0.25]) == {"loss": 1.0, "n": 17}
+    scores[0] = {"loss": 2.0, "n": 8}
     assert weighted_mean(scores, [0.75, 0.25]) == {"loss": 2.5, "n": 17}
 
 

@@ -1,12 +1,16 @@
+import json
 import math
+import random
 
 import pytest
-from conftest import user_error
+from conftest import user_error, write_rows
 
 from data.tokenizer import load_tokenizer
 from evaluation.benchmarks import BENCHMARKS
+from evaluation.core import FewShotTask
 from evaluation.table import PUBLISHED
-from evaluation.tasks import Score
+from evaluation.tasks import Score, exponential, mean_logprob
+from utils.files import to_json
 
 HELLASWAG, LAMBADA, CBT = (BENCHMARKS[name] for name in ("hellaswag", "lambada", "cbt_cn"))
 BYTES = load_tokenizer("bytes")
@@ -56,7 +60,7 @@ def test_cbt_asks_for_the_word_in_the_blank(tmp_path):
     assert item.choices[1] == " dog ? '' said Ann ." and item.label == 1
 
 
-def test_benchmarks_come_from_the_hub_or_name_the_option_of_a_file(monkeypatch):
+def test_benchmarks_come_from_the_hub_or_ask_for_a_file(monkeypatch):
     def load_dataset(path, name=None, split=None, **_):
         if name == "CN":
             raise ConnectionError
@@ -64,7 +68,7 @@ def test_benchmarks_come_from_the_hub_or_name_the_option_of_a_file(monkeypatch):
 
     monkeypatch.setattr("datasets.load_dataset", load_dataset)
     assert LAMBADA.read(None, None, BYTES, 64) == [{"text": "EleutherAI/lambada_openai test"}]
-    with user_error(r"\(ConnectionError.*; --data, in train.py --NAME"):
+    with user_error(r"\(ConnectionError.*; give a file in the original"):
         CBT.read(None, None, BYTES, 64)
 
 
@@ -72,3 +76,58 @@ def test_published_figures_are_those_of_a_benchmark_and_protocol():
     assert PUBLISHED["hellaswag", "lm-eval", "acc_norm"].values["gpt2-xl"] == 0.5089
     for task, protocol, _ in PUBLISHED.keys() - {("val", "FineWeb-Edu", "loss")}:
         assert protocol in BENCHMARKS[task].protocols
+
+
+# for each kind of row: the task, a sound row, its required fields, and the label with its choices
+ENDINGS = ["a", "b", "c"]
+CORE_ROWS = {
+    "multiple_choice": {"query": "q", "choices": ENDINGS, "gold": 0},
+    "schema": {"context_options": ENDINGS, "continuation": "x", "gold": 0},
+    "language_modeling": {"context": "q", "continuation": "x"},
+}
+TASKS = [
+    (HELLASWAG, {"ctx": "q", "endings": ENDINGS, "label": 0}),
+    (LAMBADA, {"text": "a b"}),
+    *((FewShotTask("mine", kind, 1, " "), row) for kind, row in CORE_ROWS.items()),
+]
+
+
+@pytest.mark.parametrize(("task", "sound"), TASKS, ids=lambda x: getattr(x, "type", None))
+def test_an_item_that_lacks_a_field_or_a_right_choice_is_refused_and_no_other(
+    tmp_path, task, sound
+):
+    rng = random.Random(0)
+    wrong_values = [None, 1.0, {}, True, 5, "text", ["x"]]
+    for _ in range(60):
+        row = dict(sound)
+        field = rng.choice(list(row))
+        is_label = field in ("gold", "label")
+        if is_label:
+            row[field] = rng.randint(-5, 5)
+            is_sound = 0 <= row[field] < len(ENDINGS)
+        elif rng.random() < 0.5:
+            del row[field]
+            is_sound = False
+        else:
+            row[field] = rng.choice([x for x in wrong_values if type(x) is not type(row[field])])
+            is_sound = False
+        path = write_rows(tmp_path / "rows.jsonl", [sound, row, sound])
+        if is_sound:
+            assert len(task.read(path, None, BYTES, 64)) == 3
+        else:
+            with user_error("cannot use .*rows.jsonl"):
+                task.read(path, None, BYTES, 64)
+
+
+def test_a_score_is_json_whatever_its_size():
+    """As math has it, and null where JSON has no number."""
+    rng = random.Random(0)
+    for _ in range(200):
+        x = rng.choice([-1, 1]) * 10 ** rng.uniform(-2, 4)
+        assert exponential(x) == (math.exp(x) if x < 709 else math.inf)
+        n = rng.randint(0, 3)
+        assert mean_logprob(-abs(x), n) == (-abs(x) / n if n else -math.inf)
+        values = {"a": [exponential(x), mean_logprob(0.0, n), math.nan], "b": None, "c": "NaN"}
+        read = json.loads(to_json(values), parse_constant=pytest.fail)
+        finite = [value if math.isfinite(value) else None for value in values["a"]]
+        assert read == values | {"a": finite}

@@ -91,7 +91,7 @@ def ask(row):
         ("[1]", ask, "has no attribute 'get'"),
         ('{"text": "a"}', CHAT.dialog, 'no "prompt" of type str or list, but fields text'),
         ('{"prompt": "a", "answer": null}', ask, 'no "answer" of type str or int'),
-        ('{"prompt": "\\ud800", "answer": "a"}', ask, "surrogates not allowed"),
+        ('{"prompt": "\\ud800", "answer": "a"}', ask, "is not UTF-8 text"),
         ('{"messages": [{"role": "bot", "content": "a"}]}', CHAT.dialog, "no such role or field"),
         (
             '{"messages": [{"role": "user", "content": "a", "name": "b"}]}',
@@ -107,7 +107,11 @@ def ask(row):
         ('{"messages": [{"role": "user", "content": "a"}]}', CHAT.dialog, "have no answer"),
         ('{"prompt": [{"role": "user"}]}', PLAIN.dialog, 'no "prompt" of type str'),
         (f'{{"prompt": "{"a" * 40}", "completion": "b"}}', PLAIN.dialog, "first 16 tokens"),
-        (f'{{"prompt": "{"a" * 60}", "answer": 1}}', ask, "a prompt of 78 tokens and --max_new"),
+        (
+            f'{{"prompt": "{"a" * 60}", "answer": 1}}',
+            ask,
+            "a prompt of 78 tokens and an answer of 5",
+        ),
     ],
 )
 def test_a_bad_row_is_named_with_its_file_and_line(tmp_path, line, encode, problem):
@@ -264,7 +268,7 @@ def test_no_token_spans_a_prompt_and_its_answer(tmp_path, engine):
         *answer, end = tokens[len(prompt_ids) :]
         assert end in tokenizer.end_ids
         if engine is not ENGINES["words"]:
-            assert decode_completion(answer, TextEncoder(tokenizer, chat, 64)) == "44"
+            assert decode_completion(answer, tokenizer, chat) == "44"
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ from test_chat import CHATML, byte_level_engine, folder_with_tokenizer
 
 import finetune
 from data.tokenizer import load_tokenizer
+from finetuning.completions import Completion
 from finetuning.examples import TextEncoder
 from finetuning.rewards import load_reward_function
 from model.config import GPTConfig
@@ -197,6 +198,33 @@ def test_a_reward_model_rates_for_grpo_and_writes_no_text(base, tmp_path):
         load_reward_function(str(reward), plain, Process(0, 1, "cpu"), torch.float32)
 
 
+def test_a_reward_file_is_a_module_of_its_own_folder(tmp_path):
+    """Beside it lie modules with names of this project's, which its processes find, too."""
+    (tmp_path / "utils.py").write_text("def count(text):\n    return len(text)\n")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/__init__.py").write_text("")
+    (tmp_path / "model/late.py").write_text("def double(x):\n    return 2 * x\n")
+    (tmp_path / "letters.py").write_text(
+        "import multiprocessing\n"
+        "import utils\n"
+        "def grade(text):\n"
+        "    return utils.count(text)\n"
+        "def alone(prompt, completion, row):\n"
+        "    from model.late import double\n"
+        "    return double(grade(completion))\n"
+        "def pool(prompt, completion, row):\n"
+        "    with multiprocessing.get_context(row['start']).Pool(1) as pool:\n"
+        "        return sum(pool.map(grade, 'a') + pool.map(utils.count, ['abc']))\n"
+    )
+    modules = dict(sys.modules)
+    for name, expected in (("alone", 6.0), ("pool", 4.0)):
+        function = load_reward_function(f"{tmp_path}/letters.py:{name}", None, None, None)
+        for method in ("fork", "spawn"):
+            completion = Completion({"prompt": "a", "start": method}, "abc", None, False)
+            assert function([completion]) == [expected]
+    assert sys.modules.items() >= modules.items() and str(tmp_path) not in sys.path
+
+
 def test_the_exact_answers_of_a_model_are_counted(base, tmp_path):
     """By evaluate.py, and by grpo as the reward of its held-out rows."""
     options = ("--batch_size", 12, "--max_steps", 60, "--max_lr", 1e-2, "--save_every", 0)
@@ -233,7 +261,7 @@ def refuse(monkeypatch):
         ("--method sft --data {base}/none.jsonl", "No such file or directory: .*none.jsonl"),
         ("--method grpo --reward exact --data {base}/bad.jsonl", 'line 1: there is no "answer"'),
         ("--method grpo", "needs --reward"),
-        ("--method grpo --reward {base}/letters.py:none", "cannot be loaded: KeyError"),
+        ("--method grpo --reward {base}/letters.py:none", "cannot be loaded: AttributeError"),
         ("--method grpo --reward {base}/letters.py", "is none of exact, FILE.py:FUNCTION"),
         ("--method grpo --reward exakt", "exakt is none of exact, FILE.py:FUNCTION, and a check"),
         ("--method grpo --reward {base}/hf", "is none of exact, FILE.py:FUNCTION"),

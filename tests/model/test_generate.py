@@ -52,6 +52,17 @@ def test_a_sample_depends_on_its_seed_and_not_on_its_neighbours(model):
     assert tokens(model, [[7]], 20, seed=6) != three[:1]
 
 
+def test_seeds_of_any_size_give_numbers_of_their_own():
+    seeds = [0, 1, 1337, 2**32 - 1]
+    for bits in (32, 44, 63, 64, 65, 200):
+        seeds += [2**bits, 2**bits + 1, 2**bits + 1337]
+    drawn = [draw_uniforms(2, Sampling(8, seed=seed)) for seed in seeds]
+    for i, numbers in enumerate(drawn):
+        assert all((numbers - others).abs().max() > 0.1 for others in drawn[:i])
+    generator = torch.Generator().manual_seed(1337 * 1_000_003 + 1)  # small ones stay as they were
+    assert drawn[2][1].equal(torch.rand(8, generator=generator))
+
+
 def draw(logits, n=20_000, **options):
     uniform = (torch.arange(n) + 0.5) / n
     ids = sample_token(logits.expand(n, -1), uniform, Sampling(1, **options))

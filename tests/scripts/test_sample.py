@@ -1,11 +1,16 @@
+import codecs
 import os
+import random
 import shutil
 
 import pytest
+import torch
 from conftest import bad, script
 
 import sample as sample_py
-from data.tokenizer import load_tokenizer
+from data.named_tokenizer import ByteTokenizer
+from finetuning.completions import decode_completion
+from model.generate import cut_at_end
 from utils.errors import UserError
 
 
@@ -16,10 +21,10 @@ def sample(trained, *extra, **options):
 
 def test_the_same_seed_gives_the_same_text_and_another_another(trained):
     two = ["--prompt", "Abc", "--num_samples", 2]
-    one = sample(trained, *two, "--seed", 3).stdout
-    assert one != sample(trained, *two, "--seed", 4).stdout
+    one = sample(trained, *two, "--seed", 10**30).stdout
+    assert one != sample(trained, *two, "--seed", 10**30 + 1).stdout
     assert one.startswith("Abc") and one.count("Abc") == 2
-    assert one.startswith(sample(trained, "--prompt", "Abc", "--seed", 3).stdout.rstrip("\n"))
+    assert one.startswith(sample(trained, "--prompt", "Abc", "--seed", 10**30).stdout.rstrip("\n"))
 
 
 def test_a_prompt_comes_from_standard_input(trained):
@@ -29,19 +34,50 @@ def test_a_prompt_comes_from_standard_input(trained):
 
 
 def test_a_conversation_goes_on_until_quit(trained):
-    lines = ["Abc", "", "x" * 40, "/new", "Abc", "/quit", "Abc"]
-    out = sample(trained, "--chat", "--seed", 3, input="\n".join(lines)).stdout
+    lines = [b"Abc", b"", b"x" * 40, b"caf\xe9", b"/new", b"Abc", b"/quit", b"Abc"]
+    out = sample(trained, "--chat", "--seed", 3, input=b"\n".join(lines)).stdout
+    assert "the prompt is not UTF-8 text: 'caf" in out
     assert "the prompt has 58 tokens; this model reads at most 32" in out
     answers = [sample(trained, "--chat", "--prompt", "Abc", "--seed", i).stdout for i in (3, 4, 5)]
     assert [answer in out for answer in answers] == [True, True, False]
 
 
-def test_the_text_begins_and_ends_where_the_model_s_does():
-    tokenizer = load_tokenizer("bytes")
-    text = sample_py.GeneratedText(tokenizer, is_answer=True)
-    pieces = [text.append(token) for token in (*"  é ".encode(), tokenizer.eot, ord("x"))]
-    assert pieces == ["", " ", "", "é", " ", "", ""]
-    assert (text.content, text.has_ended) == (" é ", True)
+class TemplateTokenizer(ByteTokenizer):
+    chat_template = "a template of another project, which writes no space before an answer"
+
+
+@pytest.mark.parametrize("tokenizer", [ByteTokenizer(), TemplateTokenizer()])
+@pytest.mark.parametrize("chat", [False, True])
+def test_texts_are_shown_as_rewards_and_scores_decode_them(monkeypatch, capsys, tokenizer, chat):
+    """Token by token, with bytes that are no UTF-8, ends of text, and characters that are cut."""
+    rng = random.Random(0)
+    config = sample_py.SampleConfig(num_samples=2, chat=chat)
+    writer = sample_py.Writer(None, tokenizer, config)
+    monkeypatch.setattr(writer, "encode", lambda *_: [0])
+    for _ in range(200):
+        texts = []
+        for _ in range(2):
+            ids = list("".join(rng.choices([*"  ab", "é", "天", "🐍", "\ufffd"], k=9)).encode())
+            ids = [rng.choice([byte] * 9 + [0x80, 0xFF, tokenizer.eot]) for byte in ids[:9]]
+            texts.append(ids)
+        steps = [torch.tensor(tokens) for tokens in zip(*texts, strict=True)]
+        monkeypatch.setattr(sample_py, "generate", lambda *_, steps=steps: iter(steps))
+        expected = []
+        for ids in texts:
+            ids = cut_at_end(ids, tokenizer.end_ids).tokens
+            expected.append(decode_completion(ids, tokenizer, chat, keep_cut=chat))
+            decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+            text = decoder.decode(bytes(ids), final=chat)  # a text that goes on ends before a cut
+            drops_space = chat and tokenizer.chat_template is None
+            assert expected[-1] == (text.removeprefix(" ") if drops_space else text)
+        assert writer.write("", [], 0) == expected[0]
+        assert capsys.readouterr().out == f"{expected[0]}\n\n{'-' * 80}\n{expected[1]}\n"
+
+
+def test_a_prompt_that_is_no_text_is_one_sentence(trained):
+    sentence = "the prompt is not UTF-8 text: 'caf"
+    env = os.environ | {"PYTHONIOENCODING": "utf-8:strict"}  # as of most locales
+    assert sentence in sample(trained, "--prompt", "-", input=b"caf\xe9", env=env, code=2).stderr
 
 
 def test_mistakes_are_sentences(trained, tmp_path):

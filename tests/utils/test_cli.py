@@ -1,4 +1,5 @@
 import errno
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -76,6 +77,15 @@ def test_a_list_is_given_once_with_its_values(monkeypatch):
     monkeypatch.setattr("sys.argv", ["script.py", "--folders", "x", "--folders=y"])
     with user_error("give --folders once"):
         parse(Options)
+
+
+def test_an_argument_is_text_unless_it_is_a_file(tmp_path):
+    name = os.fsdecode(bytes(tmp_path) + b"/caf\xe9")
+    for flags in (["--text", name], [f"--text={name}"], ["--folders", "x", name]):
+        with user_error("an argument is not UTF-8 text"):
+            parse(Options, flags)
+    Path(name).touch()
+    assert parse(Options, ["--text", name]).text == name
 
 
 def test_a_flag_of_nanogpt_is_answered_by_its_name_here():
