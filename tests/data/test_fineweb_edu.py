@@ -14,6 +14,7 @@ from pyarrow import parquet
 from data import sharder
 from data.manifest import read_manifest, write_manifest
 from data.shards import TokenStream, open_folder
+from utils.errors import UserError
 from utils.files import lock_folder
 
 fineweb_edu = importlib.import_module("data.fineweb-edu")
@@ -84,13 +85,13 @@ def test_other_settings_or_files_foreign_or_locked_shards_are_refused(corpus, tm
         with user_error(message):
             shard(source, out, **options)
 
-    refused("holds shards of shard_size 20001; give another --local_dir", shard_size=1000)
+    refused("holds shards of shard_size 20001; give another folder", shard_size=1000)
     refused("holds shards of dataset 'HuggingFaceFW/fineweb-edu'", dataset="HuggingFaceFW/fineweb")
     (source / "b.txt").write_text("a new file")
-    refused(r"holds shards of files \['.*a.jsonl'\]; give another --local_dir")
+    refused(r"holds shards of files \['.*a.jsonl'\]; give another folder")
     (source / "b.txt").unlink()
     (source / "a.jsonl").write_text("other")
-    refused(r"holds shards of sizes \[\d+\]; give another --local_dir")
+    refused(r"holds shards of sizes \[\d+\]; give another folder")
     shutil.copy(corpus, source / "a.jsonl")
     lock = lock_folder(out, "sharding into")
     refused("another process is sharding")
@@ -226,9 +227,52 @@ def test_workers_stream_a_hub_dataset_and_continue_at_the_same_commit(tmp_path):
         args += [tmp_path / "4", "--worker_index", 4, "--worker_count", 5]
         done = script(*args, env=env, code=2)
     assert texts_in(tmp_path / "0", "train") == documents()[:150] + documents()[450:]
-    assert "--worker_count must be at most the 4 files" in done.stderr
+    assert "me/corpus has 4 files, none for worker 4 of 5" in done.stderr
 
 
 def test_without_a_network_the_dataset_is_named(tmp_path):
     done = script("data/fineweb-edu.py", "--local_dir", tmp_path, "--tokenizer", "bytes", code=2)
-    assert "fineweb-edu (OfflineMode" in done.stderr and "--input FILES" in done.stderr
+    assert "fineweb-edu cannot be read (OfflineMode" in done.stderr
+    assert "files of your own" in done.stderr
+
+
+def test_a_shard_of_a_format_that_cannot_count_its_tokens_is_refused_at_once(corpus, tmp_path):
+    with user_error("--shard_size of --format bin must be at most 2,147,483,647"):
+        shard(corpus, tmp_path / "x", format="bin", shard_size=2**31)
+
+
+@pytest.mark.parametrize("damage", ["missing", "shorter", "other tokens", "other version", "whole"])
+@pytest.mark.parametrize("is_killed", [True, False])
+def test_a_shard_that_is_continued_holds_what_the_manifest_counts(
+    corpus, plain, tmp_path, monkeypatch, damage, is_killed
+):
+    def write_or_die(folder, manifest):
+        if len(manifest.shards) > 3:
+            raise KeyboardInterrupt
+        write_manifest(folder, manifest)
+
+    if is_killed:
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(sharder, "write_manifest", write_or_die)
+            shard(corpus, tmp_path)
+    else:
+        shard(corpus, tmp_path, max_shards=3)
+    manifest = read_manifest(tmp_path)
+    path = tmp_path / ("val_000000.npy.tmp" if is_killed else "val_000000.npy")
+    content = path.read_bytes()
+    counted = 128 + 2 * manifest.state.open["val"]
+    if damage == "missing":
+        path.unlink()
+    elif damage == "shorter":
+        path.write_bytes(content[: counted - 2])
+    elif damage == "other tokens":
+        path.write_bytes(content[: counted - 2] + b"xy" + content[counted:])
+    elif damage == "other version":  # of before there were checksums
+        manifest.state.checksums = {}
+        write_manifest(tmp_path, manifest)
+    if damage in ("other version", "whole"):
+        shard(corpus, tmp_path)
+        assert digests(tmp_path) == digests(plain)
+    else:
+        with pytest.raises((UserError, FileNotFoundError), match=r"val_000000.npy"):
+            shard(corpus, tmp_path)
