@@ -31,6 +31,7 @@ from tqdm import tqdm
 from data.manifest import Manifest, Settings, State
 from data.named_tokenizer import TOKENIZER_FILE, TOKENIZERS, Tokenizer
 from data.sharder import PIECES, Document, Sharder
+from data.shards import MAX_BIN_TOKENS
 from data.source import Batch, Position, Source, join_reasons, list_files
 from data.tokenizer import FileTokenizer, load_tokenizer, read_tokenizer
 from utils.cli import start_script
@@ -253,6 +254,8 @@ def report(manifest: Manifest) -> None:
 def main(config: DataConfig) -> None:
     if config.worker_index >= config.worker_count:
         raise UserError(f"--worker_index {config.worker_index} must be below --worker_count")
+    if config.format == "bin" and config.shard_size > MAX_BIN_TOKENS:
+        raise UserError(f"--shard_size of --format bin must be at most {MAX_BIN_TOKENS:,}")
     name = "edu_fineweb10B"  # train.py's default
     if config.input:
         # "books" for books.jsonl.gz; "." has no name
