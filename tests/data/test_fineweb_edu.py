@@ -3,6 +3,8 @@ import importlib
 import io
 import os
 import shutil
+from functools import partial
+from itertools import product
 
 import hub
 import numpy as np
@@ -10,10 +12,13 @@ import pyarrow as pa
 import pytest
 from conftest import documents, environment, script, user_error, write_rows
 from pyarrow import parquet
+from tokenizers import Regex, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Tokenizer as Engine
 
 from data import sharder
 from data.manifest import read_manifest, write_manifest
 from data.shards import TokenStream, open_folder
+from data.tokenizer import load_tokenizer, read_tokenizer
 from utils.errors import UserError
 from utils.files import lock_folder
 
@@ -276,3 +281,49 @@ def test_a_shard_that_is_continued_holds_what_the_manifest_counts(
     else:
         with pytest.raises((UserError, FileNotFoundError), match=r"val_000000.npy"):
             shard(corpus, tmp_path)
+
+
+MODELS = {
+    models.BPE(unk_token="<unk>"): trainers.BpeTrainer,
+    models.Unigram(): partial(trainers.UnigramTrainer, unk_token="<unk>"),
+    models.WordPiece(unk_token="<unk>"): trainers.WordPieceTrainer,
+}
+NORMALIZERS = [
+    normalizers.Sequence([]),
+    normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]),  # Llama 2
+    normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()]),
+    normalizers.Strip(),
+    normalizers.Replace(Regex(r"\s+"), " "),
+]
+PRE_TOKENIZERS = [
+    pre_tokenizers.Sequence([]),
+    pre_tokenizers.ByteLevel(add_prefix_space=True),
+    pre_tokenizers.Metaspace(),
+    pre_tokenizers.Metaspace(split=False),
+    pre_tokenizers.Whitespace(),
+    pre_tokenizers.Split(Regex(r"[^\n]+\n?|\n"), "isolated"),
+    pre_tokenizers.Split(Regex(r"\s?\w+\s?|\W"), "isolated"),
+]
+
+
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: type(model).__name__)
+def test_pieces_of_a_long_text_have_the_ids_of_the_whole(tmp_path, monkeypatch, model):
+    lines = ["一二三，四五。六七", "a" * 500, " two  spaces\t\u3000x", "naïve\u0301 \ufb01"]
+    text = "\n".join([*documents()[:10], *lines * 2, *documents()[10:20]])
+    monkeypatch.setattr(fineweb_edu, "PIECE", 200)
+    monkeypatch.setattr(fineweb_edu, "CONTEXT", 100)
+    num_pieces = []
+    for normalizer, pre_tokenizer in product(NORMALIZERS, PRE_TOKENIZERS):
+        engine = Engine(model)
+        engine.normalizer, engine.pre_tokenizer = normalizer, pre_tokenizer
+        special_tokens = ["</s>", "<unk>"]
+        trainer = MODELS[model](vocab_size=300, special_tokens=special_tokens, show_progress=False)
+        engine.train_from_iterator(documents()[:10], trainer)
+        engine.save(str(tmp_path / "tokenizer.json"))
+        tokenizer = load_tokenizer(read_tokenizer(tmp_path / "tokenizer.json"))
+        pieces = list(fineweb_edu.split_text(tokenizer, text))
+        assert "".join(pieces) == text
+        num_pieces.append(len(pieces))
+        document = fineweb_edu.tokenize(tokenizer, 0.5, text)
+        assert document.tokens.tolist() == tokenizer.encode_document(text).tolist()
+    assert max(num_pieces) > 20
