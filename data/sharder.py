@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from data.manifest import Manifest, Settings, ShardEntry, State, read_manifest, write_manifest
-from data.shards import bin_header, shard_paths
+from data.shards import LazyShard, bin_header, shard_paths
 from data.source import Position, Source
 from utils.errors import UserError
 from utils.files import atomic_write, replace_file
@@ -199,15 +199,17 @@ class Sharder:
         return self.max_shards is not None and self.num_full("train") >= self.max_shards
 
     def reopen(self) -> None:
-        """Open the unfinished shards after the tokens that the state counts; raise UserError if one
-        does not hold them. Those that `end` of an earlier run has listed stay in the manifest until
-        they are longer."""
+        """Open the unfinished shards after the tokens that the state counts. Those that `end` of an
+        earlier run has listed stay in the manifest until they are longer. Raise UserError if a
+        shard, full or not, does not hold what the manifest counts."""
         # Neither complete nor stopped: until `end`, training warns that the folder is not finished.
         self.manifest.stopped = False
         write_manifest(self.folder, self.manifest)
         for entry in self.manifest.shards:
+            # Opening it raises UserError if its file is cut, or not the one that is listed.
+            shard = LazyShard(self.folder / entry.file, entry.tokens, entry.sha256).shard
             if entry.tokens == self.shard_size:
-                self.num_tokens[entry.split] += self.shard_size
+                self.num_tokens[entry.split] += shard.num_tokens
         for split, num_tokens in self.manifest.state.open.items():
             self.open_shard(split, num_tokens)
             self.num_tokens[split] += num_tokens

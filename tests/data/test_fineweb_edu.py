@@ -246,7 +246,10 @@ def test_a_shard_of_a_format_that_cannot_count_its_tokens_is_refused_at_once(cor
         shard(corpus, tmp_path / "x", format="bin", shard_size=2**31)
 
 
-@pytest.mark.parametrize("damage", ["missing", "shorter", "other tokens", "other version", "whole"])
+DAMAGES = ["missing", "shorter", "other tokens", "cut full shard", "other version", "whole"]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("is_killed", [True, False])
 def test_a_shard_that_is_continued_holds_what_the_manifest_counts(
     corpus, plain, tmp_path, monkeypatch, damage, is_killed
@@ -272,6 +275,9 @@ def test_a_shard_that_is_continued_holds_what_the_manifest_counts(
         path.write_bytes(content[: counted - 2])
     elif damage == "other tokens":
         path.write_bytes(content[: counted - 2] + b"xy" + content[counted:])
+    elif damage == "cut full shard":
+        path = tmp_path / "train_000000.npy"
+        path.write_bytes(path.read_bytes()[:-2])
     elif damage == "other version":  # of before there were checksums
         manifest.state.checksums = {}
         write_manifest(tmp_path, manifest)
@@ -279,7 +285,7 @@ def test_a_shard_that_is_continued_holds_what_the_manifest_counts(
         shard(corpus, tmp_path)
         assert digests(tmp_path) == digests(plain)
     else:
-        with pytest.raises((UserError, FileNotFoundError), match=r"val_000000.npy"):
+        with pytest.raises((UserError, FileNotFoundError), match=path.name.removesuffix(".tmp")):
             shard(corpus, tmp_path)
 
 
