@@ -13,6 +13,7 @@ A run that is killed at any moment continues from the last whole shard when it i
 
 import hashlib
 import os
+import re
 import sys
 import time
 from collections import deque
@@ -26,17 +27,22 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # Python puts data
 
 import utils.environment  # noqa: F401 (first: it says what to type without PyTorch)
 
+import numpy as np
 from tqdm import tqdm
 
 from data.manifest import Manifest, Settings, State
 from data.named_tokenizer import TOKENIZER_FILE, TOKENIZERS, Tokenizer
 from data.sharder import PIECES, Document, Sharder
+from data.shards import MAX_BIN_TOKENS
 from data.source import Batch, Position, Source, join_reasons, list_files
 from data.tokenizer import FileTokenizer, NoEndOfText, load_tokenizer, read_tokenizer
 from utils.cli import start_script
 from utils.errors import UserError
 from utils.files import atomic_write, lock_folder
 from utils.ranges import BelowOne, Count, Natural
+
+PIECE = 2**18  # characters of a text that are tokenized at once
+CONTEXT = 1_000  # characters on each side of a cut that are tokenized with and without it
 
 
 @dataclass
@@ -78,6 +84,28 @@ class DataConfig:
     """Machines that share the work: machine i reads every n-th source file, beginning with i."""
 
 
+def split_text(tokenizer: Tokenizer, text: str) -> Iterator[str]:
+    """Yield pieces of a text that have the ids of the whole text: the first one by `encode`, those
+    after it by encode_continuation. The library `tokenizers` takes 100 bytes and more for each byte
+    of a text, which a book has to spare and a file of gigabytes has not.
+
+    A cut is made before white space, as tokenizers do. Whether this one does is tried on the
+    characters around it; if not, or without white space, the piece gets longer.
+    """
+    start = 0
+    for position in range(PIECE, len(text), PIECE):
+        space = re.compile(r"\s").search(text, position, position + PIECE)
+        if space is None:
+            continue
+        end = space.start()
+        before, after = text[end - CONTEXT : end], text[end : end + CONTEXT]
+        ids = [tokenizer.encode(before), tokenizer.encode_continuation(after)]
+        if np.array_equal(np.concatenate(ids), tokenizer.encode(before + after)):
+            yield text[start:end]
+            start = end
+    yield text[start:]
+
+
 def tokenize(tokenizer: Tokenizer, val_fraction: float, text: str) -> Document:
     """Return the document of a text, in train or validation.
 
@@ -86,16 +114,26 @@ def tokenize(tokenizer: Tokenizer, val_fraction: float, text: str) -> Document:
     validation document is never trained on.
     """
     utf8 = text.encode()
-    tokens = tokenizer.encode_document(text)  # uint32 (n,): start_ids, then the text
+    num_bytes = len(utf8)
     # 64 bits of the hash as a number in [0, 1)
     digest = hashlib.blake2b(utf8, digest_size=8).digest()
     is_val = int.from_bytes(digest, "big") / 2**64 < val_fraction
+    del utf8  # may be a gigabyte
+    content = bytearray()  # of the token ids; grows in place, while np.concatenate holds them twice
+    lost_text = ""
+    encode = tokenizer.encode_document  # start_ids, then the text
+    for piece in split_text(tokenizer, text):
+        ids = encode(piece)
+        content += ids.tobytes()
+        lost_text += tokenizer.lost_text(piece, ids)  # "" for gpt2 and bytes
+        encode = tokenizer.encode_continuation
+    tokens = np.frombuffer(content, np.uint32)  # (n,)
     return Document(
         tokens=tokens,
         num_start=len(tokenizer.start_ids),
         num_train=0 if is_val else len(tokens),  # all tokens are in one split
-        num_bytes=len(utf8),
-        lost_text=tokenizer.lost_text(text, tokens),  # "" for gpt2 and bytes
+        num_bytes=num_bytes,
+        lost_text=lost_text,
     )
 
 
@@ -117,6 +155,7 @@ def read_documents(
                 document.position = batch.position
                 document.row = row
                 documents.append(document)
+        batch.rows.clear()  # a text may be as large as memory
         if documents:
             documents[0].num_written = start.tokens  # 0 after the first batch
         return documents
@@ -256,6 +295,8 @@ def report(manifest: Manifest) -> None:
 def main(config: DataConfig) -> None:
     if config.worker_index >= config.worker_count:
         raise UserError(f"--worker_index {config.worker_index} must be below --worker_count")
+    if config.format == "bin" and config.shard_size > MAX_BIN_TOKENS:
+        raise UserError(f"--shard_size of --format bin must be at most {MAX_BIN_TOKENS:,}")
     name = "edu_fineweb10B"  # train.py's default
     if config.input:
         # "books" for books.jsonl.gz; "." has no name

@@ -6,7 +6,7 @@ rows are no texts. So nothing is lost without a word. data/source.py counts them
 """
 
 import json
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from utils.errors import reading
@@ -56,6 +56,8 @@ class State:
     """Tokens of the document that are in the shards."""
     open: dict[str, int] = field(default_factory=dict)
     """Tokens of each shard that is not full, by split. Its file may hold more, of a killed run."""
+    checksums: dict[str, int] = field(default_factory=dict)
+    """CRC-32 of the tokens of `open`; other versions have none."""
 
 
 @dataclass(kw_only=True)
@@ -137,4 +139,6 @@ def read_manifest(folder: Path) -> Manifest | None:
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Replace the manifest of a folder atomically."""
     with atomic_write(folder / MANIFEST) as file:
-        file.write(json.dumps(asdict(manifest), indent=1).encode())
+        # An entry a line. `indent` would take five times as long, which counts where there are many
+        # files and a save for each full shard; so would asdict, which copies all entries.
+        file.write(json.dumps(manifest, default=vars, separators=(",\n", ": ")).encode())

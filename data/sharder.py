@@ -11,6 +11,7 @@ Where the documents come from, and in which order, is decided in data/source.py.
 import hashlib
 import os
 import shutil
+import zlib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
@@ -19,13 +20,14 @@ from pathlib import Path
 import numpy as np
 
 from data.manifest import Manifest, Settings, ShardEntry, State, read_manifest, write_manifest
-from data.shards import bin_header, shard_paths
+from data.shards import LazyShard, bin_header, shard_paths
 from data.source import Position, Source
 from utils.errors import UserError
 from utils.files import atomic_write, replace_file
 
 # spans of the last text; where it is divided, validation gets the end of each span
 PIECES = 10
+ADVICE = "give another folder or empty that one"
 MIN_VAL_TOKENS = 1_025  # a sequence of GPT-2's context, and the target of its last token
 
 
@@ -98,14 +100,14 @@ class ShardWriter:
             # written aside, so that a kill leaves no half of it.
             with open(path, "rb") as shard, atomic_write(self.temporary) as copy:
                 shutil.copyfileobj(shard, copy, 2**20)
-        # "r+b" keeps the tokens of the earlier run, "wb" empties the file
-        self.file = open(self.temporary, "r+b" if start else "wb")
+        # "r+b" keeps the tokens of the earlier run, "w+b" empties the file
+        self.file = open(self.temporary, "r+b" if start else "w+b")
         self.num_tokens = start
         self.write_header()
-        # Cuts off what the earlier run wrote after its last state. `tell` returns the length of the
-        # header, which was just written.
-        self.file.truncate(self.file.tell() + start * self.dtype.itemsize)
-        self.file.seek(0, os.SEEK_END)  # for `append`
+        tokens = np.fromfile(self.file, self.dtype, start)
+        self.num_tokens = len(tokens)  # fewer than `start` in an older copy of the file
+        self.checksum = zlib.crc32(tokens.tobytes())  # CRC-32 of all tokens
+        self.file.truncate()  # what the earlier run wrote after its last state
 
     def write_header(self) -> None:
         """Write the header of the tokens so far at the beginning of the file, in place of an
@@ -124,7 +126,9 @@ class ShardWriter:
 
     def append(self, tokens: np.ndarray) -> None:
         """Append token ids (n,), none too large for `dtype`."""
-        self.file.write(tokens.astype(self.dtype, copy=False).tobytes())
+        content = tokens.astype(self.dtype, copy=False).tobytes()
+        self.checksum = zlib.crc32(content, self.checksum)
+        self.file.write(content)
         self.num_tokens += len(tokens)
 
     def sync(self) -> int:
@@ -170,9 +174,8 @@ class Sharder:
         self.num_tokens = {"train": 0, "val": 0}
         """Tokens in the shards of each split; from `reopen` on with those of earlier runs."""
         manifest = read_manifest(folder)
-        advice = "give another --local_dir or empty that one"
         if manifest is None and shard_paths(folder):
-            raise UserError(f"{folder} holds shards without a manifest; {advice}")
+            raise UserError(f"{folder} holds shards without a manifest; {ADVICE}")
         # a run that was killed before its first shard was full has left nothing to continue
         if manifest is None or not manifest.shards:
             manifest = Manifest(**vars(settings), shards=[])
@@ -182,14 +185,13 @@ class Sharder:
             value_of_shards = getattr(manifest, setting)
             if value_of_shards != value:
                 raise UserError(
-                    f"{folder} holds shards of {setting} {value_of_shards!r:.99}; {advice}"
+                    f"{folder} holds shards of {setting} {value_of_shards!r:.99}; {ADVICE}"
                 )
         self.manifest = manifest
 
     def num_full(self, split: str) -> int:
         """Return the number of shards of a split that have shard_size tokens."""
-        entries = self.manifest.shards
-        return sum(x.split == split and x.tokens == self.shard_size for x in entries)
+        return self.num_tokens[split] // self.shard_size  # only the last shard has fewer
 
     @property
     def is_full(self) -> bool:
@@ -198,15 +200,27 @@ class Sharder:
 
     def reopen(self) -> None:
         """Open the unfinished shards after the tokens that the state counts. Those that `end` of an
-        earlier run has listed stay in the manifest until they are longer."""
+        earlier run has listed stay in the manifest until they are longer. Raise UserError if a
+        shard, full or not, does not hold what the manifest counts."""
         # Neither complete nor stopped: until `end`, training warns that the folder is not finished.
         self.manifest.stopped = False
         write_manifest(self.folder, self.manifest)
-        for split in self.num_tokens:
-            self.num_tokens[split] = self.shard_size * self.num_full(split)
+        for entry in self.manifest.shards:
+            # Opening it raises UserError if its file is cut, or not the one that is listed.
+            shard = LazyShard(self.folder / entry.file, entry.tokens, entry.sha256).shard
+            if entry.tokens == self.shard_size:
+                self.num_tokens[entry.split] += shard.num_tokens
         for split, num_tokens in self.manifest.state.open.items():
             self.open_shard(split, num_tokens)
             self.num_tokens[split] += num_tokens
+            # The file may be another one by now, as from a backup.
+            writer = self.writers[split]
+            checksum = self.manifest.state.checksums.get(split, writer.checksum)
+            if (num_tokens, checksum) != (writer.num_tokens, writer.checksum):
+                raise UserError(
+                    f"{writer.temporary} does not hold the {num_tokens:,} tokens that the "
+                    f"manifest counts; put back the file that does, or {ADVICE}"
+                )
 
     def open_shard(self, split: str, start: int = 0) -> None:
         """Open the next shard of a split, after its first `start` tokens."""
@@ -317,7 +331,11 @@ class Sharder:
         # tokens of each open shard, by split; `sync` forces them to disk
         open_tokens = {split: writer.sync() for split, writer in self.writers.items()}
         self.manifest.state = State(
-            source=asdict(position), documents=row, tokens=num_written, open=open_tokens
+            source=asdict(position),
+            documents=row,
+            tokens=num_written,
+            open=open_tokens,
+            checksums={split: writer.checksum for split, writer in self.writers.items()},
         )
         # Rows that were read ahead do not count yet.
         self.manifest.ledger = self.source.ledger_at(position)

@@ -35,6 +35,7 @@ from utils.errors import UserError, reading
 SUFFIXES = (".npy", ".bin", ".ds")  # other files of a folder are ignored
 # magic, version, token count, and zeros up to 1,024 bytes
 BIN_HEADER = struct.Struct("<3i1012x")
+MAX_BIN_TOKENS = 2**31 - 1  # of a shard, as the count is an int32
 # magic and version by dtype: llm.c writes GPT-2's tokens as uint16 and Llama 3's as uint32
 BIN_VERSIONS = {"<u2": (20240520, 1), "<u4": (20240801, 7)}
 GPT2_NAMES = ("gpt2", "openai-community/gpt2")  # names on the Hugging Face hub

@@ -13,14 +13,17 @@ import io
 import json
 import lzma
 import os
+import re
 import sys
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from copy import copy
 from dataclasses import asdict, dataclass, field
-from functools import partial
-from itertools import chain, islice
+from functools import cached_property, partial
+from itertools import chain, islice, repeat, tee
 from pathlib import Path
-from typing import IO, Literal, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from data.manifest import FileCounts
 from utils.errors import UserError
@@ -32,6 +35,8 @@ IN_FOLDERS = (".parquet", ".jsonl", ".txt", ".py")  # other files are read only 
 # Beginnings of the reasons that a sound file may have: "without text", "without a column 'text'".
 # A file with another reason, or without any text, is suspect.
 USUAL = ("empty", "without")
+# what structures JSON: a bracket or a comma; strings are matched whole, as they may hold these, too
+JSON_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[][{},]', re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -40,6 +45,10 @@ class Skipped:
 
     reason: str
     """Key under which the ledger counts such rows."""
+
+
+# a byte that is not UTF-8, or "\ud800" in JSON without its other half
+NOT_UTF8 = Skipped("not UTF-8, or half of a surrogate pair")
 
 
 @dataclass
@@ -68,7 +77,7 @@ class Batch(NamedTuple):
 # Files: what to read, and how to open it
 
 
-def open_zstd(path: str | IO[bytes], mode: str = "rb") -> IO[bytes]:
+def open_zstd(path: str | IO[bytes], mode: str = "rb") -> io.BufferedReader:
     """Open a file compressed by zstd for reading. pyarrow reads all of its frames (zstd -T writes
     several), many readers only the first. `mode` is what open_text and fsspec give any opener."""
     from pyarrow import CompressedInputStream  # slow to import; few files need it
@@ -77,7 +86,7 @@ def open_zstd(path: str | IO[bytes], mode: str = "rb") -> IO[bytes]:
 
 
 # openers of compressed files, by the last suffix of the name
-COMPRESSIONS: dict[str, Callable[[str, Literal["rb"]], IO[bytes] | gzip.GzipFile]] = {
+COMPRESSIONS: dict[str, Callable[..., io.BufferedIOBase]] = {
     ".gz": gzip.open,
     ".bz2": bz2.open,
     ".xz": lzma.open,
@@ -85,15 +94,50 @@ COMPRESSIONS: dict[str, Callable[[str, Literal["rb"]], IO[bytes] | gzip.GzipFile
 }
 
 
-def open_text(name: str) -> IO[str]:
-    """Open a file as UTF-8, decompressed, its line ends as they are. A byte that is not UTF-8
-    becomes a surrogate, U+DC80 to U+DCFF, so that one bad row does not end the file; as_text looks
-    for them."""
-    open_bytes = COMPRESSIONS.get(Path(name).suffix.lower(), open)
-    # -sig drops a byte order mark at the beginning; newline="" leaves \r\n as it stands in the file
-    return io.TextIOWrapper(
-        open_bytes(name, "rb"), "utf-8-sig", errors="surrogateescape", newline=""
-    )
+class UntilDamage(io.RawIOBase):
+    """Content of a file, decompressed, up to its end or to its damage, such as bytes after the end
+    of a .gz. `error` is then the damage, else None."""
+
+    def __init__(self, name: str) -> None:
+        self.open = partial(COMPRESSIONS.get(Path(name).suffix.lower(), open), name, "rb")
+        self.file = self.open()
+        self.num_read = 0  # bytes
+        self.error: Exception | None = None
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """Fill a buffer with the next bytes; return their number, 0 at the end."""
+        try:
+            content = self.file.read1(1 if self.error else len(buffer))
+        except Exception as error:
+            if not is_damage(error):
+                raise
+            if self.error:  # all before the damage is read
+                self.file = io.BytesIO()  # pyarrow, if asked again, would give more
+                return 0
+            self.error = error
+            # pyarrow keeps to itself what it has decompressed right before the damage. Read the
+            # file again up to here, then byte by byte.
+            self.file = self.open()
+            num_left = self.num_read
+            while num_left:
+                num_left -= len(self.file.read1(min(num_left, 2**20)))
+            return self.readinto(buffer)
+        self.num_read += len(content)
+        buffer[: len(content)] = content
+        return len(content)
+
+
+def is_damage(error: Exception) -> bool:
+    """Return whether a reader raised an error because of the format of the file. All other errors,
+    as of a disk, end the run: with them, the rest of a sound file would be given up."""
+    from pyarrow import ArrowInvalid  # slow to import; few files need it
+
+    if isinstance(error, OSError):  # of gzip, bz2 and pyarrow, or with a number: of the system
+        return error.errno is None
+    return isinstance(error, EOFError | zlib.error | lzma.LZMAError | csv.Error | ArrowInvalid)
 
 
 def suffix_of(name: str) -> str:
@@ -103,29 +147,32 @@ def suffix_of(name: str) -> str:
     return Path(path.stem).suffix if path.suffix in COMPRESSIONS else path.suffix
 
 
-def walk(folder: str) -> list[Path]:
-    """Return the files below a folder in name order. Left out are hidden ones, those in hidden
-    folders, and installed packages."""
-    paths: list[Path] = []
-    for path in Path(folder).rglob("*"):
-        names = path.relative_to(folder).parts
-        is_hidden = any(name.startswith(".") for name in names)
-        # is_file() is false for folders and for broken links
-        if path.is_file() and not is_hidden and "site-packages" not in names:
-            paths.append(path)
-    # The order of rglob differs between file systems, and the order of the shards would follow it.
-    return sorted(paths)
+def walk(folder: Path) -> Iterator[Path]:
+    """Yield what is below a folder in name order: files, and links to folders, which are not
+    followed. Left out are hidden names and installed packages. Raises OSError for a folder that
+    cannot be listed."""
+    # iterdir: rglob passes over a folder that it cannot list. The order differs between file
+    # systems, and the order of the shards would follow it.
+    for path in sorted(folder.iterdir()):
+        if path.name.startswith(".") or path.name == "site-packages":
+            continue
+        if path.is_dir() and not path.is_symlink():
+            yield from walk(path)
+        else:
+            yield path
 
 
 def list_files(inputs: tuple[str, ...]) -> dict[str, int]:
-    """Return the sizes in bytes of the files of --input by name, folders in name order. Prints
-    what is left out of the folders; raises UserError if nothing is left."""
+    """Return the sizes in bytes of files, and of those in folders, by name; folders in name order.
+    Prints what is left out of the folders; raises UserError if nothing is left, and OSError for
+    what is missing or cannot be listed."""
     sizes: dict[str, int] = {}
     left_out: Counter[str] = Counter()  # number of files that are not read, by suffix
     for name in inputs:
         if os.path.isdir(name):
-            for path in walk(name):
+            for path in walk(Path(name)):
                 if suffix_of(path.name) in IN_FOLDERS:
+                    # OSError for a broken link
                     sizes[str(path)] = path.stat().st_size
                 else:
                     left_out[path.suffix.lower() or "without a suffix"] += 1
@@ -153,19 +200,37 @@ def read_document(file: IO[str]) -> Iterator[object]:
 
 def read_json(file: IO[str]) -> Iterator[object]:
     """Yield the values of JSON, one in each line, or the elements of one array, which may span
-    lines. A line that is not JSON is skipped; an array has to fit into memory."""
+    lines. One that is not JSON is skipped; an array has to fit into memory."""
     # the first line that is not blank; "" if there is none
     first_line = next(filter(str.strip, file), "")
+    rows: Iterable[str] = chain([first_line], file)
     if first_line.lstrip().startswith("["):
-        yield from json.loads(first_line + "".join(file))
-        return
-    for line in chain([first_line], file):
-        if line.strip():  # a blank line is no row
+        rows = split_array("".join(rows))
+    for row in rows:
+        if row.strip():  # a blank line is no row
             try:
-                value = json.loads(line)
-            except ValueError:  # also for a number of over 4,300 digits
+                value = json.loads(row)
+            # also for a number of over 4,300 digits, and for a thousand brackets within each other
+            except (ValueError, RecursionError):
                 value = Skipped("not JSON")
             yield value
+
+
+def split_array(text: str) -> Iterator[str]:
+    """Yield the elements of a JSON array as they stand in its text, and what follows the array.
+    So an element that is not JSON costs no other one, unless its brackets or quotes have no end."""
+    depth = 0  # number of open brackets
+    start = 0  # of an element
+    for token in JSON_TOKEN.finditer(text):
+        character = text[token.start()]
+        if depth == 0 or (depth == 1 and character in ",]"):
+            yield text[start : token.start()]  # blank before the array
+            start = token.end()
+        if character in "[{":
+            depth += 1
+        elif character in "]}":
+            depth -= 1
+    yield text[start:]
 
 
 def read_csv(file: IO[str], delimiter: str = ",") -> Iterator[object]:
@@ -173,15 +238,28 @@ def read_csv(file: IO[str], delimiter: str = ",") -> Iterator[object]:
     not quoted, and which of the cells is the text cannot be told."""
     # Characters of a cell: the default, 131,072, is too few for a book.
     csv.field_size_limit(2**31 - 1)
-    # A row is a dict of cells by column. strict: a quote that is never closed is an error, and not
-    # one cell to the end of the file.
-    for row in csv.DictReader(file, delimiter=delimiter, strict=True):
-        # None is the key of the list of cells beyond the header. Commas at the end of a line add
-        # empty cells, which do no harm.
-        if any(row.pop(None, [])):
+    (lines,) = tee(file, 1)  # an iterator that can be copied, to read lines again
+    # strict: a quote that is never closed is an error, and not one cell to the end of the file.
+    make_reader = partial(csv.reader, delimiter=delimiter, strict=True)
+    columns = next(make_reader(lines), [])
+    while True:
+        lines_of_row = copy(lines)
+        try:
+            cells = next(make_reader(lines), None)
+        except csv.Error as error:
+            yield Skipped(f"not CSV {quote(error)}")
+            # Its first line alone is bad: a quote without an end takes those of other rows, too.
+            lines = lines_of_row
+            next(lines)
+            continue
+        if cells is None:
+            return
+        # Commas at the end of a line add empty cells, which do no harm.
+        if any(cells[len(columns) :]):
             yield Skipped("wider than the header")
-        else:
-            yield row
+        elif cells:  # a blank line is no row
+            # a missing cell is None
+            yield dict.fromkeys(columns) | dict(zip(columns, cells, strict=False))
 
 
 # by suffix_of; any other file is read as one text
@@ -199,33 +277,38 @@ def read_parquet(name: str, column: str) -> Iterator[object]:
     from pyarrow.parquet import ParquetFile  # slow to import; few files need it
 
     file = ParquetFile(name)
-    # None reads all columns. If the file lacks the column, pyarrow would give rows without any
-    # column, and the reason for skipping them could not list the columns that exist.
-    columns = [column] if column in file.schema_arrow.names else None
-    for record_batch in file.iter_batches(BATCH, columns=columns):
-        yield from record_batch.to_pylist()  # one dict for each row
+    columns = file.schema_arrow.names
+    if column not in columns:
+        yield from repeat(dict.fromkeys(columns), file.metadata.num_rows)
+        return
+    for record_batch in file.iter_batches(BATCH, columns=[column]):
+        for value in record_batch.column(0):
+            try:
+                yield {column: value.as_py()}
+            except UnicodeDecodeError:  # nobody checks the strings of parquet before
+                yield NOT_UTF8
 
 
 def without_column(column: str, names: Iterable[str]) -> Skipped:
     """Return what stands for a row that lacks a column and has those of `names`."""
-    return Skipped(f"without a column {column!r}, but {', '.join(names):.200}")
+    # !r: a name that is not UTF-8, as in CSV of Latin-1, cannot be printed
+    return Skipped(f"without a column {column!r}, but {', '.join(names)!r:.200}")
 
 
 def as_text(value: object) -> str | Skipped:
     """Return the text of a row from what its reader gave for it; Skipped if that is no text."""
     if isinstance(value, bytes):  # a binary column of parquet
-        value = value.decode("utf-8", "surrogateescape")  # as in open_text
+        value = value.decode("utf-8", "surrogateescape")  # as in read_rows
     if isinstance(value, Skipped):
         return value
     if not isinstance(value, str):  # null, a number, a list
         return Skipped("without text")
-    if not value.strip():
+    if not value or value.isspace():
         return Skipped("empty")
     try:
         value.encode()
     except UnicodeEncodeError:  # a tokenizer would raise it, too, and end the run
-        # a byte that open_text has escaped, or "\ud800" in JSON without its other half
-        return Skipped("not UTF-8, or half of a surrogate pair")
+        return NOT_UTF8
     if "\0" in value:  # binary, or UTF-16 without a byte order mark
         return Skipped("with U+0000")
     return value
@@ -233,7 +316,7 @@ def as_text(value: object) -> str | Skipped:
 
 def read_texts(name: str, column: str) -> Iterator[str | Skipped]:
     """Yield the text of each row of a file, or why it has none. If the file is damaged, the last
-    row says so. An error of the machine, as of a disk, is raised."""
+    row says so."""
     # One Skipped for all rows that lack the column: the reason is a key of the ledger, and lists
     # the columns of a row, which may differ.
     lacking: Skipped | None = None
@@ -246,10 +329,8 @@ def read_texts(name: str, column: str) -> Iterator[str | Skipped]:
                     lacking = lacking or without_column(column, row)
                     value = lacking
             yield as_text(value)
-    except Exception as error:  # each reader has error classes of its own
-        # Errors of the operating system have a number, those of gzip and pyarrow none. Another try
-        # may succeed where the machine failed, so that the rest of the file is not given up.
-        if isinstance(error, MemoryError) or getattr(error, "errno", None):
+    except Exception as error:
+        if not is_damage(error):
             raise
         yield Skipped(f"damaged from here on {quote(error)}")
 
@@ -260,8 +341,16 @@ def read_rows(name: str, column: str) -> Iterator[object]:
         yield from read_parquet(name, column)
         return
     read = READERS.get(suffix_of(name), read_document)
-    with open_text(name) as file:
+    content = UntilDamage(name)
+    # A byte that is not UTF-8 becomes a surrogate, U+DC80 to U+DCFF, so that one bad row does not
+    # end the file; as_text looks for them. -sig drops a byte order mark at the beginning;
+    # newline="" leaves \r\n as it stands in the file.
+    with io.TextIOWrapper(
+        io.BufferedReader(content), "utf-8-sig", errors="surrogateescape", newline=""
+    ) as file:
         yield from read(file)
+    if content.error:
+        raise content.error
 
 
 def quote(error: Exception) -> str:
@@ -321,7 +410,7 @@ class Source:
     """Counts of each file of `names` that was read, in their order; the caller puts those of
     earlier runs in."""
 
-    @property
+    @cached_property
     def names(self) -> list[str]:
         """Files of this worker in the order of reading; without any, the dataset."""
         if self.sizes:
@@ -358,12 +447,10 @@ class Source:
             except UserError:  # the message names the source already
                 raise
             except Exception as error:  # a reader's own error, without the file's name
-                message = f"{name:.300} is damaged or cannot be read {quote(error)}"
+                advice = ""
                 if not self.sizes:
-                    message = (
-                        f"the Hugging Face hub did not provide {name} {quote(error)}; check name "
-                        "and network, or shard files of your own by --input FILES"
-                    )
+                    advice = "; check name and network, or shard files of your own"
+                message = f"{name:.300} cannot be read {quote(error)}{advice}"
                 raise UserError(message) from error
             warn_if_suspect(name, counts)
             position = Position()  # the next file is read from its beginning
@@ -401,7 +488,10 @@ class Source:
             name, self.remote_name, split="train", revision=revision, streaming=True
         )
         if self.worker_index >= stream.num_shards:
-            raise UserError(f"--worker_count must be at most the {stream.num_shards} files")
+            raise UserError(
+                f"{name} has {stream.num_shards} files, none for worker {self.worker_index} of "
+                f"{self.worker_count}"
+            )
         stream = stream.shard(self.worker_count, self.worker_index, contiguous=False)
         state = position.stream
         if state:
@@ -409,7 +499,7 @@ class Source:
         for columns in stream.iter(BATCH):  # a dict of lists, by column
             if self.column not in columns:  # fail now, not after hours without a text
                 reason = without_column(self.column, columns).reason
-                raise UserError(f"{name} is {reason}; give another --text_column")
+                raise UserError(f"{name} is {reason}; name the column of its texts")
             rows = [as_text(value) for value in columns[self.column]]
             yield Batch(Position(revision=revision, stream=state), rows)
             state = stream.state_dict()  # where the next batch begins

@@ -3,6 +3,8 @@ import importlib
 import io
 import os
 import shutil
+from functools import partial
+from itertools import product
 
 import hub
 import numpy as np
@@ -10,10 +12,14 @@ import pyarrow as pa
 import pytest
 from conftest import documents, environment, script, user_error, write_rows
 from pyarrow import parquet
+from tokenizers import Regex, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Tokenizer as Engine
 
 from data import sharder
 from data.manifest import read_manifest, write_manifest
 from data.shards import TokenStream, open_folder
+from data.tokenizer import load_tokenizer, read_tokenizer
+from utils.errors import UserError
 from utils.files import lock_folder
 
 fineweb_edu = importlib.import_module("data.fineweb-edu")
@@ -84,13 +90,13 @@ def test_other_settings_or_files_foreign_or_locked_shards_are_refused(corpus, tm
         with user_error(message):
             shard(source, out, **options)
 
-    refused("holds shards of shard_size 20001; give another --local_dir", shard_size=1000)
+    refused("holds shards of shard_size 20001; give another folder", shard_size=1000)
     refused("holds shards of dataset 'HuggingFaceFW/fineweb-edu'", dataset="HuggingFaceFW/fineweb")
     (source / "b.txt").write_text("a new file")
-    refused(r"holds shards of files \['.*a.jsonl'\]; give another --local_dir")
+    refused(r"holds shards of files \['.*a.jsonl'\]; give another folder")
     (source / "b.txt").unlink()
     (source / "a.jsonl").write_text("other")
-    refused(r"holds shards of sizes \[\d+\]; give another --local_dir")
+    refused(r"holds shards of sizes \[\d+\]; give another folder")
     shutil.copy(corpus, source / "a.jsonl")
     lock = lock_folder(out, "sharding into")
     refused("another process is sharding")
@@ -226,9 +232,104 @@ def test_workers_stream_a_hub_dataset_and_continue_at_the_same_commit(tmp_path):
         args += [tmp_path / "4", "--worker_index", 4, "--worker_count", 5]
         done = script(*args, env=env, code=2)
     assert texts_in(tmp_path / "0", "train") == documents()[:150] + documents()[450:]
-    assert "--worker_count must be at most the 4 files" in done.stderr
+    assert "me/corpus has 4 files, none for worker 4 of 5" in done.stderr
 
 
 def test_without_a_network_the_dataset_is_named(tmp_path):
     done = script("data/fineweb-edu.py", "--local_dir", tmp_path, "--tokenizer", "bytes", code=2)
-    assert "fineweb-edu (OfflineMode" in done.stderr and "--input FILES" in done.stderr
+    assert "fineweb-edu cannot be read (OfflineMode" in done.stderr
+    assert "files of your own" in done.stderr
+
+
+def test_a_shard_of_a_format_that_cannot_count_its_tokens_is_refused_at_once(corpus, tmp_path):
+    with user_error("--shard_size of --format bin must be at most 2,147,483,647"):
+        shard(corpus, tmp_path / "x", format="bin", shard_size=2**31)
+
+
+DAMAGES = ["missing", "shorter", "other tokens", "cut full shard", "other version", "whole"]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("is_killed", [True, False])
+def test_a_shard_that_is_continued_holds_what_the_manifest_counts(
+    corpus, plain, tmp_path, monkeypatch, damage, is_killed
+):
+    def write_or_die(folder, manifest):
+        if len(manifest.shards) > 3:
+            raise KeyboardInterrupt
+        write_manifest(folder, manifest)
+
+    if is_killed:
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(sharder, "write_manifest", write_or_die)
+            shard(corpus, tmp_path)
+    else:
+        shard(corpus, tmp_path, max_shards=3)
+    manifest = read_manifest(tmp_path)
+    path = tmp_path / ("val_000000.npy.tmp" if is_killed else "val_000000.npy")
+    content = path.read_bytes()
+    counted = 128 + 2 * manifest.state.open["val"]
+    if damage == "missing":
+        path.unlink()
+    elif damage == "shorter":
+        path.write_bytes(content[: counted - 2])
+    elif damage == "other tokens":
+        path.write_bytes(content[: counted - 2] + b"xy" + content[counted:])
+    elif damage == "cut full shard":
+        path = tmp_path / "train_000000.npy"
+        path.write_bytes(path.read_bytes()[:-2])
+    elif damage == "other version":  # of before there were checksums
+        manifest.state.checksums = {}
+        write_manifest(tmp_path, manifest)
+    if damage in ("other version", "whole"):
+        shard(corpus, tmp_path)
+        assert digests(tmp_path) == digests(plain)
+    else:
+        with pytest.raises((UserError, FileNotFoundError), match=path.name.removesuffix(".tmp")):
+            shard(corpus, tmp_path)
+
+
+MODELS = {
+    models.BPE(unk_token="<unk>"): trainers.BpeTrainer,
+    models.Unigram(): partial(trainers.UnigramTrainer, unk_token="<unk>"),
+    models.WordPiece(unk_token="<unk>"): trainers.WordPieceTrainer,
+}
+NORMALIZERS = [
+    normalizers.Sequence([]),
+    normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]),  # Llama 2
+    normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()]),
+    normalizers.Strip(),
+    normalizers.Replace(Regex(r"\s+"), " "),
+]
+PRE_TOKENIZERS = [
+    pre_tokenizers.Sequence([]),
+    pre_tokenizers.ByteLevel(add_prefix_space=True),
+    pre_tokenizers.Metaspace(),
+    pre_tokenizers.Metaspace(split=False),
+    pre_tokenizers.Whitespace(),
+    pre_tokenizers.Split(Regex(r"[^\n]+\n?|\n"), "isolated"),
+    pre_tokenizers.Split(Regex(r"\s?\w+\s?|\W"), "isolated"),
+]
+
+
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: type(model).__name__)
+def test_pieces_of_a_long_text_have_the_ids_of_the_whole(tmp_path, monkeypatch, model):
+    lines = ["一二三，四五。六七", "a" * 500, " two  spaces\t\u3000x", "naïve\u0301 \ufb01"]
+    text = "\n".join([*documents()[:10], *lines * 2, *documents()[10:20]])
+    monkeypatch.setattr(fineweb_edu, "PIECE", 200)
+    monkeypatch.setattr(fineweb_edu, "CONTEXT", 100)
+    num_pieces = []
+    for normalizer, pre_tokenizer in product(NORMALIZERS, PRE_TOKENIZERS):
+        engine = Engine(model)
+        engine.normalizer, engine.pre_tokenizer = normalizer, pre_tokenizer
+        special_tokens = ["</s>", "<unk>"]
+        trainer = MODELS[model](vocab_size=300, special_tokens=special_tokens, show_progress=False)
+        engine.train_from_iterator(documents()[:10], trainer)
+        engine.save(str(tmp_path / "tokenizer.json"))
+        tokenizer = load_tokenizer(read_tokenizer(tmp_path / "tokenizer.json"))
+        pieces = list(fineweb_edu.split_text(tokenizer, text))
+        assert "".join(pieces) == text
+        num_pieces.append(len(pieces))
+        document = fineweb_edu.tokenize(tokenizer, 0.5, text)
+        assert document.tokens.tolist() == tokenizer.encode_document(text).tolist()
+    assert max(num_pieces) > 20

@@ -21,12 +21,13 @@ from data import sharder
 from data.manifest import write_manifest
 
 COUNTS = ("rows", "texts", "bytes", "skipped")
-BAD_JSON = object()  # a line that is no JSON
+BAD = "a row that its format does not allow"
+DEEP = "JSON of more brackets within each other than Python reads"
 # texts, and what is none in one format or another: half of a pair, a byte that is not UTF-8, ...
 CHARACTERS = st.sampled_from('ab \t\r\n",[{\0\ufeff\u2028ü\ud800\udc80')
 # a whole pair is a character in JSON
 TEXTS = st.text(CHARACTERS, max_size=5).filter(lambda text: "\ud800\udc80" not in text)
-VALUES = st.one_of(TEXTS, st.sampled_from(["good", None, 7, True, ["x"], {"y": 1}, BAD_JSON]))
+VALUES = st.one_of(TEXTS, st.sampled_from(["good", None, 7, True, ["x"], {"y": 1}, BAD, DEEP]))
 FILES = st.tuples(
     st.sampled_from(["txt", "py", "json", "jsonl", "ndjson", "csv", "tsv", "parquet"]),
     st.sampled_from(sorted(COMPRESS)),
@@ -37,8 +38,8 @@ FILES = st.tuples(
 
 def fate(value, suffix):
     """Return the text that a value is, or the first word of its reason."""
-    if value is BAD_JSON:
-        return "not JSON"
+    if value in (BAD, DEEP):
+        return "not CSV" if suffix in ("csv", "tsv") else "not JSON"
     if not isinstance(value, str):
         return "without text"
     if not value.strip():
@@ -48,19 +49,31 @@ def fate(value, suffix):
     return "with U+0000" if "\0" in value else (value,)
 
 
+def as_json(value, bad_row):
+    if value == DEEP:
+        return '{"text": "", "x": ' + "[" * 100_000 + "]" * 100_000 + "}"
+    return bad_row if value == BAD else json.dumps({"text": value}, indent=1)
+
+
 def content_of(suffix, values, end):
     """Return the bytes of a file and the values that it has rows for."""
     if suffix in ("jsonl", "ndjson"):
-        lines = ["{bad" if x is BAD_JSON else json.dumps({"text": x}) for x in values]
+        lines = [as_json(value, "{bad").replace("\n", "") for value in values]
         return (end or "\n").join(["", *lines, ""]).encode(), values
-    values = [value for value in values if value is not BAD_JSON]
     if suffix == "json":
-        rows = [{"text": value} for value in values]
-        return json.dumps(rows, indent=1 if end else None).encode(), values
+        rows = [as_json(value, "bad: []") for value in values]
+        return f" [{f',{end}'.join(rows)}{end}] ".encode(), values
+    if suffix not in ("csv", "tsv"):
+        values = [value for value in values if value != BAD]
     values = [x for x in values if x is None or isinstance(x, str) and "\ud800" not in x]
+    values = [value for value in values if value != DEEP]
     if suffix == "parquet":
         values = [x and x.encode(errors="surrogateescape") for x in values]
-        parquet.write_table(pa.table({"text": pa.array(values, pa.binary())}), file := io.BytesIO())
+        column = pa.array(values, pa.binary())
+        if end:  # nobody checks that strings are UTF-8
+            validity, *buffers = column.buffers()
+            column = pa.StringArray.from_buffers(len(column), *buffers, validity)
+        parquet.write_table(pa.table({"text": column}), file := io.BytesIO())
         return file.getvalue(), [x and x.decode(errors="surrogateescape") for x in values]
     values = [value for value in values if value is not None]
     file = io.StringIO(newline="")
@@ -68,7 +81,12 @@ def content_of(suffix, values, end):
         delimiter = "," if suffix == "csv" else "\t"
         options = {"lineterminator": end or "\n", "quoting": csv.QUOTE_ALL}
         writer = csv.writer(file, delimiter=delimiter, **options)
-        writer.writerows([["id", "text"], *([1, value] for value in values)])
+        writer.writerow(["id", "text"])
+        for value in values:
+            if value == BAD:
+                file.write(f'1{delimiter}"without an end' + (end or "\n"))
+            else:
+                writer.writerow([1, value])
     else:
         text = "".join(values).lstrip("\ufeff")
         values = [text] if text else []  # an empty file has no row
@@ -102,7 +120,10 @@ def test_every_row_is_in_the_shards_or_counted_under_its_file_and_reason(files, 
         whole = shard(list(ledger), folder / "whole", **options)
         assert texts_in(folder / "whole", "train") == texts
         for path, entry in whole.ledger.items():
-            assert tuple(getattr(entry, key) for key in COUNTS) == ledger[path]
+            counts = vars(entry) | {"skipped": Counter()}
+            for reason, count in entry.skipped.items():
+                counts["skipped"][reason.partition(" (")[0]] += count
+            assert tuple(counts[key] for key in COUNTS) == ledger[path]
         assert list(whole.ledger) == list(ledger) and whole.documents == len(texts)
 
         saves = []

@@ -5,6 +5,7 @@ import errno
 import gzip
 import json
 import lzma
+import os
 from dataclasses import asdict
 from functools import partial
 
@@ -110,7 +111,10 @@ def test_lines_of_json_may_be_larger_than_memory():
         ),
         ("a.TSV", f"text\tid\n{'a b ' * 100_000}\t1\n", ["a b " * 100_000]),
         ("a.jsonl", '{"body": "x"}\n{"title": "y"}\n', [None, None]),
-        ("a.csv", 'text\na\n"never closed\nb\n', ["a", "Error: unexpected end"]),
+        ("a.csv", 'text\na\n"never closed\nb\n', ["a", "CSV (Error: unexpected end", "b"]),
+        ("a.csv", 'text\n"never closed\n"1" more\n"b"\n', ["not CSV", "not CSV", "b"]),
+        ("a.json", '["a", {"x": [1}, "b"] rest', ["a", NO_JSON]),
+        ("a.json", '["a", "b"', ["a", "b"]),
         ("a.jpg", b"\xff\xd8\xff\xe0\0\x10JFIF", [BAD]),
         ("a.parquet", "PAR1 no parquet", ["Arrow"]),
         ("a.txt.gz", "no gzip", ["BadGzipFile: Not a gzipped file"]),
@@ -138,7 +142,7 @@ def test_a_dataset_is_read_as_files_are_and_a_missing_column_ends_the_run(tmp_pa
     assert batch.rows == read(tmp_path / "a.jsonl")
     assert batch.rows == ["one\r\n", NO_TEXT, "\ufefftwo", EMPTY]
     dataset.column = "x"
-    with user_error("is without a column 'x', but text; give another --text_c"):
+    with user_error("is without a column 'x', but 'text'; name the column"):
         next(dataset.batches(position))
 
 
@@ -168,11 +172,57 @@ def test_a_file_is_read_up_to_its_damage_and_the_next_one_follows(tmp_path, suff
     assert f"a.jsonl{suffix} gave " in capsys.readouterr().err
 
 
-def test_a_failing_machine_ends_the_run_and_is_no_damage(tmp_path, monkeypatch):
+@pytest.mark.parametrize("rest", [b"\n", b"\0" * 12, b"more than 8 KB " * 999])
+@pytest.mark.parametrize("suffix", [".gz", ".bz2", ".xz", ".zst"])
+def test_bytes_after_the_end_of_a_compressed_file_cost_nothing_before(tmp_path, suffix, rest):
+    for name, content in (("a.txt", "".join(TEXTS)), ("a.jsonl", objects(*TEXTS).strip())):
+        path = tmp_path / f"{name}{suffix}"
+        path.write_bytes(COMPRESS[suffix](content.encode()) + rest)
+        rows = read(path)
+        if isinstance(rows[-1], Skipped):  # Python's bz2 and lzma do not tell of all such bytes
+            assert rows.pop().reason.startswith("damaged from here on (")
+        assert rows == (TEXTS if name == "a.jsonl" else [content])
+
+
+def test_a_folder_that_cannot_be_listed_or_a_broken_link_is_named(tmp_path, monkeypatch):
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "b.txt").symlink_to("b.txt")
+    with pytest.raises(OSError, match="Too many levels of symbolic links: .*b.txt"):
+        list_files((str(tmp_path),))
+    (tmp_path / "b.txt").unlink()
+    listdir = os.listdir
+
+    def fail(path):
+        if str(path).endswith("sub"):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return listdir(path)
+
+    monkeypatch.setattr(os, "listdir", fail)
+    with pytest.raises(PermissionError, match="Permission denied: .*sub"):
+        list_files((str(tmp_path),))
+
+
+def test_the_work_for_a_file_does_not_grow_with_the_number_of_files(tmp_path):
+    class Sizes(dict):
+        passes = 0
+
+        def __iter__(self):
+            Sizes.passes += 1
+            return super().__iter__()
+
+    for i in range(20):
+        (tmp_path / f"{i}.txt").write_text("text")
+    source = Source(Sizes({str(path): 4 for path in tmp_path.iterdir()}))
+    assert len(list(source.batches())) == 20 and Sizes.passes == 1
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EIO, "Input/output"), TypeError("Input/output")])
+def test_only_an_error_of_the_format_is_damage(tmp_path, monkeypatch, error):
     def fail(*_):
-        raise OSError(errno.EIO, "Input/output error")
+        raise error
 
     monkeypatch.setitem(source.READERS, ".jsonl", fail)
     (tmp_path / "a.jsonl").write_text("{}")
-    with user_error("a.jsonl is damaged or cannot be read .*Input/output"):
+    with user_error("a.jsonl cannot be read .*Input/output"):
         read(tmp_path / "a.jsonl")
