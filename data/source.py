@@ -13,7 +13,6 @@ import io
 import json
 import lzma
 import os
-import re
 import sys
 import zlib
 from collections import Counter
@@ -35,8 +34,6 @@ IN_FOLDERS = (".parquet", ".jsonl", ".txt", ".py")  # other files are read only 
 # Beginnings of the reasons that a sound file may have: "without text", "without a column 'text'".
 # A file with another reason, or without any text, is suspect.
 USUAL = ("empty", "without")
-# what structures JSON: a bracket or a comma; strings are matched whole, as they may hold these, too
-JSON_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[][{},]', re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -137,7 +134,9 @@ def is_damage(error: Exception) -> bool:
 
     if isinstance(error, OSError):  # of gzip, bz2 and pyarrow, or with a number: of the system
         return error.errno is None
-    return isinstance(error, EOFError | zlib.error | lzma.LZMAError | csv.Error | ArrowInvalid)
+    # Of JSON only an array raises, which is one value: other rows are lines.
+    of_formats = json.JSONDecodeError | RecursionError | csv.Error | ArrowInvalid
+    return isinstance(error, EOFError | zlib.error | lzma.LZMAError | of_formats)
 
 
 def suffix_of(name: str) -> str:
@@ -200,37 +199,20 @@ def read_document(file: IO[str]) -> Iterator[object]:
 
 def read_json(file: IO[str]) -> Iterator[object]:
     """Yield the values of JSON, one in each line, or the elements of one array, which may span
-    lines. One that is not JSON is skipped; an array has to fit into memory."""
+    lines. A line that is not JSON is skipped; an array has to fit into memory, and to be JSON."""
     # the first line that is not blank; "" if there is none
     first_line = next(filter(str.strip, file), "")
-    rows: Iterable[str] = chain([first_line], file)
     if first_line.lstrip().startswith("["):
-        rows = split_array("".join(rows))
-    for row in rows:
-        if row.strip():  # a blank line is no row
+        yield from json.loads(first_line + "".join(file))
+        return
+    for line in chain([first_line], file):
+        if line.strip():  # a blank line is no row
             try:
-                value = json.loads(row)
+                value = json.loads(line)
             # also for a number of over 4,300 digits, and for a thousand brackets within each other
             except (ValueError, RecursionError):
                 value = Skipped("not JSON")
             yield value
-
-
-def split_array(text: str) -> Iterator[str]:
-    """Yield the elements of a JSON array as they stand in its text, and what follows the array.
-    So an element that is not JSON costs no other one, unless its brackets or quotes have no end."""
-    depth = 0  # number of open brackets
-    start = 0  # of an element
-    for token in JSON_TOKEN.finditer(text):
-        character = text[token.start()]
-        if depth == 0 or (depth == 1 and character in ",]"):
-            yield text[start : token.start()]  # blank before the array
-            start = token.end()
-        if character in "[{":
-            depth += 1
-        elif character in "]}":
-            depth -= 1
-    yield text[start:]
 
 
 def read_csv(file: IO[str], delimiter: str = ",") -> Iterator[object]:

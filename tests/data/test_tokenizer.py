@@ -37,6 +37,7 @@ from finetuning.examples import TextEncoder, encode_completion, encode_messages
 from model.config import GPTConfig
 from sample import SampleConfig, Writer
 from training.summary import check_tokenizer
+from utils.distributed import ALONE
 from utils.errors import UserError
 
 train_tokenizer = import_module("data.train_tokenizer")
@@ -256,7 +257,8 @@ def test_end_of_text_is_part_of_a_tokenizer_and_another_one_is_refused(tmp_path,
     with user_error("have several tokenizers"):
         TokenStream(folders)
     tokenizer = load_tokenizer(folders[0].tokenizer)
-    scorer = SimpleNamespace(model=SimpleNamespace(config=GPTConfig()), tokenizer=tokenizer)
+    model = SimpleNamespace(config=GPTConfig())
+    scorer = SimpleNamespace(model=model, process=ALONE, tokenizer=tokenizer)
     with user_error(r"with \[UNK\], the model takes those of .* with </s>"):
         evaluate.score_validation(evaluate.EvalConfig(data_dir=(tmp_path / "b",)), scorer)
     with user_error(r"x takes tokens of .* with </s>, .* with \[UNK\]"):
