@@ -49,22 +49,23 @@ def fate(value, suffix):
     return "with U+0000" if "\0" in value else (value,)
 
 
-def as_json(value, bad_row):
+def as_json(value):
     if value == DEEP:
         return '{"text": "", "x": ' + "[" * 100_000 + "]" * 100_000 + "}"
-    return bad_row if value == BAD else json.dumps({"text": value}, indent=1)
+    return "{bad" if value == BAD else json.dumps({"text": value})
 
 
 def content_of(suffix, values, end):
     """Return the bytes of a file and the values that it has rows for."""
     if suffix in ("jsonl", "ndjson"):
-        lines = [as_json(value, "{bad").replace("\n", "") for value in values]
+        lines = [as_json(value) for value in values]
         return (end or "\n").join(["", *lines, ""]).encode(), values
-    if suffix == "json":
-        rows = [as_json(value, "bad: []") for value in values]
-        return f" [{f',{end}'.join(rows)}{end}] ".encode(), values
     if suffix not in ("csv", "tsv"):
         values = [value for value in values if value != BAD]
+    if suffix == "json":  # an array is one value
+        values = [value for value in values if value != DEEP]
+        rows = [{"text": value} for value in values]
+        return json.dumps(rows, indent=1 if end else None).encode(), values
     values = [x for x in values if x is None or isinstance(x, str) and "\ud800" not in x]
     values = [value for value in values if value != DEEP]
     if suffix == "parquet":
