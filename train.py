@@ -25,7 +25,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from config import ResolvedTrainConfig, TrainConfig
-from data.loader import Mixture, Slicing, TokenStream, prefetch, train_batches
+from data.loader import Mixture, Slicing, prefetch, train_batches
 from evaluation.evaluator import Evaluator
 from model.execution import Execution
 from model.gpt import GPT, build_without_weights
@@ -33,13 +33,13 @@ from model.recipes import Recipe
 from model.rows import Rows
 from training.checkpoint import Checkpoint
 from training.dry_run import print_forecast
-from training.options import model_shape, read_options, resolve_on_device, resolve_options
+from training.options import read_options, resolve_on_device, resolve_options
 from training.parallel import clip_grad_norm, sync_gradients
 from training.run import Run, StepResult, reason_to_skip, seed_step, start_process
 from training.saver import Saver, finish_writing
 from training.schedule import set_rates
 from training.start import SavedModel, digest, init_checksum, open_start
-from training.summary import check_tokenizer, note_recipe, print_summary
+from training.summary import note_recipe, print_summary, start_shape
 from utils import distributed
 from utils.cli import call_and_exit
 from utils.devices import autocast
@@ -64,7 +64,7 @@ def main() -> None:
     # weights, which are read from a file or drawn from the seed row by row (model/rows.py).
     start = open_start(options, checkpoint, process)  # None for random weights
     note_recipe(options, recipe, start, process)  # if the weights are from another one
-    model, weights = build_model(options, recipe, train_data.stream, start)
+    model, weights = build_model(options, recipe, train_data, start)
     options = resolve_on_device(options, recipe, model.config, process)  # dtype and micro-batch
     began_from = init_checksum(options, checkpoint, start, process)
     entries = checkpoint_entries(options, derived, recipe, train_data, val_data, began_from)
@@ -188,22 +188,17 @@ def train_step(
 
 
 def build_model(
-    options: ResolvedTrainConfig, recipe: Recipe, stream: TokenStream, start: SavedModel | None
+    options: ResolvedTrainConfig, recipe: Recipe, data: Mixture, start: SavedModel | None
 ) -> tuple[GPT, Mapping[str, Rows]]:
     """Return the model of the run, without memory yet, and the weights that it begins with: those
     of `start`, or new ones from the seed. Raises UserError for weights of another architecture or
     tokenizer than the run's."""
     execution = Execution(options.activation_checkpointing, options.use_torch_compile)
-    if start is None:
-        model = build_without_weights(options.model_config(recipe, stream.vocab_size), execution)
-        # random numbers, drawn when their rows are read
-        return model, model.initial_weights(options.seed, zero_init=recipe.zero_init)
-
-    check_tokenizer(stream, options.source, start.tokenizer)
-    # The architecture of the weights. Only dropout may differ, and a new run's context may be
-    # shorter: the position table then loses its last rows.
-    shape = model_shape(options, recipe, start.shape)
-    return build_without_weights(shape, execution), start.weights
+    model = build_without_weights(start_shape(options, recipe, data, start), execution)
+    if start is not None:
+        return model, start.weights
+    # random numbers, drawn when their rows are read
+    return model, model.initial_weights(options.seed, zero_init=recipe.zero_init)
 
 
 def checkpoint_entries(

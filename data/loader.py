@@ -109,7 +109,7 @@ class Sequences:
         if len(stream) <= block_size:  # a sequence takes T + 1 tokens
             raise UserError(
                 f"{stream.folders[0].path} holds {len(stream):,} {stream.split} tokens, too few "
-                f"for one sequence of --block_size {block_size}"
+                f"for one sequence of {block_size}"
             )
 
     def __len__(self) -> int:

@@ -332,7 +332,7 @@ class Run(Generic[Config]):
         the last step, print `next_commands`, each with the folder of the run behind it."""
         folder = shlex.quote(str(self.config.checkpoint_dir))
         if self.stopping:
-            command = f"python {sys.argv[0]} --resume {folder}"
+            command = f"{distributed.launcher()} {sys.argv[0]} --resume {folder}"
             log_dir = self.config.log_dir
             if log_dir != log_folder(self.config.checkpoint_dir):  # else it follows from that
                 command += f" --log_dir {shlex.quote(str(log_dir))}"

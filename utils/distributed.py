@@ -244,6 +244,19 @@ def launched(name: str, default: int = 0) -> int:
     return int(os.environ.get(name, default))
 
 
+def launcher() -> str:
+    """Return the command that starts a script on as many processes as there are."""
+    num_processes = launched("WORLD_SIZE", 1)
+    if num_processes == 1:
+        return "python"
+    per_machine = launched("LOCAL_WORLD_SIZE", num_processes)
+    machines = "--standalone"
+    if per_machine < num_processes:  # each machine runs the command
+        host = os.environ["MASTER_ADDR"]
+        machines = f"--nnodes={num_processes // per_machine} --rdzv_endpoint={host}:29500"
+    return f"torchrun {machines} --nproc_per_node={per_machine}"
+
+
 def count_shards(
     num_processes: int, per_machine: int, tensor_parallel: int, shard_across: int | None
 ) -> int:
@@ -256,7 +269,7 @@ def count_shards(
     """
     if per_machine % tensor_parallel:
         raise UserError(
-            f"--tensor_parallel {tensor_parallel} does not divide the processes of a machine, "
+            f"tensor_parallel {tensor_parallel} does not divide the processes of a machine, "
             f"{per_machine}: start a multiple of it by torchrun --nproc_per_node"
         )
     if shard_across is None:
@@ -267,7 +280,7 @@ def count_shards(
             shard_across = num_processes
     elif num_processes % shard_across or shard_across % per_machine:
         raise UserError(
-            f"--shard_across {shard_across} has to divide the {num_processes} processes, and to be "
+            f"shard_across {shard_across} has to divide the {num_processes} processes, and to be "
             f"a multiple of the {per_machine} of a machine"
         )
     return shard_across // tensor_parallel  # a tensor group holds one shard
