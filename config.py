@@ -301,13 +301,10 @@ class TrainConfig(
         tokens_together = self.sequences_per_pass * self.context * world_size
         if self.total_batch_size % tokens_together:
             nearest = max(1, round(self.total_batch_size / tokens_together)) * tokens_together
-            alternative = ""
-            if self.total_batch_size % (self.context * world_size) == 0:
-                alternative = ", or another --micro_batch_size"
             raise UserError(
                 f"--total_batch_size {self.total_batch_size:,} does not divide by the micro-batch, "
                 f"{self.micro_batch_size} x {self.context} tokens x {world_size} parts of the "
-                f"data = {tokens_together:,}: give {nearest:,}{alternative}"
+                f"data = {tokens_together:,}: give {nearest:,}"
             )
         return self.total_batch_size // self.context
 
