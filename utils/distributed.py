@@ -245,16 +245,11 @@ def launched(name: str, default: int = 0) -> int:
 
 
 def launcher() -> str:
-    """Return the command that starts a script on as many processes as there are."""
-    num_processes = launched("WORLD_SIZE", 1)
-    if num_processes == 1:
+    """Return the command that starts a script on as many processes of this machine as there are."""
+    per_machine = launched("LOCAL_WORLD_SIZE", 1)
+    if per_machine == 1:
         return "python"
-    per_machine = launched("LOCAL_WORLD_SIZE", num_processes)
-    machines = "--standalone"
-    if per_machine < num_processes:  # each machine runs the command
-        host = os.environ["MASTER_ADDR"]
-        machines = f"--nnodes={num_processes // per_machine} --rdzv_endpoint={host}:29500"
-    return f"torchrun {machines} --nproc_per_node={per_machine}"
+    return f"torchrun --standalone --nproc_per_node={per_machine}"
 
 
 def count_shards(
