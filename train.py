@@ -25,7 +25,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from config import ResolvedTrainConfig, TrainConfig
-from data.loader import Mixture, Slicing, prefetch, train_batches
+from data.loader import Mixture, Slicing, TokenStream, prefetch, train_batches
 from evaluation.evaluator import Evaluator
 from model.execution import Execution
 from model.gpt import GPT, build_without_weights
@@ -64,7 +64,7 @@ def main() -> None:
     # weights, which are read from a file or drawn from the seed row by row (model/rows.py).
     start = open_start(options, checkpoint, process)  # None for random weights
     note_recipe(options, recipe, start, process)  # if the weights are from another one
-    model, weights = build_model(options, recipe, train_data, start)
+    model, weights = build_model(options, recipe, train_data.stream, start)
     options = resolve_on_device(options, recipe, model.config, process)  # dtype and micro-batch
     began_from = init_checksum(options, checkpoint, start, process)
     entries = checkpoint_entries(options, derived, recipe, train_data, val_data, began_from)
@@ -188,13 +188,13 @@ def train_step(
 
 
 def build_model(
-    options: ResolvedTrainConfig, recipe: Recipe, data: Mixture, start: SavedModel | None
+    options: ResolvedTrainConfig, recipe: Recipe, stream: TokenStream, start: SavedModel | None
 ) -> tuple[GPT, Mapping[str, Rows]]:
     """Return the model of the run, without memory yet, and the weights that it begins with: those
     of `start`, or new ones from the seed. Raises UserError for weights of another architecture or
     tokenizer than the run's."""
     execution = Execution(options.activation_checkpointing, options.use_torch_compile)
-    model = build_without_weights(start_shape(options, recipe, data, start), execution)
+    model = build_without_weights(start_shape(options, recipe, stream, start), execution)
     if start is not None:
         return model, start.weights
     # random numbers, drawn when their rows are read

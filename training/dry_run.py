@@ -45,7 +45,7 @@ def print_forecast(
     start = open_start(options, checkpoint, ALONE)
     if checkpoint is not None:
         init_checksum(options, checkpoint, start, ALONE)
-    shape = start_shape(options, recipe, data.get("train"), start)
+    shape = start_shape(options, recipe, data["train"].stream if data else None, start)
     if options.micro_batch_size == "auto":
         size, sentence = choose_micro_batch(options, recipe, shape, hardware)
         print(sentence)

@@ -3,7 +3,7 @@
 from dataclasses import asdict
 
 from config import ResolvedTrainConfig
-from data.loader import Mixture, Slicing
+from data.loader import Mixture, Slicing, TokenStream
 from data.tokenizer import tokenizer_identity
 from model.config import GPTConfig
 from model.gpt import GPT
@@ -22,28 +22,32 @@ SLOW_RUN_SECONDS = 3600  # above this the user is told how long a run on a CPU t
 
 
 def start_shape(
-    options: ResolvedTrainConfig, recipe: Recipe, data: Mixture | None, start: SavedModel | None
+    options: ResolvedTrainConfig,
+    recipe: Recipe,
+    stream: TokenStream | None,
+    start: SavedModel | None,
 ) -> GPTConfig:
     """Return the architecture of the run: that of the model that it begins with, but dropout may
     differ, and a new run's context may be shorter. Set the spec of that model's tokenizer in
-    `data`, for checkpoints to save: it may hold a chat template. A dry run may have no `data` yet.
+    `stream`, for checkpoints to save: it may hold a chat template. It is None in a dry run without
+    shards.
 
     Raise UserError if options ask for another architecture, if the processes that share each block
     do not divide it, and unless the shards hold the tokens of that model.
     """
     if start is None:
-        vocab_size = GPTConfig.vocab_size if data is None else data.stream.vocab_size
+        vocab_size = GPTConfig.vocab_size if stream is None else stream.vocab_size
         shape = options.model_config(recipe, vocab_size)
     else:
         shape = model_shape(options, recipe, start.shape)
-        if data is not None:
+        if stream is not None:
             identity = tokenizer_identity(start.tokenizer)
-            if identity != data.stream.tokenizer_identity:
+            if identity != stream.tokenizer_identity:
                 raise UserError(
                     f"{options.source} takes tokens of {identity}, the shards hold those of "
-                    f"{data.stream.tokenizer_identity}"
+                    f"{stream.tokenizer_identity}"
                 )
-            data.stream.tokenizer = start.tokenizer
+            stream.tokenizer = start.tokenizer
     check_divides(shape, options.tensor_parallel)
     return shape
 

@@ -253,8 +253,7 @@ def test_end_of_text_is_part_of_a_tokenizer_and_another_one_is_refused(tmp_path,
         evaluate.score_validation(evaluate.EvalConfig(data_dir=(tmp_path / "b",)), scorer)
     with user_error(r"x takes tokens of .* with </s>, .* with \[UNK\]"):
         start = SimpleNamespace(shape=GPTConfig(), tokenizer=folders[0].tokenizer)
-        data = SimpleNamespace(stream=TokenStream(folders[1:]))
-        start_shape(train_options(init_from="x"), Recipe(), data, start)
+        start_shape(train_options(init_from="x"), Recipe(), TokenStream(folders[1:]), start)
     shutil.copy(trained("NFKC, lower case", tmp_path), tmp_path / "a")
     with user_error(f"not the tokenizer of these .*, which have {file_name}"):
         open_folder(tmp_path / "a", "val")

@@ -115,7 +115,8 @@ def test_under_torchrun_a_dead_process_restarts_all_and_sigterm_saves(
     assert process.wait(30) != 0
     step = load_checkpoint(run / "checkpoints/model_last.pt")["step"]
     assert step == max(losses(run))
-    saved = f"saved at step {step}: continue with python train.py --resume {run}/checkpoints\n"
+    command = f"torchrun --standalone --nproc_per_node=2 train.py --resume {run}/checkpoints"
+    saved = f"saved at step {step}: continue with {command}\n"
     for words in ("stopping soon, then saving", saved):
         assert words in log.read_text()
 
