@@ -152,9 +152,9 @@ class ModelOptions:
         "gpt3-175b",
     ] = "gpt2"
     """Named size: GPT-2's 124M, 355M, 774M, 1558M parameters, or one of GPT-3, whose context is
-    2,048 tokens. The paper trained those with --total_batch_size 524288 and --max_lr 6e-4 (small),
-    3e-4 (medium), 2.5e-4 (large); 1048576 and 2e-4 (xl), 1.6e-4 (2.7b); 2097152 and 1.2e-4 (6.7b),
-    1e-4 (13b); 3145728 and 6e-5 (175b)."""
+    2,048 tokens. The paper trained those with total_batch_size 524288 and max_lr 6e-4 (small), 3e-4
+    (medium), 2.5e-4 (large); 1048576 and 2e-4 (xl), 1.6e-4 (2.7b); 2097152 and 1.2e-4 (6.7b), 1e-4
+    (13b); 3145728 and 6e-5 (175b)."""
     n_layer: Count | None = None
     """Transformer blocks; default: those of --model_type."""
     n_head: Count | None = None
@@ -277,8 +277,9 @@ class StepOptions:
     """Planning."""
 
     dry_run: bool = False
-    """Check the options, print model, memory, time and, for GPUs, cost, and exit. --device then
-    takes a GPU that need not be there, too: a100, h100, h200, b200, t4, ..."""
+    """Check options, shards, folders and benchmarks, print model, memory, time and, for GPUs, cost,
+    and exit. --device then takes a GPU that need not be there, too: a100, h100, h200, b200, t4,
+    ..., whose run has other folders."""
 
 
 @dataclass(frozen=True)
@@ -306,7 +307,7 @@ class TrainConfig(
             raise UserError(
                 f"--total_batch_size {self.total_batch_size:,} does not divide by the micro-batch, "
                 f"{self.micro_batch_size} x {self.context} tokens x {world_size} parts of the "
-                f"data = {tokens_together:,}: give {nearest:,}, or another --micro_batch_size"
+                f"data = {tokens_together:,}: give {nearest:,}"
             )
         return self.total_batch_size // self.context
 

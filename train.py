@@ -33,13 +33,13 @@ from model.recipes import Recipe
 from model.rows import Rows
 from training.checkpoint import Checkpoint
 from training.dry_run import print_forecast
-from training.options import model_shape, read_options, resolve_on_device, resolve_options
+from training.options import read_options, resolve_on_device, resolve_options
 from training.parallel import clip_grad_norm, sync_gradients
 from training.run import Run, StepResult, reason_to_skip, seed_step, start_process
 from training.saver import Saver, finish_writing
 from training.schedule import set_rates
 from training.start import SavedModel, digest, init_checksum, open_start
-from training.summary import check_tokenizer, note_recipe, print_summary
+from training.summary import note_recipe, print_summary, start_shape
 from training.trial import halve_until_it_fits
 from utils import distributed
 from utils.cli import call_and_exit
@@ -198,16 +198,11 @@ def build_model(
     of `start`, or new ones from the seed. Raises UserError for weights of another architecture or
     tokenizer than the run's."""
     execution = Execution(options.activation_checkpointing, options.use_torch_compile)
-    if start is None:
-        model = build_without_weights(options.model_config(recipe, stream.vocab_size), execution)
-        # random numbers, drawn when their rows are read
-        return model, model.initial_weights(options.seed, zero_init=recipe.zero_init)
-
-    check_tokenizer(stream, options.source, start.tokenizer)
-    # The architecture of the weights. Only dropout may differ, and a new run's context may be
-    # shorter: the position table then loses its last rows.
-    shape = model_shape(options, recipe, start.shape)
-    return build_without_weights(shape, execution), start.weights
+    model = build_without_weights(start_shape(options, recipe, stream, start), execution)
+    if start is not None:
+        return model, start.weights
+    # random numbers, drawn when their rows are read
+    return model, model.initial_weights(options.seed, zero_init=recipe.zero_init)
 
 
 def checkpoint_entries(

@@ -41,6 +41,10 @@ BIN_VERSIONS = {"<u2": (20240520, 1), "<u4": (20240801, 7)}
 GPT2_NAMES = ("gpt2", "openai-community/gpt2")  # names on the Hugging Face hub
 
 
+class MissingShards(UserError):
+    """Error for folders that hold no shards of a split: their sharding may not have begun."""
+
+
 @dataclass(frozen=True)
 class Shard:
     """File of tokens whose header agrees with its size."""
@@ -205,12 +209,12 @@ def open_folders(paths: list[Path], split: str) -> list[ShardFolder]:
     return with_split
 
 
-def missing_shards(paths: list[Path], split: str) -> UserError:
+def missing_shards(paths: list[Path], split: str) -> MissingShards:
     """Return the error for folders that hold no shards of a split."""
     names = " ".join(map(str, paths))
-    return UserError(
+    return MissingShards(
         f"--data_dir {names} holds no {split} shards (.npy, .bin, .ds): give a folder that does, "
-        "let its sharding end, or make one of your text, with the --tokenizer and --val_fraction "
+        "let its sharding end, or make one of your text, by the tokenizer and the val_fraction "
         "(above 0) of the others: python data/fineweb-edu.py --input YOUR_TEXT --local_dir FOLDER"
     )
 
@@ -277,7 +281,7 @@ class TokenStream:
                 fractions.add(folder.manifest.val_fraction)
         if len(fractions) > 1:
             raise UserError(
-                f"the folders of --data_dir have several --val_fraction, {sorted(fractions)}: one "
+                f"the folders of --data_dir have several val_fractions, {sorted(fractions)}: one "
                 "may train on the validation text of another; shard them alike"
             )
         sizes = [shard.num_tokens for shard in self.shards]

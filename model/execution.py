@@ -37,7 +37,7 @@ class Execution:
     checkpointing: str = "none"
     """Activations that the backward pass computes again: "none", "cheap" (all but the outputs of
     matmuls and attention; with dropout, unless compiled, the same as "block") or "block" (all but
-    the input of each block; a third more compute)."""
+    the input of each block; up to a quarter more compute)."""
     compiled: bool = False
     """Compile the blocks, which share one graph, and on GPUs the loss."""
 

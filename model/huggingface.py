@@ -178,8 +178,9 @@ def config_to_hf(config: GPTConfig) -> dict:
         misfits = min(gpt2_misfits, llama_misfits, key=len)
         assignments = ", ".join(f"{name}={value}" for name, value in misfits.items())
         raise UserError(
-            f"transformers has no class for a model with {assignments}: export one of --recipe "
-            "gpt2, modern or llama (the demo's: bash train.sh demo --recipe modern --overwrite)"
+            f"transformers has no class for a model with {assignments}: export one of "
+            "train.py --recipe gpt2, modern or llama (the demo's: bash train.sh demo "
+            "--recipe modern --overwrite)"
         )
     # A LLaMA with QK-norm is called Qwen3 in transformers.
     class_name = "Qwen3" if config.qk_norm else "Llama"

@@ -131,7 +131,7 @@ def check_124m(out: Path) -> list[bool]:
         print("not checked: the MFU, as the peak of this GPU is not known")
     else:  # forecasts assume the constant MFU
         results.append(verdict("MFU", measured["mfu"], 0.8 * MFU, 1))
-    forecast = output("train.py --dry_run --micro_batch_size 16")
+    forecast = output(f"train.py --dry_run --micro_batch_size 16 --run_dir {out}/forecast")
     total = float(forecast.partition("  in all")[0].split()[-1])  # GB, before "in all"
     results.append(verdict("peak GB", measured["peak_bytes"] / 1e9, 0.85 * total, 1.1 * total))
 

@@ -26,12 +26,13 @@ def choose_micro_batch(
     try:
         size, needed_bytes = largest_micro_batch(options, recipe, shape, hardware)
     except UserError as error:  # the sequences of a step do not divide among the processes
-        raise UserError(f"{error}; " + advise(options, recipe, shape, hardware)) from error
+        advice = advise(options, recipe, shape, hardware)
+        raise UserError(f"{error}; {advice}".removesuffix("; ")) from error
     free_text = f"{hardware.free / 1e9:.2f} GB free"
     if size == 0:
         raise UserError(
             f"one sequence needs {needed_bytes / 1e9:.2f} GB, but a process has {free_text}, of "
-            f"which {USABLE:.0%} may be filled: " + advise(options, recipe, shape, hardware)
+            f"which {USABLE:.0%} may be filled: {advise(options, recipe, shape, hardware)}"
         )
     forecast = f"by forecast {needed_bytes / 1e9:.2f} GB of {free_text}"
     return size, f"--micro_batch_size auto: {size}, {forecast}"
@@ -59,14 +60,15 @@ def advise(
     options: ResolvedTrainConfig, recipe: Recipe, shape: GPTConfig, hardware: Hardware
 ) -> str:
     """Return the flags with which the run fits these devices and a step takes the least time by
-    forecast; of equally fast combinations the plainest, which comes first below. Return which flags
-    to read about if none fit, or if the devices are not known."""
+    forecast; of equally fast combinations, as of all on devices of unknown speed, the plainest,
+    which comes first below. Return what else would help if none fits, and "" if the numbers of the
+    run divide with no flags."""
     model = build_without_weights(shape)  # forecast_step counts its FLOPs
     num_processes = hardware.num_processes
     # values of --shard_across: the processes of two machines, of three, ...
     several_machines = range(2 * hardware.per_machine, num_processes + 1, hardware.per_machine)
     best_seconds = math.inf
-    advice = "see --activation_checkpointing and --sharding"
+    advice = ""
     # Plainest values first: a later combination has to be faster to be taken.
     for checkpointing, tensor_parallel, shard_across, sharding in itertools.product(
         ("none", "cheap", "block"),
@@ -88,12 +90,15 @@ def advise(
         except UserError:  # the numbers do not divide, or the flags do not go together
             continue
         if size == 0:
+            advice = advice or "no flags make it fit; take a smaller model, or more processes"
             continue
-        # None for a device of unknown speed: the advice stays the general one.
         step = forecast_step(replace(trial, micro_batch_size=size), model, hardware)
-        if step is not None and step.seconds < best_seconds:
-            best_seconds = step.seconds
+        seconds = step.seconds if step is not None else 0.0
+        if seconds < best_seconds:
+            best_seconds = seconds
             flags["micro_batch_size"] = size
             flags_text = " ".join(to_flags(flags))  # leaves out None
-            advice = f"the fastest that fits is {flags_text}, {best_seconds:.2f} s a step"
+            advice = f"what fits is {flags_text}"
+            if step is not None:
+                advice = f"the fastest that fits is {flags_text}, {seconds:.2f} s a step"
     return advice

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from config import ResolvedTrainConfig
 from model.gpt import GPT
-from training.plan import FLOAT32_BYTES, Hardware, count_weights
+from training.plan import FLOAT32_BYTES, Hardware, checkpointing, count_weights
 from utils.throughput import NETWORK_BANDWIDTH
 
 # MFU of llm.c's 124M on eight H100: 140 ms for 524,288 tokens (modded-nanogpt, 2024-10-13).
@@ -44,10 +44,15 @@ class StepForecast:
 
 def step_flops(options: ResolvedTrainConfig, model: GPT) -> float:
     """Return the FLOPs of a step on all devices."""
-    token_flops: float = model.flops_per_token()
-    if options.activation_checkpointing == "block":
-        # Recomputation adds a second forward pass; the backward pass costs two.
-        token_flops *= 4 / 3
+    shape = model.config
+    token_flops = model.flops_per_token()
+    if checkpointing(options) == "block":
+        # A second forward pass of the blocks: 2 FLOPs a weight, and 4 C T of attention. It ends
+        # before the last matmul, whose output only dropout needs.
+        recomputed, _ = count_weights(shape)
+        if shape.dropout == 0:
+            recomputed -= shape.n_layer * shape.inner * shape.n_embd
+        token_flops += 2 * recomputed + 4 * shape.n_layer * shape.n_embd * shape.block_size
     # Each process of a tensor group computes the whole head, which is counted once above.
     token_flops += 6 * model.head_weight.numel() * (options.tensor_parallel - 1)
     return options.total_batch_size * token_flops
@@ -91,10 +96,11 @@ def forecast_step(
     # Tensor parallelism all-reduces (tokens, C) twice a block in each pass: in the dtype of matmuls
     # in the forward, in float32 in the backward.
     token_bytes = shape.n_layer * shape.n_embd * (2 * itemsize + 2 * FLOAT32_BYTES)
-    if options.activation_checkpointing == "block":
-        # Recomputation repeats the all-reduce after attention, but stops before the one after the
-        # MLP, whose result the backward pass does not need. The compiler keeps both under "cheap".
-        token_bytes += shape.n_layer * shape.n_embd * itemsize
+    if checkpointing(options) == "block":
+        # Recomputation repeats the all-reduce after attention, and with dropout that after the MLP.
+        # The compiler keeps both under "cheap".
+        num_reduces = 1 if shape.dropout == 0 else 2
+        token_bytes += num_reduces * shape.n_layer * shape.n_embd * itemsize
     activations = options.total_batch_size // num_parts * token_bytes  # bytes in a step
     activation_bytes, _ = split_by_link(2 * activations, num_ranks, num_ranks)
     return StepForecast(

@@ -5,18 +5,19 @@ from dataclasses import replace
 from config import ResolvedTrainConfig
 from data.loader import Mixture
 from data.named_tokenizer import TOKENIZERS
-from model.config import GPTConfig
+from data.shards import MissingShards
+from evaluation.evaluator import Evaluator
 from model.gpt import build_without_weights
 from model.recipes import Recipe
 from training.advice import advise, choose_micro_batch
 from training.checkpoint import Checkpoint
 from training.communication import MFU, StepForecast, forecast_step, step_flops
-from training.options import model_shape
 from training.plan import USABLE, Hardware, forecast_memory
-from training.start import open_saved
+from training.run import check_folders
+from training.start import init_checksum, open_start
+from training.summary import start_shape
 from utils.devices import seconds_on_cpu
 from utils.distributed import ALONE, launched
-from utils.errors import UserError
 from utils.throughput import NAMED_GPUS, NETWORK_BANDWIDTH
 
 DOLLARS_PER_GPU_HOUR = 2.50  # rent of an H100, used for all GPUs
@@ -27,12 +28,24 @@ def print_forecast(
     options: ResolvedTrainConfig, recipe: Recipe, checkpoint: Checkpoint | None
 ) -> None:
     """Print what would be trained and its forecast; on the main process, for all. `checkpoint` is
-    that of --resume, None for a new run."""
+    that of --resume, None for a new run. Raises UserError for what the run would refuse, as far as
+    it lies on this machine."""
     # Not Process.is_main: a dry run does not connect the processes of torchrun.
     if launched("RANK") > 0:
         return
     hardware = Hardware.of(options)
-    shape = planned_shape(options, recipe, checkpoint)
+    data: dict[str, Mixture] = {}  # by split
+    try:
+        for split in ("train", "val"):
+            data[split] = Mixture(options.data_dir, split, options.block_size)
+        print(data["train"].describe_epochs(options.max_steps * options.total_batch_size))
+    except MissingShards as error:  # they may be made before the run
+        print(f"note: {error}")
+    # ALONE: only the main process gets here.
+    start = open_start(options, checkpoint, ALONE)
+    if checkpoint is not None:
+        init_checksum(options, checkpoint, start, ALONE)
+    shape = start_shape(options, recipe, data["train"].stream if data else None, start)
     if options.micro_batch_size == "auto":
         size, sentence = choose_micro_batch(options, recipe, shape, hardware)
         print(sentence)
@@ -65,30 +78,36 @@ def print_forecast(
 
     # bytes sent, and advice
     step = forecast_step(options, model, hardware)  # None for devices of unknown speed
-    mfu = MFU
+    utilization = MFU  # share of the peak
     if step is not None and hardware.num_processes > 1:
         print_sending(step)
         # A GPU also waits for what others send.
-        mfu *= step.compute_seconds / step.seconds
+        utilization *= step.compute_seconds / step.seconds
     if not fits or (step is not None and step.sending_seconds > step.compute_seconds):
         print(f"advice: {advise(options, recipe, shape, hardware)}")
 
     # time and cost of the remaining steps
     steps = options.max_steps - (checkpoint["step"] if checkpoint else 0)
-    flops = step_flops(options, model) * steps  # on all devices together
     tokens = options.total_batch_size * steps
-    print(f"{flops:.3g} FLOPs for {tokens:,} tokens{describe_time(flops, hardware, mfu)}")
+    flops_per_step = step_flops(options, model)  # on all devices together
+    # MFU counts each FLOP of the model once, also if it is computed again.
+    mfu = utilization * model.flops_per_token() * options.total_batch_size / flops_per_step
+    time = describe_time(flops_per_step * steps, hardware, utilization, mfu)
+    print(f"{model.flops_per_token() * tokens:.3g} FLOPs for {tokens:,} tokens{time}")
 
     # Loss of a new model, if it resembles those of the fit: they had GPT-2's tokens, and no n-gram
     # embeddings, of whose many parameters a token uses few.
     has_gpt2_tokens = shape.vocab_size == TOKENIZERS["gpt2"].vocab_size
     if options.init_from is None and has_gpt2_tokens and shape.ngrams == 1:
         print(describe_loss(model.num_parameters(), options.total_batch_size * options.max_steps))
-    # train.sh reads these lines, and makes missing shards of the default folder. A run on a named
-    # GPU takes place on another machine, where train.sh makes them.
+    # A run on a named GPU takes place on another machine, with folders of its own.
     if not is_named_gpu:
+        # train.sh reads these lines, and makes missing shards of the default folder
         for folder in options.data_dir:
             print(f"data_dir: {folder}")
+        check_folders(options, checkpoint)
+        if "val" in data:  # reads, or downloads, the benchmarks
+            Evaluator(options, model, data["val"], ALONE, hardware.dtype)
     print("This was a dry run: nothing was trained or written.")
 
 
@@ -107,9 +126,10 @@ def print_sending(step: StepForecast) -> None:
     print(f"a step takes {step.seconds:.3f} s if weights and gradients are sent meanwhile")
 
 
-def describe_time(flops: float, hardware: Hardware, mfu: float) -> str:
-    """Return the time in which the devices compute a number of FLOPs, and the cost of GPUs at an
-    MFU, to append to a line; "" for a GPU whose peak is not known."""
+def describe_time(flops: float, hardware: Hardware, utilization: float, mfu: float) -> str:
+    """Return the time in which the devices compute a number of FLOPs, and the cost of GPUs at a
+    share of their peak, `utilization`, to append to a line; "" for a GPU whose peak is not known.
+    """
     if hardware.device.type == "cpu":
         hours = seconds_on_cpu(flops, hardware.dtype) / 3600  # times a matmul
         # train.sh quotes the text between "about" and "on this processor"
@@ -117,7 +137,7 @@ def describe_time(flops: float, hardware: Hardware, mfu: float) -> str:
     if hardware.gpu is None:
         return ""
     peak = hardware.gpu.peak  # FLOP/s
-    gpu_hours = flops / (peak * mfu) / 3600  # sum over GPUs
+    gpu_hours = flops / (peak * utilization) / 3600  # sum over GPUs
     num_gpus = hardware.num_processes
     return (
         f": {gpu_hours / num_gpus:,.2f} hours on {num_gpus} GPUs and "
@@ -157,24 +177,3 @@ def describe_loss(parameters: int, tokens: int) -> str:
             f"{best_parameters / 1e6:,.0f}M parameters and {best_tokens / 1e9:,.2f}B tokens"
         )
     return text
-
-
-def planned_shape(
-    options: ResolvedTrainConfig, recipe: Recipe, checkpoint: Checkpoint | None
-) -> GPTConfig:
-    """Return the architecture of the run, with GPT-2's vocabulary where there are no shards yet.
-    Raises UserError for options that ask for another one than that of the weights."""
-    # model_shape returns the shape of the weights, or raises if the options ask for another one.
-    if checkpoint is not None:
-        return model_shape(options, recipe, GPTConfig(**checkpoint["model_config"]))
-    if options.init_from is not None:
-        # ALONE: in a dry run only the main process gets here.
-        return model_shape(options, recipe, open_saved(options.init_from, ALONE).shape)
-    vocab_size = TOKENIZERS["gpt2"].vocab_size
-    try:
-        data = Mixture(options.data_dir, "train", options.block_size)
-        vocab_size = data.stream.vocab_size
-        print(data.describe_epochs(options.max_steps * options.total_batch_size))
-    except UserError as error:  # a dry run needs no shards
-        print(f"note: {error}")
-    return options.model_config(recipe, vocab_size)

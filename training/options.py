@@ -189,7 +189,7 @@ def resolve_options(
     recipe = find_recipe(options, checkpoint)
     resolved = resolve_compile(resolve_from_recipe(options, recipe), derived)
     # Check before processes connect that --tensor_parallel divides the heads. With --init_from
-    # `parallelize` of training/tensor_parallel.py checks it, after the file is opened.
+    # `start_shape` of training/summary.py checks it, after the file is opened.
     if resolved.init_from is None:
         # any vocabulary will do, as heads and MLP do not depend on it
         check_divides(resolved.model_config(recipe, GPTConfig.vocab_size), resolved.tensor_parallel)

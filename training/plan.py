@@ -42,7 +42,7 @@ class Hardware:
     """Processes of a machine."""
     gpu: GPU | None = None
     """GPU that --device names, which need not be here, or that of this machine; None for CPUs and
-    for GPUs whose peak is not known."""
+    for GPUs whose peak in `dtype` is not known."""
 
     @classmethod
     def of(cls, options: ResolvedTrainConfig) -> "Hardware":
@@ -53,6 +53,8 @@ class Hardware:
             free = gpu.memory * 10**9  # from GB; all of it counts as free
             dtype_name = gpu.dtype if options.dtype == "auto" else options.dtype
             dtype = getattr(torch, dtype_name)
+            if dtype_name not in ("float16", gpu.dtype):  # its peak is not known
+                gpu = None
         else:
             # `launched` reads torchrun's environment; without torchrun it returns 0 or the default.
             device = pick_device(options.device, launched("LOCAL_RANK"))
@@ -95,34 +97,47 @@ def free_memory(device: torch.device) -> int:
     return free // processes_here
 
 
-def block_activations(
-    shape: GPTConfig, itemsize: int, checkpointing: str, num_ranks: int = 1
-) -> int:
+def checkpointing(options: ResolvedTrainConfig) -> str:
+    """Return --activation_checkpointing as the blocks follow it: with dropout, "cheap" is the same
+    as "block" unless it is compiled (Block.run of model/gpt.py)."""
+    if options.dropout > 0 and not options.use_torch_compile:
+        return options.activation_checkpointing.replace("cheap", "block")
+    return options.activation_checkpointing
+
+
+def block_activations(shape: GPTConfig, itemsize: int, mode: str, num_ranks: int = 1) -> int:
     """Return the bytes per token that autograd keeps of one block for the backward pass, in each of
     `num_ranks` processes that share it.
 
     `itemsize` is the bytes of a number in matmuls, 2 or 4; norms and the residual stream are
-    float32. `checkpointing` is --activation_checkpointing.
+    float32. `mode` is that of `checkpointing`.
     """
     C = shape.n_embd
     residual = FLOAT32_BYTES * C  # whole on each process
-    if checkpointing == "block":
+    if mode == "block":
         return residual  # the block's input
 
     # channels per process of each tensor
     inner = shape.inner // num_ranks
-    attention = C // num_ranks  # output of the heads
-    qkv = attention + 2 * shape.kv_heads * shape.head_size // num_ranks  # c_attn's output
+    attention = C // num_ranks  # queries, and the output of the heads
+    keys = shape.kv_heads * shape.head_size // num_ranks  # values have as many
+    qkv = attention + 2 * keys  # c_attn's output
     hidden = 2 * inner if shape.is_gated else inner  # c_fc's output
-    if checkpointing == "cheap":
+    if mode == "cheap":
         # the block's input, and the outputs of the four linear layers and of attention
         projections = 2 * C  # outputs of both c_proj, whole on each process
         return residual + itemsize * (qkv + attention + hidden + projections)
 
     residuals = 2 * residual  # inputs of the two norms
     normed = 2 * C  # inputs of c_attn and c_fc
-    if shape.position == "rotary":
-        qkv *= 2  # before and after the rotation
+    # Attention reads views of c_attn's output, or copies.
+    is_grouped = keys < attention
+    if is_grouped and shape.position == "rotary" and not shape.qk_norm:
+        qkv = 0  # of which nothing but the copies below is read again
+    if is_grouped:
+        qkv += 2 * attention  # a key and a value for each query
+    if shape.position == "rotary" or shape.qk_norm:
+        qkv += attention + keys  # queries and keys, rotated or normalized
     activated = inner  # input of the MLP's c_proj
     if shape.is_gated:
         activated += inner  # SiLU of the gate, which multiplies the other half
@@ -173,52 +188,62 @@ def forecast_memory(
     num_parts, num_shards = hardware.count_parts(options)
     num_matrix_weights, num_other_weights = count_weights(shape)
     num_matrix_weights //= num_ranks  # per process from here on
+    block_weights = num_matrix_weights // shape.n_layer
     num_weights = num_matrix_weights + num_other_weights
     # float32 numbers of optimizer state, before sharding
     num_moments = MOMENTS["adamw"] * num_other_weights
     num_moments += MOMENTS[recipe.optimizer] * num_matrix_weights
     micro_steps = hardware.count_micro_steps(options)
+    mode = checkpointing(options)
     # A single process trains the plain model. With tensor parallelism FSDP2 may shard over a group
     # of one process, and still gathers weights into copies.
     uses_fsdp = options.sharding != "none" and hardware.num_processes > 1
+    # zero1 sums whole gradients until the last micro-step reduces them.
+    sums_gradients = options.sharding == "zero1" and micro_steps > 1
 
     gradients = FLOAT32_BYTES * num_weights
     if not uses_fsdp and num_parts > 1 and micro_steps > 1:
         # DDP's buckets lie apart from the sums of earlier micro-steps.
         gradients *= 2
-    # zero1 sums whole gradients until the last micro-step reduces them.
-    if options.sharding != "zero1" or micro_steps == 1:
+    if not sums_gradients:
         gradients //= num_shards
 
     compute_weights = 0  # bytes of the copies that matmuls read
     if uses_fsdp:
-        gathered = itemsize * num_matrix_weights  # all blocks
+        gathered = num_matrix_weights  # all blocks
         if options.sharding == "zero3":
-            # the current block, the next one, and the buffer that receives it
-            gathered = int(itemsize * min(1, 3 / shape.n_layer) * num_matrix_weights)
+            gathered = 2 * block_weights  # the current block and the next one
         # Embeddings, final norm and head are gathered in float32. The blocks' small vectors count
         # with them.
-        compute_weights = gathered + FLOAT32_BYTES * num_other_weights
-    elif itemsize < FLOAT32_BYTES and options.activation_checkpointing == "none":
+        compute_weights = itemsize * gathered + FLOAT32_BYTES * num_other_weights
+    elif itemsize < FLOAT32_BYTES and mode == "none":
         # Autograd keeps autocast's copies for the backward pass.
         compute_weights = itemsize * num_matrix_weights
 
     tokens = options.sequences_per_pass * shape.block_size  # in a micro-batch
-    checkpointing = options.activation_checkpointing
-    per_block = block_activations(shape, itemsize, checkpointing, num_ranks)  # bytes per token
+    per_block = block_activations(shape, itemsize, mode, num_ranks)  # bytes per token
     final_norm = FLOAT32_BYTES * shape.n_embd  # bytes of its input per token
-    # The backward pass of a block holds its recomputed activations and three float32 gradients of
-    # the residual stream. The loss is over by then, so only the larger of the two counts.
-    recomputed = block_activations(shape, itemsize, "none", num_ranks) - per_block
-    block_backward = tokens * (3 * FLOAT32_BYTES * shape.n_embd + recomputed)
+
+    # The backward pass of a block holds its recomputed activations, three float32 gradients of the
+    # residual stream, and the head's gradient, which waits for that of the embedding.
+    recomputed = tokens * (block_activations(shape, itemsize, "none", num_ranks) - per_block)
+    block_backward = FLOAT32_BYTES * shape.n_embd * (3 * tokens + shape.padded_vocab_size)
+    if uses_fsdp:
+        # Gradients of whole matrices are complete when the activations are used up.
+        recomputed = max(recomputed, itemsize * block_weights)
+        if not sums_gradients:
+            # those of the block before, cast into a buffer that is sent meanwhile
+            block_backward += FLOAT32_BYTES * block_weights
     forecast = {
         "weights": FLOAT32_BYTES * num_weights // num_shards,
         "weights cast or gathered for compute": compute_weights,
         "gradients": gradients,  # per process already
         "optimizer": FLOAT32_BYTES * num_moments // num_shards,
         "activations": tokens * (shape.n_layer * per_block + final_norm),
+        # The loss is over before the blocks' backward pass, so only the larger of the two counts.
         "head and logits, or one block's backward pass": max(
-            head_memory(shape, tokens, hardware, options.use_torch_compile), block_backward
+            head_memory(shape, tokens, hardware, options.use_torch_compile),
+            block_backward + recomputed,
         ),
     }
     if hardware.device.type == "cpu":

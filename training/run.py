@@ -45,7 +45,7 @@ from training.start import checksum_together, compare_processes, warn_of_order
 from training.weights_and_biases import open_wandb
 from utils import distributed
 from utils.devices import describe
-from utils.distributed import Process, launched
+from utils.distributed import Process
 from utils.errors import UserError
 from utils.files import atomic_write, lock_folder
 from utils.logger import CONFIG, Logger, logged_run
@@ -339,11 +339,7 @@ class Run(Generic[Config]):
         then."""
         folder = shlex.quote(str(self.config.checkpoint_dir))
         if self.stopping:
-            launcher = "python"
-            if self.process.num_processes > 1:
-                per_machine = launched("LOCAL_WORLD_SIZE", self.process.num_processes)
-                launcher = f"torchrun --standalone --nproc_per_node={per_machine}"
-            command = f"{launcher} {sys.argv[0]} --resume {folder}"
+            command = f"{distributed.launcher()} {sys.argv[0]} --resume {folder}"
             self.logger.print(f"stopped; saved at step {self.state.step}: continue with {command}")
         elif self.process.is_main:
             best = ""

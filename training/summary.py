@@ -1,15 +1,18 @@
 """What train.py tells the user before the first step: warnings, and a summary of the run."""
 
 from dataclasses import asdict
-from pathlib import Path
 
 from config import ResolvedTrainConfig
 from data.loader import Mixture, Slicing, TokenStream
 from data.tokenizer import tokenizer_identity
+from model.config import GPTConfig
 from model.gpt import GPT
 from model.recipes import Recipe
+from training.communication import step_flops
+from training.options import model_shape
 from training.run import Run
 from training.start import SavedModel
+from training.tensor_parallel import check_divides
 from utils.devices import seconds_on_cpu
 from utils.distributed import Process
 from utils.errors import UserError
@@ -18,17 +21,35 @@ MOST_EPOCHS = 100  # above this the model would learn its text by heart
 SLOW_RUN_SECONDS = 3600  # above this the user is told how long a run on a CPU takes
 
 
-def check_tokenizer(stream: TokenStream, source: Path | str | None, tokenizer: str) -> None:
-    """Raise UserError unless the shards hold the tokens of the model of `source`, whose tokenizer
-    has the spec `tokenizer`. Set that spec in `stream`, for checkpoints to save: it may hold a chat
-    template."""
-    identity = tokenizer_identity(tokenizer)
-    if identity != stream.tokenizer_identity:
-        raise UserError(
-            f"{source} takes tokens of {identity}, the shards hold those of "
-            f"{stream.tokenizer_identity}"
-        )
-    stream.tokenizer = tokenizer
+def start_shape(
+    options: ResolvedTrainConfig,
+    recipe: Recipe,
+    stream: TokenStream | None,
+    start: SavedModel | None,
+) -> GPTConfig:
+    """Return the architecture of the run: that of the model that it begins with, but dropout may
+    differ, and a new run's context may be shorter. Set the spec of that model's tokenizer in
+    `stream`, for checkpoints to save: it may hold a chat template. It is None in a dry run without
+    shards.
+
+    Raise UserError if options ask for another architecture, if the processes that share each block
+    do not divide it, and unless the shards hold the tokens of that model.
+    """
+    if start is None:
+        vocab_size = GPTConfig.vocab_size if stream is None else stream.vocab_size
+        shape = options.model_config(recipe, vocab_size)
+    else:
+        shape = model_shape(options, recipe, start.shape)
+        if stream is not None:
+            identity = tokenizer_identity(start.tokenizer)
+            if identity != stream.tokenizer_identity:
+                raise UserError(
+                    f"{options.source} takes tokens of {identity}, the shards hold those of "
+                    f"{stream.tokenizer_identity}"
+                )
+            stream.tokenizer = start.tokenizer
+    check_divides(shape, options.tensor_parallel)
+    return shape
 
 
 def note_recipe(
@@ -75,7 +96,7 @@ def print_summary(
     if run.process.device.type == "cpu":
         # Estimated from the speed of a matmul: a progress bar shows nothing before the first step
         # ends, which may take minutes.
-        step_seconds = seconds_on_cpu(tokens_per_step * model.flops_per_token(), run.dtype)
+        step_seconds = seconds_on_cpu(step_flops(options, model), run.dtype)
         run_seconds = step_seconds * (options.max_steps - run.state.step)
         if run_seconds > SLOW_RUN_SECONDS:
             run.logger.print(

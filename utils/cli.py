@@ -227,5 +227,5 @@ def user_message(error: Exception) -> str | None:
             return error.strerror
         return f"{error.filename}: {error.strerror}"
     if is_out_of_memory(error):  # PyTorch's text may have many lines
-        return f"out of memory: take smaller batches or fewer samples ({error!s:.200})"
+        return f"out of memory: take smaller batches, or fewer samples at a time ({error!s:.200})"
     return None

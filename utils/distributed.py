@@ -244,6 +244,14 @@ def launched(name: str, default: int = 0) -> int:
     return int(os.environ.get(name, default))
 
 
+def launcher() -> str:
+    """Return the command that starts a script on as many processes of this machine as there are."""
+    per_machine = launched("LOCAL_WORLD_SIZE", 1)
+    if per_machine == 1:
+        return "python"
+    return f"torchrun --standalone --nproc_per_node={per_machine}"
+
+
 def count_shards(
     num_processes: int, per_machine: int, tensor_parallel: int, shard_across: int | None
 ) -> int:
@@ -256,7 +264,7 @@ def count_shards(
     """
     if per_machine % tensor_parallel:
         raise UserError(
-            f"--tensor_parallel {tensor_parallel} does not divide the processes of a machine, "
+            f"tensor_parallel {tensor_parallel} does not divide the processes of a machine, "
             f"{per_machine}: start a multiple of it by torchrun --nproc_per_node"
         )
     if shard_across is None:
@@ -267,7 +275,7 @@ def count_shards(
             shard_across = num_processes
     elif num_processes % shard_across or shard_across % per_machine:
         raise UserError(
-            f"--shard_across {shard_across} has to divide the {num_processes} processes, and to be "
+            f"shard_across {shard_across} has to divide the {num_processes} processes, and to be "
             f"a multiple of the {per_machine} of a machine"
         )
     return shard_across // tensor_parallel  # a tensor group holds one shard

@@ -20,7 +20,7 @@ class GPU:
     name: str
     """Words that are all in the name that the driver gives, such as "NVIDIA H100 80GB HBM3"."""
     peak: float
-    """Peak FLOP/s of dense matmuls in `dtype`."""
+    """Peak FLOP/s of dense matmuls in 16 bits."""
     memory: int = 0
     """GB of 1e9 bytes, for the GPUs that --dry_run --device can name."""
     dtype: str = "bfloat16"

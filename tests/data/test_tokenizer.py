@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from conftest import documents, user_error
+from conftest import documents, train_options, user_error
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_fineweb_edu import fineweb_edu, shard
@@ -35,8 +35,9 @@ from evaluation.scoring import pack
 from evaluation.tasks import Item
 from finetuning.examples import TextEncoder, encode_completion, encode_messages
 from model.config import GPTConfig
+from model.recipes import Recipe
 from sample import SampleConfig, Writer
-from training.summary import check_tokenizer
+from training.summary import start_shape
 from utils.distributed import ALONE
 from utils.errors import UserError
 
@@ -262,7 +263,8 @@ def test_end_of_text_is_part_of_a_tokenizer_and_another_one_is_refused(tmp_path,
     with user_error(r"with \[UNK\], the model takes those of .* with </s>"):
         evaluate.score_validation(evaluate.EvalConfig(data_dir=(tmp_path / "b",)), scorer)
     with user_error(r"x takes tokens of .* with </s>, .* with \[UNK\]"):
-        check_tokenizer(TokenStream(folders[1:]), "x", folders[0].tokenizer)
+        start = SimpleNamespace(shape=GPTConfig(), tokenizer=folders[0].tokenizer)
+        start_shape(train_options(init_from="x"), Recipe(), TokenStream(folders[1:]), start)
     shutil.copy(trained("NFKC, lower case", tmp_path), tmp_path / "a")
     with user_error(f"not the tokenizer of these .*, which have {file_name}"):
         open_folder(tmp_path / "a", "val")

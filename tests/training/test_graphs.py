@@ -158,34 +158,52 @@ class Collectives(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
 
-@pytest.mark.parametrize("sharding", ["zero1", "zero2", "zero3"])
+# blocks so wide that their gradients take more than anything else
+WIDE = {"n_embd": 6144, "n_head": 48, "micro_batch_size": 1, "activation_checkpointing": "block"}
+
+
+@pytest.mark.parametrize(
+    "sharding, given",
+    [
+        ("zero1", {}),
+        ("zero2", {}),
+        ("zero3", WIDE),
+        slow("zero3", {}),
+        slow("zero1", WIDE),
+        slow("zero3", WIDE | {"activation_checkpointing": "none"}),
+        slow("zero3", WIDE | {"activation_checkpointing": "cheap"}),
+        slow("zero3", WIDE | {"dtype": "float32"}),
+        slow("zero3", WIDE | {"recipe": "llama,n_kv_head=8"}),
+    ],
+)
 def test_eight_machines_of_eight_send_and_hold_what_docs_scaling_says(
-    fake_ranks, loss_of_gpus, monkeypatch, sharding
+    fake_ranks, loss_of_gpus, monkeypatch, sharding, given
 ):
     fake_ranks(64)
     mesh = init_device_mesh("cpu", (8, 8), mesh_dim_names=("replicate", "shard"))
     monkeypatch.setattr(parallel, "init_device_mesh", lambda *_, **__: mesh)
-    batch, accumulation, layers = 8, 3, 4
-    config = train_options(
-        n_layer=layers, sharding=sharding, micro_batch_size=batch,
-        total_batch_size=64 * 1024 * batch * accumulation,
-    )  # fmt: skip
+    accumulation, layers = 3, 4
+    given = {"n_layer": layers, "micro_batch_size": 8, "dtype": "bfloat16", **given}
+    batch = given["micro_batch_size"]
+    total_batch_size = 64 * 1024 * batch * accumulation
+    config = train_options(sharding=sharding, total_batch_size=total_batch_size, **given)
+    dtype = getattr(torch, config.dtype)
     recipe = parse_recipe(config.recipe)
     shape = config.model_config(recipe, VOCABULARY)
     sent, memory = Collectives(), MemTracker()
     # fake weights are not drawn
     monkeypatch.setattr(parallel, "fill_model", lambda model, *_: model.to_empty(device="cpu"))
     with FakeTensorMode():
-        model = build_without_weights(shape)  # the plain one, as on a GPU
-        parallel.wrap(model, {}, Process(0, 64, CPU, copies=8), sharding, torch.bfloat16)
-        optimizers = make_optimizers(model, config, recipe, torch.bfloat16)
+        model = build_without_weights(shape, Execution(config.activation_checkpointing))
+        parallel.wrap(model, {}, Process(0, 64, CPU, copies=8), sharding, dtype)
+        optimizers = make_optimizers(model, config, recipe, dtype)
         idx = torch.zeros(batch, 1024, dtype=torch.long)
 
         def step(before_forward=lambda: None):
             for micro_step in range(accumulation):
                 before_forward()
                 with sync_gradients(model, sharding, last=micro_step == accumulation - 1):
-                    with autocast(CPU, torch.bfloat16, keep_weights=False):
+                    with autocast(CPU, dtype, keep_weights=False):
                         nats = model(idx, idx)
                     nats.backward()
             for optimizer in optimizers:
@@ -206,5 +224,5 @@ def test_eight_machines_of_eight_send_and_hold_what_docs_scaling_says(
         "allgather_base": gathers, "reduce_scatter_base": once * scatters, "allreduce": once,
     }  # fmt: skip
     peak = memory.get_tracker_snapshot("peak")[CPU]["Total"]
-    forecast = forecast_memory(config, recipe, shape, Hardware(GPU, torch.bfloat16, 0, 64, 8))
+    forecast = forecast_memory(config, recipe, shape, Hardware(GPU, dtype, 0, 64, 8))
     assert peak == pytest.approx(sum(forecast.values()), rel=0.1)

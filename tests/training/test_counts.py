@@ -1,0 +1,145 @@
+"""The forecast is a count: FLOPs are those of FlopCounterMode, activations the bytes that autograd
+keeps, peaks those of a tracker, for each value of each option that a formula depends on."""
+
+import pytest
+import torch
+from conftest import train_options
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
+
+from model.execution import Execution
+from model.gpt import GPT
+from model.layers import rotary_angles
+from model.recipes import parse_recipe
+from training.communication import step_flops
+from training.plan import block_activations
+from utils.devices import autocast
+
+CPU = torch.device("cpu")
+B, T = 2, 64
+# one field of a recipe at a time, and those that change what attention reads together
+RECIPES = [
+    "gpt2",
+    "gpt2,bias=False",
+    "gpt2,activation=gelu_exact",
+    "gpt2,activation=relu2",
+    "gpt2,activation=swiglu",
+    "gpt2,mlp_ratio=3",
+    "gpt2,norm=rms",
+    "gpt2,tied=False",
+    "gpt2,position=rotary",
+    "gpt2,qk_norm=True",
+    "gpt2,n_kv_head=2",
+    "gpt2,n_kv_head=1,qk_norm=True",
+    "llama,n_kv_head=1",
+    "llama,n_kv_head=2,qk_norm=True",
+    "speedrun",
+]
+
+
+class FusedNorm(torch.autograd.Function):
+    """What autograd keeps of a GPU's kernel for RMSNorm, which CPUs lack: input and scale. The
+    compiler, too, keeps no more."""
+
+    @staticmethod
+    def forward(ctx, x, weight, eps):
+        scale = (x.float().square().mean(-1, keepdim=True) + eps).rsqrt()
+        ctx.save_for_backward(x, scale)
+        return (x * scale if weight is None else x * scale * weight).type_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None, None
+
+
+@pytest.fixture
+def fused_norms(monkeypatch):
+    def forward(norm, x):
+        return FusedNorm.apply(x, norm.weight, norm.eps)
+
+    monkeypatch.setattr(torch.nn.RMSNorm, "forward", forward)
+
+
+def build(recipe, mode="none", **given):
+    """Return the options of a small run and its model."""
+    sizes = {"n_layer": 2, "n_head": 4, "n_embd": 64, "block_size": T, "micro_batch_size": B}
+    options = train_options(
+        recipe=recipe, total_batch_size=B * T, activation_checkpointing=mode, **sizes, **given
+    )
+    shape = options.model_config(parse_recipe(recipe), 64 * 64)  # without padding
+    return options, GPT(shape, Execution(mode, options.use_torch_compile))
+
+
+def attention_flops(query, key, value, *args, out_shape=None, **kwargs):
+    """Return the FLOPs of two matmuls, which the counter does not know of the kernel of CPUs."""
+    batch, heads, time, width = query
+    return 4 * batch * heads * time * time * width
+
+
+def attention_backward_flops(grad, query, *args, **kwargs):
+    """Return twice as many: MFU does not count that the kernel computes its scores again."""
+    return 2 * attention_flops(query, query, query)
+
+
+KERNEL = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+KERNELS = {
+    KERNEL: attention_flops,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: attention_backward_flops,
+}
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("mode", ["none", "cheap", "block"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_flops_of_a_step_are_those_that_are_counted(recipe, mode, dropout):
+    options, model = build(recipe, mode, dropout=dropout)
+    idx = torch.zeros(B, T, dtype=torch.long)
+    with FlopCounterMode(display=False, custom_mapping=KERNELS) as counter:
+        model(idx, idx).backward()
+    # vectors count as weights in the formula of PaLM
+    assert counter.get_total_flops() == pytest.approx(step_flops(options, model), rel=0.01)
+
+
+class LiveBytes(TorchDispatchMode):
+    """Bytes of tensors that were made in this context and still live."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.weights = {StorageWeakRef(p.untyped_storage()) for p in model.parameters()}
+        self.sizes = {}  # by a weak reference
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **kwargs or {})
+        for x in tree_leaves(result):
+            if isinstance(x, torch.Tensor):
+                reference = StorageWeakRef(x.untyped_storage())
+                if reference not in self.weights:  # else a view of a weight
+                    self.sizes[reference] = x.untyped_storage().nbytes()
+        return result
+
+    @property
+    def total(self):
+        return sum(size for reference, size in self.sizes.items() if not reference.expired())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("mode", ["none", "cheap", "block"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_activations_of_a_block_are_the_bytes_that_autograd_keeps(fused_norms, recipe, mode, dtype):
+    _, model = build(recipe, mode)
+    shape = model.config
+    angles = None
+    if shape.position == "rotary":
+        angles = rotary_angles(torch.arange(T), shape.head_size, shape.rope_base)
+    x = torch.randn(B, T, shape.n_embd, requires_grad=True)
+    block = model.transformer.h[0]
+    with LiveBytes(model) as live, autocast(CPU, dtype, keep_weights=False):
+        y = block(x, angles, None, None)
+    kept = x.nbytes + live.total - y.nbytes  # y is the next block's input
+    if dtype is torch.bfloat16 and mode == "none":  # the forecast counts cast weights elsewhere
+        kept -= sum(2 * p.numel() for p in block.parameters() if p.dim() == 2)
+    forecast = B * T * block_activations(shape, dtype.itemsize, mode)
+    # statistics of norms and of attention
+    assert 0 <= kept - forecast <= B * T * 4 * (4 + 3 * shape.n_head), kept / forecast
