@@ -11,7 +11,6 @@ from functools import cache
 import pytest
 from conftest import ROOT
 
-# Modules whose messages still name flags of other scripts. TO BE EMPTIED as their parts are merged.
 # These pass their strings to other scripts; tests/scripts runs them.
 RUN_SCRIPTS = {"scripts/first_hour.py", "scripts/sweep.py"}
 SCRIPTS = [
