@@ -96,8 +96,12 @@ def check(config: EvalConfig) -> dict[str, Path]:
             f"--tasks {' '.join(config.tasks)}: two tasks have one name, and so would their "
             "results; rename one"
         )
+    benchmarks = []  # of --tasks; each takes one path of --data
     for task in config.tasks:
-        if not is_path(task) and task not in ("val", *BENCHMARKS):
+        if is_path(task) or task == "val":
+            continue
+        benchmarks.append(task)
+        if task not in BENCHMARKS:
             names = ", ".join(["val", *BENCHMARKS, "FILE.jsonl"])
             raise UserError(f"--tasks has no {task}: {names} or a FOLDER with core.yaml")
     # Earlier results are replaced. A checkpoint or a file of questions must not be.
@@ -106,7 +110,6 @@ def check(config: EvalConfig) -> dict[str, Path]:
     if config.dump and config.dump.exists():
         if config.dump.suffix != ".jsonl" or str(config.dump) in config.tasks:
             raise UserError(f"--dump {config.dump} exists, and is no .jsonl file of results")
-    benchmarks = [task for task in config.tasks if task in BENCHMARKS and not is_path(task)]
     if config.data and len(config.data) != len(benchmarks):
         raise UserError(f"--data has {len(config.data)} files for {len(benchmarks)} benchmarks")
     return dict(zip(benchmarks, config.data, strict=False))
@@ -237,12 +240,13 @@ def main(config: EvalConfig) -> None:
             # Each process scores its share, and all get the same results.
             task_results, task_examples = score_task(task, data_paths.get(task), config, scorer)
         except Exception as error:
-            if len(config.tasks) > 1:
-                bar.clear()
-                process.print(f"{task} could not be scored: {error}")
+            if len(config.tasks) == 1:
+                raise
+            bar.clear()
+            process.print(f"{task} could not be scored: {error}")
             # A UserError is that of all processes, such as a failed download, or a model that gives
             # NaN. Of another error the others may not know, and would wait for this process.
-            if len(config.tasks) == 1 or not isinstance(error, UserError):
+            if not isinstance(error, UserError):
                 raise
             failed_tasks.append(task)
             continue

@@ -5,6 +5,7 @@ if config.py has the options NAME_every and NAME_data. docs/EVALUATION.md says w
 protocol can be compared with. Figures of OpenAI's GPT-2 are in evaluation/table.py.
 """
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -22,7 +23,6 @@ from evaluation.tasks import (
     exponential,
     get_field,
     get_label,
-    mean_logprob,
 )
 
 
@@ -69,12 +69,14 @@ class HellaSwag(Task):
         per byte as in the harness."""
         # logprob is a sum over all tokens in nats, lower for longer endings
         if protocol == "build-nanogpt":
-            return {"acc": score.logprob, "acc_norm": mean_logprob(score.logprob, score.num_tokens)}
+            return {"acc": score.logprob, "acc_norm": score.logprob / score.num_tokens}
         ending = choice[1:]  # the harness counts without the space in front
+        if not ending:  # nothing but WikiHow's marks: never taken, as in the harness
+            return {"acc": score.logprob, "acc_norm": -math.inf, "acc_bytes": -math.inf}
         return {
             "acc": score.logprob,
-            "acc_norm": mean_logprob(score.logprob, len(ending)),
-            "acc_bytes": mean_logprob(score.logprob, len(ending.encode())),
+            "acc_norm": score.logprob / len(ending),
+            "acc_bytes": score.logprob / len(ending.encode()),
         }
 
     def score(

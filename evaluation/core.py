@@ -39,7 +39,6 @@ from evaluation.tasks import (
     TaskScores,
     get_field,
     get_label,
-    mean_logprob,
     split_ids,
 )
 from utils.ranges import BelowOne, Natural, check_ranges
@@ -147,7 +146,7 @@ class FewShotTask(Task):
         """Return whether the choice with the lowest mean loss is right, the first of equal ones, or
         the answer is what greedy decoding writes."""
         # nats per token: the negative of nanochat's mean loss
-        means = [mean_logprob(score.logprob, score.num_tokens) for score in scores]
+        means = [score.logprob / score.num_tokens for score in scores]
         pick = means.index(max(means))
         is_right = pick == item.label
         if self.type == "language_modeling":  # one choice, so there is nothing to pick

@@ -114,12 +114,6 @@ def exponential(nats: float) -> float:
     return math.exp(nats) if nats < 709 else math.inf  # the largest float is e^709.78
 
 
-def mean_logprob(logprob: float, num_units: int) -> float:
-    """Return the log-probability of a text per token, character or byte; -infinity for a text of
-    none, as lm-evaluation-harness has it: such a choice is never taken."""
-    return logprob / num_units if num_units else -math.inf
-
-
 def get_field(row: dict, name: str, *types: type) -> Any:
     """Return a field of a row of a .jsonl file; raise ValueError unless it is there and of one of
     the types, and text is UTF-8."""

@@ -5,12 +5,12 @@ import shutil
 
 import pytest
 import torch
-from conftest import bad, script
+from conftest import script, user_error
 
 import sample as sample_py
 from data.named_tokenizer import ByteTokenizer
-from finetuning.completions import decode_completion
 from model.generate import cut_at_end
+from training.checkpoint import find_checkpoint
 from utils.errors import UserError
 
 
@@ -35,7 +35,8 @@ def test_a_prompt_comes_from_standard_input(trained):
 
 def test_a_conversation_goes_on_until_quit(trained):
     lines = [b"Abc", b"", b"x" * 40, b"caf\xe9", b"/new", b"Abc", b"/quit", b"Abc"]
-    out = sample(trained, "--chat", "--seed", 3, input=b"\n".join(lines)).stdout
+    env = os.environ | {"PYTHONIOENCODING": "utf-8:strict"}  # as of most locales
+    out = sample(trained, "--chat", "--seed", 3, input=b"\n".join(lines), env=env).stdout
     assert "the prompt is not UTF-8 text: 'caf" in out
     assert "the prompt has 58 tokens; this model reads at most 32" in out
     answers = [sample(trained, "--chat", "--prompt", "Abc", "--seed", i).stdout for i in (3, 4, 5)]
@@ -48,8 +49,8 @@ class TemplateTokenizer(ByteTokenizer):
 
 @pytest.mark.parametrize("tokenizer", [ByteTokenizer(), TemplateTokenizer()])
 @pytest.mark.parametrize("chat", [False, True])
-def test_texts_are_shown_as_rewards_and_scores_decode_them(monkeypatch, capsys, tokenizer, chat):
-    """Token by token, with bytes that are no UTF-8, ends of text, and characters that are cut."""
+def test_texts_are_shown_as_they_are_decoded_whole(monkeypatch, capsys, tokenizer, chat):
+    """With bytes that are no UTF-8, ends of text, and characters that are cut."""
     rng = random.Random(0)
     config = sample_py.SampleConfig(num_samples=2, chat=chat)
     writer = sample_py.Writer(None, tokenizer, config)
@@ -64,29 +65,13 @@ def test_texts_are_shown_as_rewards_and_scores_decode_them(monkeypatch, capsys, 
         monkeypatch.setattr(sample_py, "generate", lambda *_, steps=steps: iter(steps))
         expected = []
         for ids in texts:
-            ids = cut_at_end(ids, tokenizer.end_ids).tokens
-            expected.append(decode_completion(ids, tokenizer, chat, keep_cut=chat))
+            content = bytes(cut_at_end(ids, tokenizer.end_ids).tokens)
             decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-            text = decoder.decode(bytes(ids), final=chat)  # a text that goes on ends before a cut
+            text = decoder.decode(content, final=chat)  # a text that goes on ends before a cut
             drops_space = chat and tokenizer.chat_template is None
-            assert expected[-1] == (text.removeprefix(" ") if drops_space else text)
+            expected.append(text.removeprefix(" ") if drops_space else text)
         assert writer.write("", [], 0) == expected[0]
         assert capsys.readouterr().out == f"{expected[0]}\n\n{'-' * 80}\n{expected[1]}\n"
-
-
-def test_a_prompt_that_is_no_text_is_one_sentence(trained):
-    sentence = "the prompt is not UTF-8 text: 'caf"
-    env = os.environ | {"PYTHONIOENCODING": "utf-8:strict"}  # as of most locales
-    assert sentence in sample(trained, "--prompt", "-", input=b"caf\xe9", env=env, code=2).stderr
-
-
-def test_mistakes_are_sentences(trained, tmp_path):
-    best = ["sample.py", "--checkpoint", trained / "checkpoints/model_best.pt"]
-    for extra, message in (
-        (["--prompt", "x" * 32], "the prompt has 33 tokens; this model reads at most 32"),
-        (["--checkpoint", tmp_path / "none.pt"], "none.pt: No such file"),
-    ):
-        bad([*best, *extra], message)
 
 
 def test_float32_samples_use_the_whole_weights_and_bfloat16_ones_their_half(monkeypatch):
@@ -103,18 +88,21 @@ def test_float32_samples_use_the_whole_weights_and_bfloat16_ones_their_half(monk
     assert asked == [True, True, False]
 
 
-def test_without_a_path_the_best_else_the_newest_is_taken_and_named(trained, tmp_path):
-    folder = tmp_path / "checkpoints"
-    options = ["--max_new_tokens", 2]
+def test_without_a_path_the_best_else_the_newest_is_taken_and_named(
+    trained, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    folder = sample_py.SampleConfig().checkpoint
+    with pytest.raises(FileNotFoundError):  # a misspelt checkpoint is no name on the hub
+        sample_py.open_model("none.pt")
     folder.mkdir()
-    bad(["sample.py", "--checkpoint", folder, *options], f"{folder} holds no checkpoint")
+    with user_error(f"{folder} holds no checkpoint"):
+        find_checkpoint(folder)
     for name in ("model_last.pt", "model_best.pt"):  # the best is preferred once it is there
         shutil.copy(trained / "checkpoints" / name, folder / name)
         for path in (folder, tmp_path):  # a run's folder, too
-            done = script("sample.py", "--checkpoint", path, *options)
-            assert f"reading {folder / name}" in done.stderr
-    done = script(sample_py.__file__, *options, cwd=tmp_path)
-    assert "reading checkpoints/model_best.pt" in done.stderr
+            assert find_checkpoint(path).name == name
+    assert f"reading {folder}/model_last.pt\n" in capsys.readouterr().err
 
 
 def test_the_reader_of_a_long_text_may_leave(trained):
