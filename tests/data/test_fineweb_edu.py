@@ -41,7 +41,7 @@ def digests(folder):
 
 def texts_in(folder, split):
     shards = open_folder(folder, split).shards
-    tokens = np.concatenate([x.shard.read(0, x.num_tokens) for x in shards])
+    tokens = np.concatenate([x.read(0, x.num_tokens) for x in shards])
     starts = np.flatnonzero(tokens == 256)
     assert starts[0] == 0  # each document is preceded by end of text
     return [bytes(text[1:].astype(np.uint8)).decode() for text in np.split(tokens, starts[1:])]
