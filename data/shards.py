@@ -93,8 +93,8 @@ def inspect_bin(path: Path) -> Layout:
 
 
 def inspect_datatrove(path: Path) -> Layout:
-    """Return the layout by the metadata of a .ds file. Raise UserError if they name
-    another tokenizer than GPT-2's, and no tokenizer.json stands in the folder."""
+    """Return the layout by the metadata of a .ds file. Raise UserError if they name another
+    tokenizer than GPT-2's, and no tokenizer.json stands in the folder."""
     metadata = path.with_name(path.name + ".metadata").read_text(encoding="utf-8")
     first_line, num_tokens = metadata.splitlines()[:2]
     tokenizer, _, token_size = first_line.rpartition("|")  # e.g. "gpt2|2"
