@@ -378,7 +378,7 @@ def test_transformers_is_not_imported_where_a_folder_says_nothing_more(tmp_path,
     assert pretrained_tokenizer(tmp_path, 257) == "bytes"
     for name in ("chat_template.jinja", "added_tokens.json", "generation_config.json"):
         path = tmp_path / name
-        path.write_text('{"eos_token_id": [256, 10]}')
+        path.write_text('{"eos_token_id": 0}')
         with pytest.raises(ImportError):
             pretrained_tokenizer(tmp_path, 257)
         path.unlink()

@@ -169,8 +169,7 @@ def test_two_processes_and_shardings_equal_one(base, whole, tmp_path, method, sh
     assert_close(tmp_path, whole(method), 1e-4)
 
 
-@pytest.mark.parametrize("method", ["sft", "dpo"])
-def test_a_compiled_run_learns_as_a_plain_one(base, whole, tmp_path, method):
+def test_a_compiled_run_learns_as_a_plain_one(base, whole, tmp_path):
     """As whole graphs, without the compiler's kernels."""
     patched = tmp_path / "finetune_by_graphs.py"
     patched.write_text(
@@ -179,9 +178,9 @@ def test_a_compiled_run_learns_as_a_plain_one(base, whole, tmp_path, method):
         "import finetune\n"
         "finetune.call_and_exit(finetune.main)\n"
     )
-    _, *args = steps_args(base, tmp_path, method, "--use_torch_compile")
+    _, *args = steps_args(base, tmp_path, "dpo", "--use_torch_compile")
     script(patched, *args, env=environment() | {"PYTHONPATH": str(ROOT)})
-    assert_close(tmp_path, whole(method), 1e-5)
+    assert_close(tmp_path, whole("dpo"), 1e-5)
 
 
 def test_a_reward_model_rates_for_grpo_and_writes_no_text(base, tmp_path):
@@ -285,10 +284,9 @@ def test_a_reward_that_fails_on_one_process_saves_on_all(base, tmp_path):
     assert load_checkpoint(tmp_path / "checkpoints/model_last.pt")["step"] == 1
 
 
-@pytest.mark.parametrize("method", ["sft", "dpo"])
-def test_other_rows_are_warned_of_and_other_weights_refused(base, whole, tmp_path, refuse, method):
+def test_other_rows_are_warned_of_and_other_weights_refused(base, whole, tmp_path, refuse):
     """Weights that were moved are no others."""
-    resumed = ("--resume", whole(method) / "checkpoints/model_step_000002.pt")
+    resumed = ("--resume", whole("dpo") / "checkpoints/model_step_000002.pt")
     moved = shutil.copy(base / "checkpoints/model_best.pt", tmp_path / "moved.pt")
     for flag, value, num_warnings in (
         ("--init_from", moved, 0),
