@@ -55,14 +55,13 @@ ANSWER = {"role": "assistant", "content": "An answer."}
 class FileTokenizer(Tokenizer):
     """Tokenizer of a tokenizer.json, run by the library `tokenizers`.
 
-    Its spec is JSON, written by `make_spec`: "tokenizer.json" is the content of the file and "eot"
-    the end-of-text token; "name" is a key of TOKENIZERS that has the same tokens, if there is one.
-    "end_ids", "chat_template", "template_tokens" and "turn_end" are those of the Hugging Face model
-    that it came with.
+    Its spec is `spec_fields` as JSON, which `make_spec` writes: "tokenizer.json" is the content of
+    the file and "eot" the end-of-text token; "name" is a key of TOKENIZERS that has the same
+    tokens, if there is one. "end_ids", "chat_template", "template_tokens" and "turn_end" are those
+    of the Hugging Face model that it came with.
     """
 
-    def __init__(self, spec: str) -> None:
-        spec_fields = json.loads(spec)
+    def __init__(self, spec_fields: dict[str, Any]) -> None:
         content = spec_fields[TOKENIZER_FILE]
         # Text again, for the library; ensure_ascii would write \u escapes in place of characters.
         self.tokenizer_json = json.dumps(content, ensure_ascii=False)
@@ -215,7 +214,16 @@ def load_tokenizer(spec: str) -> Tokenizer:
     what FileTokenizer raises for a tokenizer.json that cannot be used."""
     if spec in TOKENIZERS:
         return TOKENIZERS[spec]()
-    return FileTokenizer(spec)
+    spec_fields = json.loads(spec)
+    if "turn_end" not in spec_fields:  # in a checkpoint of an earlier version
+        engine = make_engine(json.dumps(spec_fields[TOKENIZER_FILE]))
+        said = ModelTokens(
+            template_tokens=spec_fields["template_tokens"],
+            chat_template=spec_fields["chat_template"],
+            end_ids=spec_fields["end_ids"],
+        )
+        return load_tokenizer(make_spec(engine, spec_fields["eot"], said))
+    return FileTokenizer(spec_fields)
 
 
 def tokenizer_identity(spec: str) -> str:
@@ -360,7 +368,7 @@ def make_spec(engine: Engine, end_of_text: str, said: ModelTokens) -> str:
         if said.chat_template is None and set(said.end_ids) <= {eot}:
             return name
         spec_fields["name"] = name  # same tokens: shards of that name fit
-    tokenizer = FileTokenizer(json.dumps(spec_fields))
+    tokenizer = FileTokenizer(spec_fields)
     if tokenizer.chat_template:
         spec_fields["turn_end"] = tokenizer.find_turn_end()
     return json.dumps(spec_fields)
@@ -402,7 +410,7 @@ def pretrained_tokenizer(folder: Path, vocab_size: int) -> str:
         candidates = (said.template_tokens.get("eos_token"), *ENDS_OF_TEXT)
         spec = make_spec(engine, find_end_of_text(folder, engine, candidates), said)
         if spec not in TOKENIZERS:
-            check_round_trip(FileTokenizer(spec))
+            check_round_trip(FileTokenizer(json.loads(spec)))
         return spec
 
 
