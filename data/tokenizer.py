@@ -140,12 +140,7 @@ class FileTokenizer(Tokenizer):
 
     def encode_dialog(self, text: str) -> list[int]:
         """Return the token ids of a text of `render`: a special token's name is this token."""
-        # An assignment fails while another thread encodes. Threads encode documents only.
-        # True would read special tokens as text.
-        self.engine.encode_special_tokens = False
-        ids = self.engine.encode(text, add_special_tokens=False).ids
-        self.engine.encode_special_tokens = True
-        return ids
+        return self.renderer.encode(text, add_special_tokens=False)
 
     def decode_bytes(self, ids: list[int]) -> bytes:
         # A model may have ids that its tokenizer lacks, such as rows of padding.
@@ -153,7 +148,7 @@ class FileTokenizer(Tokenizer):
 
     @cached_property
     def renderer(self) -> "PreTrainedTokenizerFast":
-        """The tokenizer of transformers, which renders dialogs."""
+        """The tokenizer of transformers, for dialogs."""
         return wrap(self.tokenizer_json, self.template_tokens, self.chat_template)
 
     def render(
