@@ -327,7 +327,7 @@ OTHER_CHANGES = [
 ]
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     st.lists(st.sampled_from(CHANGES_OF_IDS), max_size=2),
     st.lists(st.sampled_from(OTHER_CHANGES), max_size=4),
