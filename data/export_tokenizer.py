@@ -3,7 +3,6 @@
 No script: only convert.py and data/train_tokenizer.py need this; training and sampling do not.
 """
 
-import json
 from pathlib import Path
 
 import tokenizers
@@ -75,8 +74,8 @@ def save_tokenizer(
     wrap(tokenizer_json, special_tokens, chat_template, block_size).save_pretrained(
         folder, save_jinja_files=False
     )
-    # transformers 5 writes a name of its class that transformers 4 does not know
+    # transformers 5 writes a name of the class that transformers 4 does not know
     path = folder / "tokenizer_config.json"
-    config = json.loads(path.read_text(encoding="utf-8"))
-    config["tokenizer_class"] = "PreTrainedTokenizerFast"
-    path.write_text(json.dumps(config, indent=1), encoding="utf-8")
+    config = path.read_text(encoding="utf-8")
+    config = config.replace("TokenizersBackend", "PreTrainedTokenizerFast")
+    path.write_text(config, encoding="utf-8")

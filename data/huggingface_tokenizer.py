@@ -6,6 +6,7 @@ here, once; nobody looks into the folder again.
 """
 
 import json
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,8 +18,6 @@ if TYPE_CHECKING:
 
 # the only inputs of a GPT-2 or LLaMA: transformers 4 would give them token_type_ids, too
 MODEL_INPUTS = ["input_ids", "attention_mask"]
-# keys about tokens in these files that change no ids
-WITHOUT_EFFECT = ("tokenizer_class", "clean_up_tokenization_spaces")
 
 
 @dataclass
@@ -46,11 +45,10 @@ def read_folder(folder: Path, num_rows: int) -> tuple[str, ModelTokens]:
     content = json.loads(tokenizer.backend_tokenizer.to_str())
     added_tokens = [entry for entry in content["added_tokens"] if entry["id"] < num_rows]
     content["added_tokens"] = added_tokens
-    template_tokens: dict[str, str] = {}
-    for name, token in tokenizer.special_tokens_map.items():
-        # also leaves out the list of further tokens
-        if token in [entry["content"] for entry in added_tokens]:
-            template_tokens[name] = token
+    names = [entry["content"] for entry in added_tokens]
+    # also leaves out the list of further tokens
+    special_tokens = tokenizer.special_tokens_map.items()
+    template_tokens = {name: token for name, token in special_tokens if token in names}
 
     end_ids: list[int] = []
     config_classes: dict[str, Any] = {
@@ -75,11 +73,10 @@ def says_no_more(folder: Path, eot: int) -> bool:
     has one special token, END_OF_TEXT with the id `eot`."""
     if (folder / "added_tokens.json").exists() or any(folder.glob("*.jinja")):
         return False
+    without_effect = (None, END_OF_TEXT, eot, "PreTrainedTokenizerFast")
     for path in folder.glob("*config.json"):
         for name, value in json.loads(path.read_text(encoding="utf-8")).items():
-            is_of_tokens = "token" in name or "template" in name or name.startswith("add_")
-            says_nothing = name in WITHOUT_EFFECT or value in (END_OF_TEXT, eot, None, False)
-            if is_of_tokens and not says_nothing:
+            if re.search("token|template|prefix", name) and value not in without_effect:
                 return False
     return True
 

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from data.manifest import Manifest, Settings, ShardEntry, State, read_manifest, write_manifest
-from data.shards import LazyShard, bin_header, shard_paths
+from data.shards import Shard, bin_header, shard_paths
 from data.source import Position, Source
 from utils.errors import UserError
 from utils.files import atomic_write, replace_file
@@ -207,9 +207,9 @@ class Sharder:
         write_manifest(self.folder, self.manifest)
         for entry in self.manifest.shards:
             # Opening it raises UserError if its file is cut, or not the one that is listed.
-            shard = LazyShard(self.folder / entry.file, entry.tokens, entry.sha256).shard
+            layout = Shard(self.folder / entry.file, entry.tokens).layout
             if entry.tokens == self.shard_size:
-                self.num_tokens[entry.split] += shard.num_tokens
+                self.num_tokens[entry.split] += layout.num_tokens
         for split, num_tokens in self.manifest.state.open.items():
             self.open_shard(split, num_tokens)
             self.num_tokens[split] += num_tokens

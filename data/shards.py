@@ -24,6 +24,7 @@ import zlib
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -45,45 +46,35 @@ class MissingShards(UserError):
     """Error for folders that hold no shards of a split: their sharding may not have begun."""
 
 
-@dataclass(frozen=True)
-class Shard:
-    """File of tokens whose header agrees with its size."""
+class Layout(NamedTuple):
+    """Where the tokens of a file stand, by its header, which agrees with the file's size."""
 
-    path: Path
     offset: int
     """Bytes before the first token."""
     num_tokens: int
     dtype: np.dtype
     """Little-endian uint16 or uint32."""
 
-    def read(self, start: int, count: int) -> np.ndarray:
-        """Return tokens [start, start + count), `dtype` (count,); fewer where the file ends.
 
-        The file is opened each time: 350 billion tokens are 3,500 shards, more files than a process
-        may hold open.
-        """
-        offset = self.offset + start * self.dtype.itemsize  # in bytes
-        return np.fromfile(self.path, self.dtype, count, offset=offset)
-
-
-def inspect_shard(path: Path) -> Shard:
-    """Return a shard; raise UserError if its header is wrong or contradicts the file's size."""
+def inspect_shard(path: Path) -> Layout:
+    """Return the layout of a file of tokens; raise UserError if its header is wrong or contradicts
+    the file's size."""
     with reading(path, "a shard of tokens"):  # names the file in each error
         if path.suffix == ".npy":
             array = np.load(path, mmap_mode="r")  # an np.memmap: only the header is read
             if array.dtype.str not in ("<u2", "<u4") or array.ndim != 1:
                 raise ValueError(f"{array.dtype} {array.shape} instead of 1-D uint16 or uint32")
-            shard = Shard(path, array.offset, len(array), array.dtype)
+            layout = Layout(array.offset, len(array), array.dtype)
         elif path.suffix == ".bin":
-            shard = inspect_bin(path)
+            layout = inspect_bin(path)
         else:
-            shard = inspect_datatrove(path)
+            layout = inspect_datatrove(path)
         # in bytes; a truncated copy has fewer
-        expected_size = shard.offset + shard.num_tokens * shard.dtype.itemsize
+        expected_size = layout.offset + layout.num_tokens * layout.dtype.itemsize
         size = path.stat().st_size
         if size != expected_size:
             raise ValueError(f"{size:,} bytes instead of {expected_size:,}")
-    return shard
+    return layout
 
 
 def bin_header(dtype: str, num_tokens: int) -> bytes:
@@ -91,19 +82,19 @@ def bin_header(dtype: str, num_tokens: int) -> bytes:
     return BIN_HEADER.pack(*BIN_VERSIONS[dtype], num_tokens)
 
 
-def inspect_bin(path: Path) -> Shard:
-    """Return the shard that a .bin file says it is; raise ValueError if llm.c does not know it."""
+def inspect_bin(path: Path) -> Layout:
+    """Return the layout of a .bin file; raise ValueError if llm.c does not know it."""
     with open(path, "rb") as file:
         magic, version, num_tokens = BIN_HEADER.unpack(file.read(BIN_HEADER.size))
     for dtype, known in BIN_VERSIONS.items():
         if known == (magic, version):
-            return Shard(path, BIN_HEADER.size, num_tokens, np.dtype(dtype))
+            return Layout(BIN_HEADER.size, num_tokens, np.dtype(dtype))
     raise ValueError("no header of llm.c; np.save(path, np.fromfile(...)) adds one")
 
 
-def inspect_datatrove(path: Path) -> Shard:
-    """Return the shard that the metadata of a .ds file say it is. Raise UserError if they name
-    another tokenizer than GPT-2's, and no tokenizer.json stands in the folder."""
+def inspect_datatrove(path: Path) -> Layout:
+    """Return the layout by the metadata of a .ds file. Raise UserError if they name another
+    tokenizer than GPT-2's, and no tokenizer.json stands in the folder."""
     metadata = path.with_name(path.name + ".metadata").read_text(encoding="utf-8")
     first_line, num_tokens = metadata.splitlines()[:2]
     tokenizer, _, token_size = first_line.rpartition("|")  # e.g. "gpt2|2"
@@ -111,7 +102,7 @@ def inspect_datatrove(path: Path) -> Shard:
     # Without this check, ids of another vocabulary of that size would be taken for GPT-2's.
     if tokenizer not in GPT2_NAMES and not path.with_name(TOKENIZER_FILE).exists():
         raise UserError(f"{path} holds tokens of {tokenizer}: put its {TOKENIZER_FILE} beside it")
-    return Shard(path, 0, int(num_tokens), np.dtype(f"<u{token_size}"))  # 0: no header
+    return Layout(0, int(num_tokens), np.dtype(f"<u{token_size}"))  # 0: no header
 
 
 def shard_paths(folder: Path) -> list[Path]:
@@ -121,24 +112,42 @@ def shard_paths(folder: Path) -> list[Path]:
 
 
 @dataclass(frozen=True)
-class LazyShard:
+class Shard:
     """Shard of a folder, whose file is opened when it is first read: 15 trillion tokens are 150,000
     files, which a thousand processes would open at once."""
 
     path: Path
     num_tokens: int
     """Tokens that the manifest lists, or without one those that the file has."""
-    checksum: str
-    """Changes with the tokens: the SHA-256 in the manifest, or the CRC-32 of the first tokens."""
+    sha256: str | None = None
+    """SHA-256 of the file in the manifest; None without one."""
 
     @cached_property
-    def shard(self) -> Shard:
-        """The file. Raises UserError if it is damaged, or not the one that the manifest lists. It
-        may have become longer since, if sharding goes on: its first tokens stay."""
-        shard = inspect_shard(self.path)  # FileNotFoundError if it is missing
-        if shard.num_tokens < self.num_tokens:  # replaced by another sharding
+    def layout(self) -> Layout:
+        """The layout of the file. Raises UserError if the file is damaged, or not the one that the
+        manifest lists. It may have become longer since, if sharding goes on: its first tokens
+        stay."""
+        layout = inspect_shard(self.path)  # FileNotFoundError if it is missing
+        if layout.num_tokens < self.num_tokens:  # replaced by another sharding
             raise UserError(f"{self.path} is not as {MANIFEST} lists it; make or copy it again")
-        return shard
+        return layout
+
+    def read(self, start: int, count: int) -> np.ndarray:
+        """Return tokens [start, start + count), uint16 or uint32 (count,); fewer where the shard
+        ends.
+
+        The file is opened each time: 350 billion tokens are 3,500 shards, more files than a process
+        may hold open.
+        """
+        count = min(count, self.num_tokens - start)
+        offset = self.layout.offset + start * self.layout.dtype.itemsize  # in bytes
+        return np.fromfile(self.path, self.layout.dtype, count, offset=offset)
+
+    @property
+    def checksum(self) -> str:
+        """Changes with the tokens: the SHA-256, or the CRC-32 of the first tokens, as reading whole
+        files would take minutes at each start."""
+        return self.sha256 or f"{zlib.crc32(self.read(0, 1000).tobytes())}"
 
 
 @dataclass(frozen=True)
@@ -148,7 +157,7 @@ class ShardFolder:
     path: Path
     split: str
     """"train" or "val"."""
-    shards: list[LazyShard]
+    shards: list[Shard]
     """Shards of the split, in the order of the stream; may be empty."""
     tokenizer: str
     """Spec of the tokenizer (data/tokenizer.py)."""
@@ -179,20 +188,17 @@ def open_folder(folder: Path, split: str) -> ShardFolder:
     """
     manifest = read_manifest(folder)
     paths = shard_paths(folder)  # files of all splits
-    shards: list[LazyShard] = []
+    shards: list[Shard] = []
     if manifest:
         # Not `paths`: while sharding goes on, there are files that the manifest does not list yet.
         for entry in manifest.shards:
             if entry.split == split:
-                shards.append(LazyShard(folder / entry.file, entry.tokens, entry.sha256))
+                shards.append(Shard(folder / entry.file, entry.tokens, entry.sha256))
     else:  # made by another project
         for path in paths:
             # the last of these words in a name counts, as in retrieval_train_000001.npy
             if re.findall("train|val", path.stem.lower())[-1:] == [split]:
-                shard = inspect_shard(path)
-                # no SHA-256 is known, and reading whole files would take minutes at each start
-                checksum = zlib.crc32(shard.read(0, 1000).tobytes())
-                shards.append(LazyShard(path, shard.num_tokens, f"{checksum}"))
+                shards.append(Shard(path, inspect_shard(path).num_tokens))
     if not paths and not shards:  # no split at all: a mistyped folder
         raise missing_shards([folder], split)
     tokenizer = find_tokenizer(folder, manifest, shards)
@@ -219,7 +225,7 @@ def missing_shards(paths: list[Path], split: str) -> MissingShards:
     )
 
 
-def find_tokenizer(folder: Path, manifest: Manifest | None, shards: list[LazyShard]) -> str:
+def find_tokenizer(folder: Path, manifest: Manifest | None, shards: list[Shard]) -> str:
     """Return the spec of the tokenizer of a folder's shards; raise UserError if it is missing, or
     if the tokenizer.json in the folder is another."""
     path = folder / TOKENIZER_FILE
@@ -228,7 +234,7 @@ def find_tokenizer(folder: Path, manifest: Manifest | None, shards: list[LazySha
             return read_tokenizer(path)
         # In practice 1,000 tokens of GPT-2 hold an id above 2**15. Ids of a smaller vocabulary,
         # such as characters, would train without an error, but as another text.
-        first_ids = shards[0].shard.read(0, 100_000) if shards else np.zeros(0)
+        first_ids = shards[0].read(0, 100_000) if shards else np.zeros(0)
         if len(first_ids) >= 1_000 and first_ids.max() < 2**15:
             raise UserError(
                 f"{folder} holds no tokens of GPT-2, and no {MANIFEST} says which: put their "
@@ -266,7 +272,7 @@ class TokenStream:
         """Spec. training/summary.py puts that of a pre-trained or resumed model here instead, which
         has the same tokens and may have a chat template."""
         self.vocab_size = count_tokens(self.tokenizer)  # without the model's padding
-        self.shards: list[LazyShard] = []
+        self.shards: list[Shard] = []
         for folder in folders:
             self.shards += folder.shards
         # The spec changes with the order of the keys in tokenizer.json, the identity does not.
@@ -299,11 +305,9 @@ class TokenStream:
         # the last shard that begins at `start` or before
         index = np.searchsorted(self.starts, start, side="right") - 1
         while length > 0:
-            lazy_shard = self.shards[index]
-            shard = lazy_shard.shard  # opened and checked at the first read
-            offset = start - self.starts[index]  # tokens of the shard before `start`
-            # Not shard.num_tokens: the file may have become longer than the manifest lists it.
-            piece = shard.read(offset, min(length, lazy_shard.num_tokens - offset))
+            shard = self.shards[index]
+            # at most to the end of the shard, whose first read opens and checks the file
+            piece = shard.read(start - self.starts[index], length)
             # On a GPU, an id beyond the embedding fails an assertion that names no file.
             highest = piece.max(initial=0)  # initial: an empty shard has no maximum
             if highest >= self.vocab_size:

@@ -17,7 +17,6 @@ import sys
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from copy import copy
 from dataclasses import asdict, dataclass, field
 from functools import cached_property, partial
 from itertools import chain, islice, repeat, tee
@@ -220,19 +219,19 @@ def read_csv(file: IO[str], delimiter: str = ",") -> Iterator[object]:
     not quoted, and which of the cells is the text cannot be told."""
     # Characters of a cell: the default, 131,072, is too few for a book.
     csv.field_size_limit(2**31 - 1)
-    (lines,) = tee(file, 1)  # an iterator that can be copied, to read lines again
     # strict: a quote that is never closed is an error, and not one cell to the end of the file.
     make_reader = partial(csv.reader, delimiter=delimiter, strict=True)
+    lines: Iterator[str] = iter(file)
     columns = next(make_reader(lines), [])
     while True:
-        lines_of_row = copy(lines)
+        lines, lines_again = tee(lines)
         try:
             cells = next(make_reader(lines), None)
         except csv.Error as error:
             yield Skipped(f"not CSV {quote(error)}")
             # Its first line alone is bad: a quote without an end takes those of other rows, too.
-            lines = lines_of_row
-            next(lines)
+            next(lines_again)
+            lines = lines_again
             continue
         if cells is None:
             return

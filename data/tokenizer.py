@@ -10,7 +10,6 @@ a sentence that names the file.
 """
 
 import json
-import sys
 import zlib
 from collections import Counter
 from collections.abc import Iterable
@@ -56,14 +55,13 @@ ANSWER = {"role": "assistant", "content": "An answer."}
 class FileTokenizer(Tokenizer):
     """Tokenizer of a tokenizer.json, run by the library `tokenizers`.
 
-    Its spec is JSON, written by `make_spec`: "tokenizer.json" is the content of the file and "eot"
-    the end-of-text token; "name" is a key of TOKENIZERS that has the same tokens, if there is one.
-    "end_ids", "chat_template", "template_tokens" and "turn_end" are those of the Hugging Face model
-    that it came with.
+    Its spec is `spec_fields` as JSON, which `make_spec` writes: "tokenizer.json" is the content of
+    the file and "eot" the end-of-text token; "name" is a key of TOKENIZERS that has the same
+    tokens, if there is one. "end_ids", "chat_template", "template_tokens" and "turn_end" are those
+    of the Hugging Face model that it came with.
     """
 
-    def __init__(self, spec: str) -> None:
-        spec_fields = json.loads(spec)
+    def __init__(self, spec_fields: dict[str, Any]) -> None:
         content = spec_fields[TOKENIZER_FILE]
         # Text again, for the library; ensure_ascii would write \u escapes in place of characters.
         self.tokenizer_json = json.dumps(content, ensure_ascii=False)
@@ -142,12 +140,7 @@ class FileTokenizer(Tokenizer):
 
     def encode_dialog(self, text: str) -> list[int]:
         """Return the token ids of a text of `render`: a special token's name is this token."""
-        # An assignment fails while another thread encodes. Threads encode documents only.
-        # True would read special tokens as text.
-        self.engine.encode_special_tokens = False
-        ids = self.engine.encode(text, add_special_tokens=False).ids
-        self.engine.encode_special_tokens = True
-        return ids
+        return self.renderer.encode(text, add_special_tokens=False)
 
     def decode_bytes(self, ids: list[int]) -> bytes:
         # A model may have ids that its tokenizer lacks, such as rows of padding.
@@ -155,7 +148,7 @@ class FileTokenizer(Tokenizer):
 
     @cached_property
     def renderer(self) -> "PreTrainedTokenizerFast":
-        """The tokenizer of transformers, which renders dialogs."""
+        """The tokenizer of transformers, for dialogs."""
         return wrap(self.tokenizer_json, self.template_tokens, self.chat_template)
 
     def render(
@@ -216,7 +209,16 @@ def load_tokenizer(spec: str) -> Tokenizer:
     what FileTokenizer raises for a tokenizer.json that cannot be used."""
     if spec in TOKENIZERS:
         return TOKENIZERS[spec]()
-    return FileTokenizer(spec)
+    spec_fields = json.loads(spec)
+    if "turn_end" not in spec_fields:  # in a checkpoint of an earlier version
+        engine = make_engine(json.dumps(spec_fields[TOKENIZER_FILE]))
+        said = ModelTokens(
+            template_tokens=spec_fields["template_tokens"],
+            chat_template=spec_fields["chat_template"],
+            end_ids=spec_fields["end_ids"],
+        )
+        return load_tokenizer(make_spec(engine, spec_fields["eot"], said))
+    return FileTokenizer(spec_fields)
 
 
 def tokenizer_identity(spec: str) -> str:
@@ -361,7 +363,7 @@ def make_spec(engine: Engine, end_of_text: str, said: ModelTokens) -> str:
         if said.chat_template is None and set(said.end_ids) <= {eot}:
             return name
         spec_fields["name"] = name  # same tokens: shards of that name fit
-    tokenizer = FileTokenizer(json.dumps(spec_fields))
+    tokenizer = FileTokenizer(spec_fields)
     if tokenizer.chat_template:
         spec_fields["turn_end"] = tokenizer.find_turn_end()
     return json.dumps(spec_fields)
@@ -392,37 +394,27 @@ def pretrained_tokenizer(folder: Path, vocab_size: int) -> str:
         )
     path = folder / TOKENIZER_FILE
     with reading(folder, "a folder with a tokenizer that can be used"):
-        probe_ids = None  # of the file itself
         if path.is_file():
             engine = make_engine(path.read_text(encoding="utf-8"))
-            probe_ids = encode_with(engine, PROBE).tolist()
             known_name = CHECKSUMS.get(definition_checksum(definition_of(engine)))
             # transformers takes seconds to import: not for GPT-2's own folder
             if known_name is not None and says_no_more(folder, TOKENIZERS[known_name].eot):
                 return known_name
         tokenizer_json, said = read_folder(folder, vocab_size)
         engine = make_engine(tokenizer_json)
-        if probe_ids not in (None, encode_with(engine, PROBE).tolist()):
-            print(
-                f"warning: transformers gives a text other ids than {path}; where those are right, "
-                '"tokenizer_class" in tokenizer_config.json should be "PreTrainedTokenizerFast"',
-                file=sys.stderr,
-            )
         candidates = (said.template_tokens.get("eos_token"), *ENDS_OF_TEXT)
         spec = make_spec(engine, find_end_of_text(folder, engine, candidates), said)
         if spec not in TOKENIZERS:
-            check_round_trip(FileTokenizer(spec))
+            check_round_trip(FileTokenizer(json.loads(spec)))
         return spec
 
 
 def check_round_trip(tokenizer: FileTokenizer) -> None:
     """Raise ValueError for a tokenizer that does not give back words of its vocabulary with spaces
     between them, as one whose tokens have marks within words."""
-    words: list[str] = []
-    for token_id in sorted(tokenizer.bytes_of_id):  # the order of a vocabulary is by chance
-        word = tokenizer.decode_bytes([token_id]).decode(errors="replace").strip()
-        if word.isalpha():
-            words.append(word)
+    ids = sorted(tokenizer.bytes_of_id)  # the order of a vocabulary is by chance
+    tokens = [tokenizer.decode_bytes([token_id]).decode(errors="replace") for token_id in ids]
+    words = [token.strip() for token in tokens if token.strip().isalpha()]
     text = " ".join(words[:100])
     lost_text = tokenizer.lost_text(text, tokenizer.encode(text))
     if lost_text:

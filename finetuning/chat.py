@@ -12,10 +12,12 @@ A Hugging Face model whose tokenizer has a chat template keeps that template ins
 have the token ids that transformers gives them, or are refused.
 """
 
+from types import NoneType
 from typing import Any
 
 from data.named_tokenizer import TOKENIZERS, Tokenizer
 from data.tokenizer import FileTokenizer, load_tokenizer
+from evaluation.tasks import get_field
 from training.checkpoint import Checkpoint
 
 # "role", "content", and further fields that a chat template may read
@@ -65,13 +67,10 @@ def encode_prompt(
 def texts_of(message: Message) -> list[str]:
     """Return the texts of a message: its content, or the parts of it, for chat templates alone, as
     [{"type": "text", "text": "Hi"}]. Raise ValueError for parts that are no text, as images."""
-    content = message.get("content") or ""  # null beside "tool_calls"
-    if isinstance(content, str):
-        return [content]
-    try:
-        return [str(part["text"]) for part in content]
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"a chat has texts only: {content!r:.200}") from error
+    content = get_field(message, "content", str, list, NoneType)  # null beside "tool_calls"
+    if isinstance(content, list):
+        return [get_field(part, "text", str) for part in content]
+    return [content or ""]
 
 
 def as_messages(prompt: str | Messages) -> Messages:

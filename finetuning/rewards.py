@@ -9,7 +9,6 @@ from importlib import import_module
 from pathlib import Path
 from pkgutil import iter_modules
 from types import ModuleType
-from typing import Any
 
 import torch
 import torch.nn as nn
@@ -54,26 +53,24 @@ def rewards_at_end(model: nn.Module, batch: Batch) -> Tensor:
     return rewards.gather(1, batch.last[:, None]).squeeze(1)
 
 
-def call_from(
-    folder: str, modules: dict[str, ModuleType], function: Callable, *args: object
-) -> Any:
-    """Return what a function returns that imports as a script in `folder` does: modules there are
-    found first, also where this project has modules of their names (utils.py), and so are they by
-    the processes of a pool. `modules` has what earlier calls have imported by name, and gets the
-    modules of this one, in place."""
-    modules_before = dict(sys.modules)
+def import_file(path: Path) -> ModuleType:
+    """Import a Python file as a module of its own folder: what it imports is found there first,
+    also where this project has modules of these names (utils.py)."""
+    folder = str(path.resolve().parent)
     names = {module.name for module in iter_modules([folder])}
-    for name in modules_before:
-        if name.partition(".")[0] in names:
-            del sys.modules[name]  # this project's, until the end of the call
-    sys.modules.update(modules)
+    hidden = {name: sys.modules[name] for name in sys.modules if name.partition(".")[0] in names}
+    for name in hidden:
+        del sys.modules[name]
     sys.path.insert(0, folder)
     try:
-        return function(*args)
+        module = import_module(path.stem)
     finally:
+        # last, for what the file imports later: this project needs its own modules, too
         sys.path.remove(folder)
-        modules.update(sys.modules)
-        sys.modules.update(modules_before)
+        sys.path.append(folder)
+        sys.modules.update(hidden)
+    sys.modules[path.stem] = module  # a process pool finds the functions of a module by its name
+    return module
 
 
 def load_reward_function(
@@ -88,13 +85,8 @@ def load_reward_function(
     # split FILE.py:FUNCTION at the last colon, as a path can contain one, too
     file, _, function_name = name.rpartition(":")
     if file.endswith(".py") and not Path(name).exists():
-        folder = str(Path(file).resolve().parent)
-        modules: dict[str, ModuleType] = {}
         try:
-            module = call_from(folder, modules, import_module, Path(file).stem)
-            # a process that is not forked imports the main module: this one, not the script
-            modules["__main__"] = module
-            function = partial(call_from, folder, modules, getattr(module, function_name))
+            function = getattr(import_file(Path(file)), function_name)
         except Exception as error:
             raise UserError(f"--reward {name} cannot be loaded: {error!r}") from error
         return partial(rate_by_function, name, function)

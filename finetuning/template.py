@@ -52,11 +52,9 @@ def find_answer(
     # A token can span the end of the prompt, and later turns can change an earlier answer.
     is_continued = dialog_ids[:start] == prompt_ids
     is_kept = tokenizer.render(messages, tools=tools).startswith(until_answer)
-    for text in texts:
-        is_kept = is_kept and text.strip() in answer  # many templates strip a text
+    has_texts = all(text.strip() in answer for text in texts)  # many templates strip a text
     # an answer of "tool_calls" alone, which the template leaves out, would teach to say nothing
-    is_kept = is_kept and answer.strip() != ""
-    if not is_continued or not is_kept:
+    if not (is_continued and is_kept and has_texts and answer.strip()):
         raise ValueError(
             f"the chat template changes the answer {' '.join(texts)[:40]!r}, or no token ends "
             f"where sampling would begin it, after {prompt[-40:]!r}; "

@@ -41,7 +41,7 @@ def digests(folder):
 
 def texts_in(folder, split):
     shards = open_folder(folder, split).shards
-    tokens = np.concatenate([x.shard.read(0, x.num_tokens) for x in shards])
+    tokens = np.concatenate([x.read(0, x.num_tokens) for x in shards])
     starts = np.flatnonzero(tokens == 256)
     assert starts[0] == 0  # each document is preceded by end of text
     return [bytes(text[1:].astype(np.uint8)).decode() for text in np.split(tokens, starts[1:])]
@@ -246,42 +246,29 @@ def test_a_shard_of_a_format_that_cannot_count_its_tokens_is_refused_at_once(cor
         shard(corpus, tmp_path / "x", format="bin", shard_size=2**31)
 
 
-DAMAGES = ["missing", "shorter", "other tokens", "cut full shard", "other version", "whole"]
-
-
-@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("damage", ["missing", "shorter", "other tokens", "cut", "older", "none"])
 @pytest.mark.parametrize("is_killed", [True, False])
 def test_a_shard_that_is_continued_holds_what_the_manifest_counts(
-    corpus, plain, tmp_path, monkeypatch, damage, is_killed
+    corpus, plain, tmp_path, damage, is_killed
 ):
-    def write_or_die(folder, manifest):
-        if len(manifest.shards) > 3:
-            raise KeyboardInterrupt
-        write_manifest(folder, manifest)
-
-    if is_killed:
-        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(sharder, "write_manifest", write_or_die)
-            shard(corpus, tmp_path)
-    else:
-        shard(corpus, tmp_path, max_shards=3)
-    manifest = read_manifest(tmp_path)
-    path = tmp_path / ("val_000000.npy.tmp" if is_killed else "val_000000.npy")
-    content = path.read_bytes()
-    counted = 128 + 2 * manifest.state.open["val"]
+    manifest = shard(corpus, tmp_path, max_shards=3)
+    path = tmp_path / "val_000000.npy"
+    if is_killed:  # before the end gave the open shard its name
+        path = path.rename(f"{path}.tmp")
+        manifest.shards.pop()
     if damage == "missing":
         path.unlink()
     elif damage == "shorter":
-        path.write_bytes(content[: counted - 2])
+        path.write_bytes(path.read_bytes()[:-2])
     elif damage == "other tokens":
-        path.write_bytes(content[: counted - 2] + b"xy" + content[counted:])
-    elif damage == "cut full shard":
+        path.write_bytes(path.read_bytes()[:-2] + b"xy")
+    elif damage == "cut":
         path = tmp_path / "train_000000.npy"
         path.write_bytes(path.read_bytes()[:-2])
-    elif damage == "other version":  # of before there were checksums
+    elif damage == "older":  # a manifest of before there were checksums
         manifest.state.checksums = {}
-        write_manifest(tmp_path, manifest)
-    if damage in ("other version", "whole"):
+    write_manifest(tmp_path, manifest)
+    if damage in ("older", "none"):
         shard(corpus, tmp_path)
         assert digests(tmp_path) == digests(plain)
     else:
@@ -292,22 +279,16 @@ def test_a_shard_that_is_continued_holds_what_the_manifest_counts(
 MODELS = {
     models.BPE(unk_token="<unk>"): trainers.BpeTrainer,
     models.Unigram(): partial(trainers.UnigramTrainer, unk_token="<unk>"),
-    models.WordPiece(unk_token="<unk>"): trainers.WordPieceTrainer,
 }
 NORMALIZERS = [
     normalizers.Sequence([]),
     normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]),  # Llama 2
-    normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()]),
-    normalizers.Strip(),
-    normalizers.Replace(Regex(r"\s+"), " "),
+    normalizers.Sequence([normalizers.NFKC(), normalizers.Strip()]),
 ]
 PRE_TOKENIZERS = [
     pre_tokenizers.Sequence([]),
     pre_tokenizers.ByteLevel(add_prefix_space=True),
-    pre_tokenizers.Metaspace(),
     pre_tokenizers.Metaspace(split=False),
-    pre_tokenizers.Whitespace(),
-    pre_tokenizers.Split(Regex(r"[^\n]+\n?|\n"), "isolated"),
     pre_tokenizers.Split(Regex(r"\s?\w+\s?|\W"), "isolated"),
 ]
 
@@ -322,14 +303,13 @@ def test_pieces_of_a_long_text_have_the_ids_of_the_whole(tmp_path, monkeypatch, 
     for normalizer, pre_tokenizer in product(NORMALIZERS, PRE_TOKENIZERS):
         engine = Engine(model)
         engine.normalizer, engine.pre_tokenizer = normalizer, pre_tokenizer
-        special_tokens = ["</s>", "<unk>"]
-        trainer = MODELS[model](vocab_size=300, special_tokens=special_tokens, show_progress=False)
+        trainer = MODELS[model](
+            vocab_size=300, special_tokens=["</s>", "<unk>"], show_progress=False
+        )
         engine.train_from_iterator(documents()[:10], trainer)
         engine.save(str(tmp_path / "tokenizer.json"))
         tokenizer = load_tokenizer(read_tokenizer(tmp_path / "tokenizer.json"))
-        pieces = list(fineweb_edu.split_text(tokenizer, text))
-        assert "".join(pieces) == text
-        num_pieces.append(len(pieces))
+        num_pieces.append(len(list(fineweb_edu.split_text(tokenizer, text))))
         document = fineweb_edu.tokenize(tokenizer, 0.5, text)
         assert document.tokens.tolist() == tokenizer.encode_document(text).tolist()
     assert max(num_pieces) > 20

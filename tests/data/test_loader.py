@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data.loader import Sequences, Slicing, permute, prefetch, step_sequences
-from data.shards import LazyShard, ShardFolder, TokenStream, open_folder
+from data.shards import Shard, ShardFolder, TokenStream, open_folder
 from utils.errors import UserError
 
 
@@ -30,8 +30,8 @@ def test_an_epoch_visits_everything_once_in_an_order_of_its_own_and_its_seed():
 
 def test_1024_ranks_share_the_steps_of_15_trillion_tokens(tmp_path):
     np.save(tmp_path / "tail.npy", np.arange(3072, dtype=np.uint16))
-    shards = [LazyShard(tmp_path / "not_there.npy", 10**8, "")] * 150_000
-    shards.append(LazyShard(tmp_path / "tail.npy", 3072, ""))
+    shards = [Shard(tmp_path / "not_there.npy", 10**8)] * 150_000
+    shards.append(Shard(tmp_path / "tail.npy", 3072))
     sequences = Sequences(TokenStream([ShardFolder(tmp_path, "train", shards, "gpt2", None)]), 1024)
     n = len(sequences)
     assert (n - 1) * 1024 == 15 * 10**12 + 1024  # 1,024 tokens more would have no last target

@@ -9,10 +9,10 @@ from data.export_tokenizer import save_tokenizer
 from data.manifest import Manifest, write_manifest
 from data.sharder import ShardWriter
 from data.shards import (
+    Shard,
     ShardFolder,
     TokenStream,
     bin_header,
-    inspect_shard,
     open_folder,
     open_folders,
 )
@@ -31,13 +31,13 @@ def test_shards_are_what_numpy_and_llm_c_read(tmp_path, dtype, magic, version):
     path = tmp_path / write(tmp_path, "train", 0, tokens, dtype=dtype).file
     array = np.load(path, mmap_mode="r")
     assert array.dtype == dtype and array.tolist() == tokens
-    assert inspect_shard(path).read(0, 3).tolist() == tokens
+    assert Shard(path, 3).read(0, 9).tolist() == tokens
     path = tmp_path / write(tmp_path, "val", 3, tokens, ".bin", dtype).file
     content = path.read_bytes()
     assert path.name == "val_000003.bin"
     assert np.frombuffer(content[:1024], "<i4").tolist() == [magic, version, 3] + [0] * 253
     assert np.frombuffer(content[1024:], dtype).tolist() == tokens
-    assert inspect_shard(path).read(1, 2).tolist() == tokens[1:]
+    assert Shard(path, 3).read(1, 9).tolist() == tokens[1:]
 
 
 @pytest.mark.parametrize("suffix", [".npy", ".bin"])

@@ -169,8 +169,7 @@ def test_two_processes_and_shardings_equal_one(base, whole, tmp_path, method, sh
     assert_close(tmp_path, whole(method), 1e-4)
 
 
-@pytest.mark.parametrize("method", ["sft", "dpo"])
-def test_a_compiled_run_learns_as_a_plain_one(base, whole, tmp_path, method):
+def test_a_compiled_run_learns_as_a_plain_one(base, whole, tmp_path):
     """As whole graphs, without the compiler's kernels."""
     patched = tmp_path / "finetune_by_graphs.py"
     patched.write_text(
@@ -179,9 +178,9 @@ def test_a_compiled_run_learns_as_a_plain_one(base, whole, tmp_path, method):
         "import finetune\n"
         "finetune.call_and_exit(finetune.main)\n"
     )
-    _, *args = steps_args(base, tmp_path, method, "--use_torch_compile")
+    _, *args = steps_args(base, tmp_path, "dpo", "--use_torch_compile")
     script(patched, *args, env=environment() | {"PYTHONPATH": str(ROOT)})
-    assert_close(tmp_path, whole(method), 1e-5)
+    assert_close(tmp_path, whole("dpo"), 1e-5)
 
 
 def test_a_reward_model_rates_for_grpo_and_writes_no_text(base, tmp_path):
@@ -198,31 +197,23 @@ def test_a_reward_model_rates_for_grpo_and_writes_no_text(base, tmp_path):
         load_reward_function(str(reward), plain, Process(0, 1, "cpu"), torch.float32)
 
 
-def test_a_reward_file_is_a_module_of_its_own_folder(tmp_path):
-    """Beside it lie modules with names of this project's, which its processes find, too."""
+def test_a_reward_file_is_a_module_of_its_own_folder(tmp_path, monkeypatch):
+    """Its helpers win over this project's, and the processes of a pool find its functions."""
     (tmp_path / "utils.py").write_text("def count(text):\n    return len(text)\n")
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model/__init__.py").write_text("")
-    (tmp_path / "model/late.py").write_text("def double(x):\n    return 2 * x\n")
-    (tmp_path / "letters.py").write_text(
+    (tmp_path / "evaluate.py").write_text(
         "import multiprocessing\n"
         "import utils\n"
         "def grade(text):\n"
         "    return utils.count(text)\n"
-        "def alone(prompt, completion, row):\n"
-        "    from model.late import double\n"
-        "    return double(grade(completion))\n"
         "def pool(prompt, completion, row):\n"
-        "    with multiprocessing.get_context(row['start']).Pool(1) as pool:\n"
-        "        return sum(pool.map(grade, 'a') + pool.map(utils.count, ['abc']))\n"
+        "    with multiprocessing.Pool(1) as pool:\n"
+        "        return sum(pool.map(grade, [completion]))\n"
     )
-    modules = dict(sys.modules)
-    for name, expected in (("alone", 6.0), ("pool", 4.0)):
-        function = load_reward_function(f"{tmp_path}/letters.py:{name}", None, None, None)
-        for method in ("fork", "spawn"):
-            completion = Completion({"prompt": "a", "start": method}, "abc", None, False)
-            assert function([completion]) == [expected]
-    assert sys.modules.items() >= modules.items() and str(tmp_path) not in sys.path
+    monkeypatch.delitem(sys.modules, "evaluate", raising=False)  # put back for other tests
+    project_utils = sys.modules["utils"]
+    function = load_reward_function(f"{tmp_path}/evaluate.py:pool", None, None, None)
+    assert function([Completion({"prompt": "a"}, "abc", None, False)]) == [3.0]
+    assert sys.modules["utils"] is project_utils
 
 
 def test_the_exact_answers_of_a_model_are_counted(base, tmp_path):

@@ -48,7 +48,7 @@ def differ(ours, theirs, shape):
         (SHAPES[0], {}, "GPT2LMHeadModel"),
         (SHAPES[1], {}, "GPT2LMHeadModel"),
         (SHAPES[2], {"tied": False}, "GPT2LMHeadModel"),
-        (SHAPES[2], {"activation": "gelu_exact"}, "GPT2LMHeadModel"),  # nanoGPT's
+        # nanoGPT's
         (SHAPES[2], {"activation": "gelu_exact", "bias": False}, "GPT2LMHeadModel"),
         (SHAPES[2], LLAMA | {"norm_eps": 1e-3}, "LlamaForCausalLM"),
         (

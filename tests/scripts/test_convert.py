@@ -4,7 +4,7 @@ import re
 import hub
 import pytest
 import torch
-from conftest import bad, environment, losses, script, train_args, weights
+from conftest import bad, environment, losses, script, train_args, user_error, weights
 from tokenizers import processors
 
 from convert import ConvertConfig, main
@@ -23,11 +23,6 @@ def exported(trained, tmp_path_factory):
     return folder
 
 
-def without_init(args):
-    """Return a command line without its --init_from and what follows."""
-    return args[: args.index("--init_from")]
-
-
 @pytest.mark.parametrize(
     "recipe", ["gpt2", "modern", *(pytest.param(r, marks=pytest.mark.slow) for r in LLAMAS)]
 )
@@ -35,9 +30,9 @@ def test_each_kind_of_model_goes_out_and_comes_back_with_every_bit(shards, tmp_p
     run, hf, back = tmp_path / "run", tmp_path / "hf", tmp_path / "back.pt"
     script(*train_args(shards, run, 5, "--recipe", recipe))
     last = run / "checkpoints" / "model_last.pt"
-    script("convert.py", "--checkpoint", last, "--out", hf)
-    script("convert.py", "--model", hf, "--out", back)
-    script("convert.py", "--model", run, "--out", tmp_path / "own.pt")  # a checkpoint of ours, too
+    main(ConvertConfig(hf, last))
+    main(ConvertConfig(back, model=str(hf)))
+    main(ConvertConfig(tmp_path / "own.pt", model=str(run)))  # a checkpoint of ours, too
     assert load_checkpoint(tmp_path / "own.pt")["checksums"] == {
         **load_checkpoint(last)["checksums"],
         "optimizer": 0,
@@ -53,26 +48,25 @@ def test_each_kind_of_model_goes_out_and_comes_back_with_every_bit(shards, tmp_p
     with torch.no_grad():
         expected = load_model(last, float32=True)[0](idx)
         torch.testing.assert_close(load_pretrained(hf).eval()(idx), expected)
-    for source in (hf, back):  # trained on, and resumed
-        tuned = tmp_path / f"tuned from {source.name}"
-        args = train_args(shards, tuned, 3, "--init_from", source, "--max_lr", 1e-4)
-        for flag in ("--n_layer", "--n_head", "--n_embd"):  # the architecture is that of the source
-            del args[args.index(flag) : args.index(flag) + 2]
-        script(*args)
-        first = losses(tuned)[1]
-        assert first < losses(run)[1] - 0.05 and abs(first - losses(run)[5]) < 0.3
-        script(*without_init(args), "--max_steps", 4, "--resume", "auto")
-        assert sorted(losses(tuned)) == [1, 2, 3, 4]
+    tuned = tmp_path / "tuned"
+    args = train_args(shards, tuned, 3, "--init_from", back, "--max_lr", 1e-4)
+    for flag in ("--n_layer", "--n_head", "--n_embd"):  # the architecture is that of the source
+        del args[args.index(flag) : args.index(flag) + 2]
+    script(*args)
+    first = losses(tuned)[1]
+    assert first < losses(run)[1] - 0.05 and abs(first - losses(run)[5]) < 0.3
+    script(*args[: args.index("--init_from")], "--max_steps", 4, "--resume", "auto")
+    assert sorted(losses(tuned)) == [1, 2, 3, 4]
 
 
 def test_a_converted_checkpoint_is_no_run(shards, exported, tmp_path):
     path = tmp_path / "checkpoints" / "model_last.pt"
-    script("convert.py", "--model", exported, "--out", path)
+    main(ConvertConfig(path, model=str(exported)))
     args = train_args(shards, tmp_path, 3)
     bad([*args, "--resume", "auto"], f"convert.py: begin from it by --init_from {path}", tmp_path)
     bad(args, "holds the checkpoints of another run", tmp_path)
     # exported again, its card names the model that was imported
-    script("convert.py", "--checkpoint", path, "--out", tmp_path / "hf")
+    main(ConvertConfig(tmp_path / "hf", path))
     card = (tmp_path / "hf" / "README.md").read_text()
     assert "| trained by | convert.py, not recorded |" in card and "| began from | out |" in card
 
@@ -109,17 +103,20 @@ def test_the_example_of_a_model_card_runs(trained, tmp_path, is_chat):
 def test_mistakes_are_sentences(shards, trained, exported, tmp_path):
     last = trained / "checkpoints" / "model_last.pt"
     out = tmp_path / "x.pt"
+    for config, message in (
+        (ConvertConfig(out), "give one of --checkpoint"),
+        (ConvertConfig(out, last, "gpt2"), "give one of"),
+        (ConvertConfig(exported, last), "exists already; choose another"),
+        (ConvertConfig(out, tmp_path), "holds no checkpoint"),
+        (ConvertConfig(out, exported), "is no checkpoint of this"),
+        (ConvertConfig(tmp_path / "x", model=str(exported)), "must end in .pt"),
+    ):
+        with user_error(message):
+            main(config)
     other = train_args(shards, tmp_path, 4, "--init_from", exported, "--n_layer", 3)
     for args, message in (
-        (["convert.py", "--out", tmp_path / "x"], "give one of --checkpoint"),
-        (["convert.py", "--checkpoint", last, "--model", "gpt2", "--out", out], "give one of"),
-        (["convert.py", "--checkpoint", last, "--out", exported], "exists already; choose another"),
         (["convert.py", "--checkpoint", last, "--out", "/dev/null/x"], "/dev/null: File exists"),
-        (["convert.py", "--checkpoint", tmp_path, "--out", out], "holds no checkpoint"),
-        (["convert.py", "--checkpoint", exported, "--out", out], "is no checkpoint of this"),
-        (["convert.py", "--model", exported, "--out", tmp_path / "x"], "must end in .pt"),
         (["sample.py", "--model", tmp_path / "none"], "none"),
-        (["train.py", "--dry_run", "--init_from", tmp_path], "holds no checkpoint"),
         (["train.py", "--dry_run", "--init_from", exported], "has a context of 32"),
         (other, "holds a model of another shape: n_layer 2 (here 3)"),
     ):
