@@ -10,6 +10,7 @@ a sentence that names the file.
 """
 
 import json
+import sys
 import zlib
 from collections import Counter
 from collections.abc import Iterable
@@ -394,14 +395,19 @@ def pretrained_tokenizer(folder: Path, vocab_size: int) -> str:
         )
     path = folder / TOKENIZER_FILE
     with reading(folder, "a folder with a tokenizer that can be used"):
+        probe_ids = None  # of the file as it stands
         if path.is_file():
             engine = make_engine(path.read_text(encoding="utf-8"))
+            probe_ids = encode_with(engine, PROBE).tolist()
             known_name = CHECKSUMS.get(definition_checksum(definition_of(engine)))
             # transformers takes seconds to import: not for GPT-2's own folder
             if known_name is not None and says_no_more(folder, TOKENIZERS[known_name].eot):
                 return known_name
         tokenizer_json, said = read_folder(folder, vocab_size)
         engine = make_engine(tokenizer_json)
+        # Some classes of transformers replace the pre-tokenizer or the normalizer of the file.
+        if probe_ids not in (None, encode_with(engine, PROBE).tolist()):
+            print(f"warning: transformers gives a text other ids than {path}", file=sys.stderr)
         candidates = (said.template_tokens.get("eos_token"), *ENDS_OF_TEXT)
         spec = make_spec(engine, find_end_of_text(folder, engine, candidates), said)
         if spec not in TOKENIZERS:

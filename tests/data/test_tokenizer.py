@@ -399,3 +399,12 @@ def test_a_tokenizer_that_cannot_be_held_is_refused(tmp_path, name, content, pro
     (tmp_path / name).write_text(json.dumps(content))
     with user_error(problem):
         pretrained_tokenizer(tmp_path, 384)
+
+
+def test_a_file_that_transformers_reads_otherwise_is_named(tmp_path, capsys):
+    """Its class for GPT-2 puts GPT-2's pre-tokenizer in the place of another one."""
+    definition = DEFINITION | {"pre_tokenizer": PREFIX}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(definition), encoding="utf-8")
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    assert pretrained_tokenizer(tmp_path, 257) == "bytes"
+    assert "transformers gives a text other ids than" in capsys.readouterr().err
