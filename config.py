@@ -107,7 +107,7 @@ class RunOptions:
                 # A start from another working directory has to find the folders that are written.
                 is_written = name in ("checkpoint_dir", "log_dir")
                 value = str(value.absolute() if is_written else value)
-            elif isinstance(value, tuple):  # --data_dir: a tuple of Paths
+            elif isinstance(value, tuple):  # a tuple of Paths
                 value = [str(folder) for folder in value]
             values[name] = value
         return values
