@@ -383,8 +383,8 @@ def resolve(resolved_class: type[Resolved], options: RunOptions, **defaults: obj
 def log_folder(checkpoint_dir: Path) -> Path:
     """Return the folder of the log of a folder of checkpoints: X/logs for X/checkpoints, else logs
     in the folder itself."""
-    # The name of "." is that of the working directory.
-    if os.path.basename(os.path.abspath(checkpoint_dir)) != "checkpoints":
+    # absolute: the name of "." is that of the working directory
+    if checkpoint_dir.absolute().name != "checkpoints":
         return checkpoint_dir / "logs"
     # "checkpoints/../logs" to "logs"; of "." it is "../logs"
     return Path(os.path.normpath(checkpoint_dir / "../logs"))
