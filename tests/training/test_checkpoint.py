@@ -138,7 +138,7 @@ def test_a_numbered_checkpoint_has_one_exact_name(tmp_path):
     own = [NUMBERED.format(step) for step in (12_345_678, 1_000_000, 999_999, 10, 0)]
     for name in own:
         stem = name.removesuffix(".pt")
-        for copy in ("", "_good", ".tmp", " (1)"):
+        for copy in ("", "_good", ".pt", " (1)"):
             (tmp_path / f"{stem}{copy}.pt").touch()
         (tmp_path / name.replace("step_", "step_0")).touch()
     assert [path.name for path in numbered(tmp_path)] == own
