@@ -107,7 +107,7 @@ class RunOptions:
                 # A start from another working directory has to find the folders that are written.
                 is_written = name in ("checkpoint_dir", "log_dir")
                 value = str(value.absolute() if is_written else value)
-            elif isinstance(value, tuple):  # --data_dir: a tuple of Paths
+            elif isinstance(value, tuple):  # a tuple of Paths
                 value = [str(folder) for folder in value]
             values[name] = value
         return values
@@ -383,8 +383,8 @@ def resolve(resolved_class: type[Resolved], options: RunOptions, **defaults: obj
 def log_folder(checkpoint_dir: Path) -> Path:
     """Return the folder of the log of a folder of checkpoints: X/logs for X/checkpoints, else logs
     in the folder itself."""
-    # The name of "." is that of the working directory.
-    if os.path.basename(os.path.abspath(checkpoint_dir)) != "checkpoints":
+    # absolute: the name of "." is that of the working directory
+    if checkpoint_dir.absolute().name != "checkpoints":
         return checkpoint_dir / "logs"
     # "checkpoints/../logs" to "logs"; of "." it is "../logs"
     return Path(os.path.normpath(checkpoint_dir / "../logs"))

@@ -38,7 +38,7 @@ from model.execution import Execution, uncompiled
 from model.gpt import GPT, build_without_weights
 from model.recipes import Recipe
 from model.rows import Rows
-from training.checkpoint import REWARD_HEAD, Checkpoint, find_checkpoint
+from training.checkpoint import REWARD_HEAD, Checkpoint, check_head, find_checkpoint
 from training.options import read_options, resolve_compile, resolve_dtype
 from training.parallel import clip_grad_norm, sync_gradients
 from training.parts import fill_model
@@ -67,8 +67,7 @@ def main() -> None:
     process = start_process(given_options)  # catches signals from here on
     device_options = resolve_on_device(given_options, derived, process)
     # `start` has shape, weights and tokenizer of the resumed model, or of the model of --init_from.
-    is_reward = device_options.method == "reward"
-    start = open_start(device_options, checkpoint, process, is_reward_model=is_reward)
+    start = open_start(device_options, checkpoint, process)
     assert start is not None  # --init_from is required
     weights_checksum = init_checksum(device_options, checkpoint, start, process)
     model, weights = build_model(device_options, start)
@@ -238,7 +237,10 @@ def train_step(
 def build_model(options: FinetuneConfig, start: SavedModel) -> tuple[GPT, dict[str, Rows]]:
     """Return the model to train, on the device "meta", and the weights that it begins with, by
     parameter name. Raise UserError for a context that `start` does not have, and for one that
-    learned another kind of text."""
+    learned another kind of text or has another head."""
+    is_reward = options.method == "reward"
+    if options.resumed is not None:
+        check_head(options.resumed, start.checkpoint, is_reward)
     longest = start.shape.block_size
     T = options.block_size or longest
     # a resumed run keeps its context: the optimizer state of the position embedding has its length
@@ -258,7 +260,7 @@ def build_model(options: FinetuneConfig, start: SavedModel) -> tuple[GPT, dict[s
     shape = replace(start.shape, block_size=T, dropout=dropout)
     execution = Execution(options.activation_checkpointing, options.use_torch_compile)
     weights = dict(start.weights)  # a copy, changed below
-    if options.method != "reward":
+    if not is_reward:
         return build_without_weights(shape, execution), weights
     # A resumed reward model has a head. A new one gets zeros, so that all rewards begin at 0.
     weights.setdefault(REWARD_HEAD, torch.zeros(1, shape.n_embd))

@@ -94,7 +94,7 @@ def train(config: SweepConfig, name: str, *more_flags: str) -> None:
     # earlier sweep, on other data or of another length, with new runs.
     earlier = logged_run(folder / "logs")  # config.json; None without a log
     if earlier:
-        changes = list_changes(earlier["config"], resolve_like(flags, earlier["config"]))
+        changes = compare_options(earlier["config"], flags)
         if changes:
             raise UserError(f"{folder} has a run with {changes}; give another --out")
 
@@ -108,19 +108,21 @@ def train(config: SweepConfig, name: str, *more_flags: str) -> None:
         raise UserError(f"the run {name} has failed: see above; mend it or take it out of --grid")
 
 
-def resolve_like(flags: list[str], saved: dict) -> dict:
-    """Return the options of a new run with these flags, resolved, to compare with those of a run,
-    `saved`, from its config.json. Those that are NOT_COMPARED, left to the device ("auto") or only
-    written in another way are the saved ones."""
+def compare_options(saved: dict, flags: list[str]) -> str:
+    """Return the options whose values differ between a run, `saved` from its config.json, and a new
+    run with these flags: "grad_clip 1.0 (here 2.0)", "" without any."""
     given_options, _, _ = read_options(TrainConfig, "train.py", flags)
     options = resolve_from_recipe(given_options, parse_recipe(given_options.recipe)).to_dict()
-    for name, value in options.items():
-        if value == "auto" or name in NOT_COMPARED:
-            options[name] = saved[name]
-    folders = [os.path.realpath(folder) for folder in options["data_dir"]]
-    if folders == [os.path.realpath(folder) for folder in saved["data_dir"]]:
-        options["data_dir"] = saved["data_dir"]
-    return options
+    if options["dtype"] == "auto":  # left to the device
+        options["dtype"] = saved["dtype"]
+    return list_changes(comparable(saved), comparable(options))
+
+
+def comparable(options: dict) -> dict:
+    """Return the options that a loss depends on, with a folder of shards by its one true path."""
+    values = {name: value for name, value in options.items() if name not in NOT_COMPARED}
+    values["data_dir"] = [os.path.realpath(folder) for folder in options["data_dir"]]
+    return values
 
 
 def to_markdown(groups: list[str], losses: np.ndarray, metric: str) -> str:

@@ -13,7 +13,6 @@ that of the whole model: a file resumes on any number of processes. Writing stan
 training/writer.py.
 """
 
-import os
 import re
 import sys
 import zlib
@@ -29,6 +28,7 @@ from model.config import GPTConfig
 from model.gpt import GPT, build_without_weights
 from model.rows import Rows, is_vector
 from training.pretrained import open_pretrained
+from utils.distributed import ALONE, Process, launched
 from utils.errors import UserError, reading
 
 FORMAT_VERSION = 6
@@ -153,10 +153,12 @@ def sum_rows(name: str, rows: Sequence[int], values: Tensor) -> int:
     return total
 
 
-def checksum(tensors: Mapping[str, Rows], rank: int = 0, num_ranks: int = 1) -> int:
-    """Return the sum of the CRC-32 of the rows of tensors; those of Rows (model/rows.py) are read
-    from the file when they are sliced; a vector is one row. With `num_ranks`, read only the part of
-    the rows that belongs to `rank`: the checksum is the sum of these results over all ranks."""
+def checksum(tensors: Mapping[str, Rows], process: Process = ALONE) -> int:
+    """Return the sum of the CRC-32 of the rows of whole tensors; those of Rows (model/rows.py) are
+    read from the file when they are sliced; a vector is one row. Of several processes each reads a
+    part of the rows, so that all must call it."""
+    rank = process.rank
+    num_ranks = process.world_size
     total = 0
     for name, x in tensors.items():
         if is_vector(x.shape):
@@ -169,15 +171,18 @@ def checksum(tensors: Mapping[str, Rows], rank: int = 0, num_ranks: int = 1) -> 
         first = num_rows * rank // num_ranks
         end = num_rows * (rank + 1) // num_ranks
         total += sum_rows(name, range(first, end), x[first:end])
-    return total
+    # by rank: processes that share a rank have read the same rows, which count once
+    return sum(process.merge({rank: total}).values())
 
 
 def verify(
-    checkpoint: Checkpoint, part: Literal["model", "model_low", "optimizer"], total: int
+    checkpoint: Checkpoint,
+    part: Literal["model", "model_low", "optimizer"],
+    process: Process = ALONE,
 ) -> None:
-    """Raise ValueError if `total`, the checksum of a part's tensors, is not the one in the file;
-    reading_checkpoint makes a UserError of it."""
-    if checkpoint["checksums"][part] != total:
+    """Raise ValueError if the tensors of a part do not have their checksum; reading_checkpoint
+    makes a UserError of it. Of several processes all must call it, as for `checksum`."""
+    if checkpoint["checksums"][part] != checksum(flatten(checkpoint[part]), process):
         raise ValueError(f"the tensors of {part!r} do not have their checksum")
 
 
@@ -224,12 +229,11 @@ def load_model(
     with reading_checkpoint(path):
         shape = GPTConfig(**checkpoint["model_config"])
         model = build_without_weights(shape, model_class=model_class)
-        verify(checkpoint, "model", checksum(checkpoint["model"]))
+        verify(checkpoint, "model")
         weights = checkpoint["model"]  # bfloat16, mapped from disk
         if float32:
-            low = checkpoint["model_low"]
-            verify(checkpoint, "model_low", checksum(low))
-            weights = {name: join_float32(high, low[name]) for name, high in weights.items()}
+            verify(checkpoint, "model_low")
+            weights = {name: rows[:] for name, rows in float32_weights(checkpoint).items()}
         # assign: a model on the device "meta" has no memory to copy into
         model.load_state_dict(weights, strict=True, assign=True)
     return model.eval(), checkpoint
@@ -295,7 +299,7 @@ def find_checkpoint(name: str | Path) -> Path | None:
     for file in files:
         if file.exists() and is_own(file):
             # Only the main process prints, and to stderr, as stdout is for results.
-            if os.environ.get("RANK", "0") == "0":
+            if launched("RANK") == 0:
                 print(f"reading {file}", file=sys.stderr)
             return file
     # a config.json of Hugging Face: a run's own is in its logs/

@@ -25,7 +25,7 @@ from training.checkpoint import (
     verify,
 )
 from training.pretrained import open_pretrained
-from utils.distributed import Process
+from utils.distributed import ALONE, Process
 from utils.errors import UserError
 
 # Ends of the names of options and entries that may differ between the machines of a run: their own
@@ -54,25 +54,11 @@ class SavedModel:
         """Return the checksum of the weights. Every process must call it."""
         # A model of another project is whole in the memory of each process, and may differ between
         # machines: each sums up its own, and compare_processes finds the difference.
-        if not self.checkpoint:
-            return checksum(self.weights)
-        return checksum_together(self.weights, process)
-
-
-def checksum_together(tensors: Mapping[str, Rows], process: Process) -> int:
-    """Return the checksum of whole tensors, of which each process reads a part of the rows. Every
-    process must call it."""
-    own = checksum(tensors, process.rank, process.world_size)
-    # by rank: processes that share a rank have read the same rows, which count once
-    return sum(process.merge({process.rank: own}).values())
+        return checksum(self.weights, process if self.checkpoint else ALONE)
 
 
 def open_start(
-    options: RunOptions,
-    checkpoint: Checkpoint | None,
-    process: Process,
-    *,
-    is_reward_model: bool = False,
+    options: RunOptions, checkpoint: Checkpoint | None, process: Process
 ) -> SavedModel | None:
     """Return the model that a run begins with: that of the checkpoint that is resumed, or that of
     --init_from, None without both. Every process must call it; raises UserError for a damaged file.
@@ -84,7 +70,7 @@ def open_start(
         return open_saved(options.init_from, process) if options.init_from else None
     # `checkpoint` is open already. Its path serves error messages only: it may hold a later save.
     assert options.resumed is not None
-    return saved_model(options.resumed, checkpoint, process, is_reward_model=is_reward_model)
+    return saved_model(options.resumed, checkpoint, process)
 
 
 def init_checksum(
@@ -120,25 +106,24 @@ def open_saved(name: str | Path, process: Process) -> SavedModel:
     """Return the model of --init_from. Every process must call it."""
     path = find_checkpoint(name)  # None for a model of another project
     if path is not None:
-        return saved_model(path, load_checkpoint(path), process)
+        checkpoint = load_checkpoint(path)
+        check_head(path, checkpoint, is_reward_model=False)
+        return saved_model(path, checkpoint, process)
     model, tokenizer = open_pretrained(name)  # model on the CPU, tokenizer spec
     return SavedModel(model.config, model.state_dict(), tokenizer, {})
 
 
-def saved_model(
-    path: Path, checkpoint: Checkpoint, process: Process, *, is_reward_model: bool = False
-) -> SavedModel:
+def saved_model(path: Path, checkpoint: Checkpoint, process: Process) -> SavedModel:
     """Return the model of an open checkpoint. Every process must call it; raises UserError for a
     damaged file."""
-    check_head(path, checkpoint, is_reward_model)
     # Each process reads a part of the rows below, so all must have the same file; with --resume
     # FOLDER each machine picks one. The CRC-32 of its checksums identifies it.
     if not process.all_equal(digest(checkpoint["checksums"])):
         raise UserError(DIFFERENT)
     with reading_checkpoint(path):
         weights = float32_weights(checkpoint)  # reads nothing yet
-        for part in ("model", "model_low"):
-            verify(checkpoint, part, checksum_together(checkpoint[part], process))
+        verify(checkpoint, "model", process)
+        verify(checkpoint, "model_low", process)
         shape = GPTConfig(**checkpoint["model_config"])
     return SavedModel(shape, weights, checkpoint["tokenizer"], checkpoint)
 

@@ -28,8 +28,8 @@ def halve_until_it_fits(run: Run[ResolvedTrainConfig], wrapped: nn.Module) -> Re
     # leave it alone, so that there the forecast stays.
     if options.sharding != "none" and process.num_processes > 1:
         return options
-    while not process.all_agree(has_memory(run, wrapped, options)):
-        size = options.sequences_per_pass
+    size = options.sequences_per_pass
+    while not process.all_agree(has_memory(run, wrapped, size)):
         if size == 1:
             raise UserError(
                 "out of memory with a micro-batch of one sequence: recompute activations, divide "
@@ -39,25 +39,22 @@ def halve_until_it_fits(run: Run[ResolvedTrainConfig], wrapped: nn.Module) -> Re
         while size % smaller:  # a divisor of the old one divides a process's share of a step, too
             smaller -= 1
         process.print(f"out of memory with a micro-batch of {size}: {smaller} from here on")
-        options = replace(options, micro_batch_size=smaller)
-    return options
+        size = smaller
+    return replace(options, micro_batch_size=size)
 
 
-def has_memory(
-    run: Run[ResolvedTrainConfig], wrapped: nn.Module, options: ResolvedTrainConfig
-) -> bool:
-    """Return whether this process has the memory for the forward and backward passes of a step.
-    It exchanges nothing with others, and leaves no gradients."""
+def has_memory(run: Run[ResolvedTrainConfig], wrapped: nn.Module, size: int) -> bool:
+    """Return whether this process has the memory for the forward and backward passes of a step with
+    micro-batches of `size` sequences. It exchanges nothing with others, and leaves no gradients."""
     device = run.process.device
-    shape = (options.sequences_per_pass, options.block_size)
-    ids = torch.zeros(shape, dtype=torch.long, device=device)  # (B, T)
+    ids = torch.zeros(size, run.config.block_size, dtype=torch.long, device=device)  # (B, T)
     try:
         if run.state.step == 0:
             # Optimizers take the memory of their state in the first step, at most that of AdamW.
             num_weights = sum(p.numel() for p in wrapped.parameters())
             state = torch.empty(MOMENTS["adamw"], num_weights, device=device)  # noqa: F841
         for _ in range(2):  # gradients of the first micro-batch are in memory during the second
-            with sync_gradients(wrapped, options.sharding, last=False):
+            with sync_gradients(wrapped, run.config.sharding, last=False):
                 with autocast(device, run.dtype, keep_weights=False):
                     loss = wrapped(ids, ids)
                 loss.backward()

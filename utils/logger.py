@@ -155,24 +155,20 @@ class Logger:
         except OSError:  # Ctrl-C has ended `| tee`: go on without a console, to save
             sys.stdout = open(os.devnull, "w")
 
-    def close(self, exit_code: int = 0) -> None:
-        """Close the files, the bar and the run of Weights & Biases, which fails with an exit code
-        above 0."""
+    def __enter__(self) -> "Logger":
+        return self
+
+    def __exit__(self, error_type: type[BaseException] | None, *error: object) -> None:
+        """Close the files, the bar and the run of Weights & Biases, which fails after an error."""
         if not self.is_main:
             return
         # First: what is not uploaded is lost when the process ends, and on a full disk closing a
         # file raises an error.
         if self.wandb_run is not None:
-            self.call_wandb(self.wandb_run.finish, exit_code)
+            self.call_wandb(self.wandb_run.finish, 0 if error_type is None else 1)
         self.bar.close()
         self.metrics_file.close()
         self.samples_file.close()
-
-    def __enter__(self) -> "Logger":
-        return self
-
-    def __exit__(self, error_type: type[BaseException] | None, *error: object) -> None:
-        self.close(exit_code=0 if error_type is None else 1)
 
 
 def logged_run(folder: Path) -> dict | None:

@@ -1,15 +1,11 @@
-import random
-import shlex
-import signal
-
 import numpy as np
 import pytest
-from conftest import SMALL, rows_written, run_until, script, start
+from conftest import SMALL, script
 from matplotlib.figure import Figure
 
 from scripts import sweep
-from scripts.sweep import NOT_COMPARED, SweepConfig, main, resolve_like, to_markdown
-from training.options import list_changes
+from scripts.sweep import NOT_COMPARED, SweepConfig, compare_options, main, to_markdown
+from utils.cli import to_flags
 from utils.errors import UserError
 from utils.logger import logged_run
 
@@ -81,14 +77,12 @@ def test_runs_are_compared_by_the_values_of_their_options(trained, shards, monke
     flags = {name[2:]: value for name, value in zip(SMALL[::2], SMALL[1::2], strict=True)}
     flags |= {"data_dir": shards.name, "max_steps": 20}
 
-    def changes(*switches, **others):
-        words = [f"--{name} {value}" for name, value in (flags | others).items()] + [*switches]
-        random.Random(0).shuffle(words)  # the order of flags is no value
-        return list_changes(saved, resolve_like(" ".join(words).split(), saved))
+    def changes(**others):
+        return compare_options(saved, to_flags(flags | others))
 
     assert changes() == ""
     assert changes(max_lr="0.003", data_dir=shards, warmup_steps="05") == ""  # the same values
-    assert changes("--use_torch_compile", micro_batch_size=2, save_every=1, dtype="auto") == ""
+    assert changes(use_torch_compile=True, micro_batch_size=2, save_every=1, dtype="auto") == ""
     for name, value in saved.items():
         if type(value) in (int, float) and name not in NOT_COMPARED:
             other = value + 1 if type(value) is int else 0.9 * value or 0.01
@@ -102,22 +96,15 @@ def test_an_option_without_values_is_named(tmp_path):
         main(SweepConfig(("recipe gpt2", "max_lr"), out=tmp_path))
 
 
-def test_a_sweep_takes_a_run_that_its_printed_command_has_finished(shards, tmp_path):
-    flags = ["--data_dir", shards, "--max_steps", 100, *SMALL[2:-2]]  # without n_layer and seed
+def test_a_sweep_takes_a_run_that_was_resumed_by_hand(shards, tmp_path):
+    flags = ["--data_dir", shards, "--max_steps", 2, *SMALL[2:-2]]  # without n_layer and seed
     fixed = [f"{name[2:]} {x}" for name, x in zip(flags[::2], flags[1::2], strict=True)]
     run = tmp_path / "out/n_layer=1 seed=1"
-    begun = start(
-        "train.py", *flags, "--n_layer", 1, "--seed", 1, "--run_dir", run, log=tmp_path / "said"
-    )
-    run_until(begun, lambda: rows_written(run) >= 1)
-    begun.terminate()
-    assert begun.wait(60) == 128 + signal.SIGTERM
+    script("train.py", *flags, "--n_layer", 1, "--seed", 1, "--run_dir", run)
+    script("train.py", "--resume", run)
     args = ["scripts/sweep.py", "--out", tmp_path / "out", "--seeds", 1, "--grid", "n_layer 1"]
-    printed = (tmp_path / "said").read_text().partition("continue with python ")[2]
-    script(*shlex.split(printed))
-    first, again = (script(*args, "--fixed", *order).stdout for order in (fixed, fixed[::-1]))
-    assert " | 0.0000 | +0.0000 |" in first and "step 100/100" not in first  # a single seed
-    assert first.splitlines()[-2:] == again.splitlines()[-2:]  # table and picture
+    out = script(*args, "--fixed", *fixed[::-1]).stdout
+    assert " | 0.0000 | +0.0000 |" in out and "step 2/2" not in out  # a single seed
     other = script(*args, "--fixed", *fixed, "grad_clip 2", code=2).stderr
     assert "n_layer=1 seed=1 has a run with grad_clip 1.0 (here 2.0); give another --out" in other
 

@@ -4,9 +4,7 @@ keeps, peaks those of a tracker, for each value of each option that a formula de
 import pytest
 import torch
 from conftest import train_options
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils.flop_counter import FlopCounterMode
 
 from model.execution import Execution
@@ -72,7 +70,7 @@ def build(recipe, mode="none", **given):
     return options, GPT(shape, Execution(mode, options.use_torch_compile))
 
 
-def attention_flops(query, key, value, *args, out_shape=None, **kwargs):
+def attention_flops(query, *args, **kwargs):
     """Return the FLOPs of two matmuls, which the counter does not know of the kernel of CPUs."""
     batch, heads, time, width = query
     return 4 * batch * heads * time * time * width
@@ -80,14 +78,12 @@ def attention_flops(query, key, value, *args, out_shape=None, **kwargs):
 
 def attention_backward_flops(grad, query, *args, **kwargs):
     """Return twice as many: MFU does not count that the kernel computes its scores again."""
-    return 2 * attention_flops(query, query, query)
+    return 2 * attention_flops(query)
 
 
-KERNEL = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-KERNELS = {
-    KERNEL: attention_flops,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: attention_backward_flops,
-}
+FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+KERNELS = {FORWARD: attention_flops, BACKWARD: attention_backward_flops}
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
@@ -102,28 +98,6 @@ def test_flops_of_a_step_are_those_that_are_counted(recipe, mode, dropout):
     assert counter.get_total_flops() == pytest.approx(step_flops(options, model), rel=0.01)
 
 
-class LiveBytes(TorchDispatchMode):
-    """Bytes of tensors that were made in this context and still live."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.weights = {StorageWeakRef(p.untyped_storage()) for p in model.parameters()}
-        self.sizes = {}  # by a weak reference
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **kwargs or {})
-        for x in tree_leaves(result):
-            if isinstance(x, torch.Tensor):
-                reference = StorageWeakRef(x.untyped_storage())
-                if reference not in self.weights:  # else a view of a weight
-                    self.sizes[reference] = x.untyped_storage().nbytes()
-        return result
-
-    @property
-    def total(self):
-        return sum(size for reference, size in self.sizes.items() if not reference.expired())
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("mode", ["none", "cheap", "block"])
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -135,9 +109,13 @@ def test_activations_of_a_block_are_the_bytes_that_autograd_keeps(fused_norms, r
         angles = rotary_angles(torch.arange(T), shape.head_size, shape.rope_base)
     x = torch.randn(B, T, shape.n_embd, requires_grad=True)
     block = model.transformer.h[0]
-    with LiveBytes(model) as live, autocast(CPU, dtype, keep_weights=False):
+    memory = MemTracker()
+    memory.track_external(model, x)
+    with memory, autocast(CPU, dtype, keep_weights=False):
         y = block(x, angles, None, None)
-    kept = x.nbytes + live.total - y.nbytes  # y is the next block's input
+        total = memory.get_tracker_snapshot()[CPU]["Total"]
+    weights = sum(p.nbytes for p in model.parameters())
+    kept = total - weights - y.nbytes  # y is the next block's input
     if dtype is torch.bfloat16 and mode == "none":  # the forecast counts cast weights elsewhere
         kept -= sum(2 * p.numel() for p in block.parameters() if p.dim() == 2)
     forecast = B * T * block_activations(shape, dtype.itemsize, mode)

@@ -158,7 +158,7 @@ def read(path):
     content = {"step": 0, "best_loss": math.inf}
     if path.exists():
         content = ckpt.load_checkpoint(path)
-        ckpt.verify(content, "model", ckpt.checksum(content["model"]))
+        ckpt.verify(content, "model")
     return content["step"], content["best_loss"]
 
 

@@ -145,6 +145,7 @@ def test_mistakes_are_one_sentence_and_write_nothing(shards, trained, tmp_path):
             [*of_bytes, "--data_dir", tmp_path],
             "takes tokens of bytes, the shards hold those of gpt",
         ),
+        ([*of_bytes, "--data_dir", tmp_path, "--dry_run"], "takes tokens of bytes, the shards"),
     ):
         bad(train_args(shards, tmp_path / "new", 30, *flags), message)
     assert not list((tmp_path / "new").rglob("m*"))

@@ -1,7 +1,6 @@
 import json
 import os
 import random
-from pathlib import Path
 
 import pytest
 import torch
@@ -39,48 +38,47 @@ def test_a_gpu_without_bfloat16_multiplies_in_float16_and_refuses_bfloat16(t4):
         pick_dtype("bfloat16", t4)
 
 
-@pytest.mark.parametrize("named", ["", "mine", "gone"])
-@pytest.mark.parametrize("installed", ["gcc", "clang", "g++", ""])
+@pytest.mark.parametrize(
+    ("named", "installed", "missing"),
+    [
+        ("", "clang", "g++"),
+        ("", "g++", "gcc"),
+        ("mine", "mine", None),
+        ("gone", "gcc g++", "gcc g++"),  # what is named is used, whichever others there are
+    ],
+)
 def test_a_compiler_that_is_named_or_else_a_usual_one_has_to_be_there(
-    monkeypatch, named, installed
+    monkeypatch, named, installed, missing
 ):
-    monkeypatch.setattr("shutil.which", lambda name: name if name in (installed, "mine") else None)
-    for on_gpu, variable, usual in ((True, "CC", ("gcc", "clang")), (False, "CXX", ("g++",))):
+    monkeypatch.setattr("shutil.which", lambda name: name if name in installed.split() else None)
+    for on_gpu, variable, usual in ((True, "CC", "gcc"), (False, "CXX", "g++")):
         monkeypatch.setenv(variable, named)
-        is_there = named == "mine" if named else installed in usual
-        advice = f"install {usual[0]}, or name a compiler by {variable}"
-        assert missing_compiler(on_gpu) == (None if is_there else advice)
+        advice = f"install {usual}, or name a compiler by {variable}"
+        assert missing_compiler(on_gpu) == (advice if usual in (missing or "").split() else None)
 
 
-@pytest.mark.parametrize("version", [1, 2])
-def test_memory_is_that_of_the_tightest_of_nested_control_groups(tmp_path, monkeypatch, version):
+@pytest.mark.parametrize(
+    ("controller", "name", "unlimited"),
+    [("memory", "memory.limit_in_bytes", "9223372036854771712"), ("", "memory.max", "max")],
+)
+def test_memory_is_that_of_the_tightest_of_nested_control_groups(
+    tmp_path, monkeypatch, controller, name, unlimited
+):
     """Also where a container sees a part of the groups above its own alone."""
-    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    controller, name, unlimited = "", "memory.max", "max"
-    if version == 1:
-        controller, name, unlimited = "memory", "memory.limit_in_bytes", "9223372036854771712"
-    rng = random.Random(version)
-    for case in range(50):
-        root = tmp_path / str(case)
-        monkeypatch.setattr(devices, "CGROUP_ROOT", root)
-        monkeypatch.setattr(devices, "CGROUPS", root / "cgroup")
-        names = [rng.choice(["docker", "a:b", "user.slice"]) for _ in range(rng.randint(0, 4))]
-        expected = physical
-        for depth in range(len(names) + 1):
-            folder = Path(root, controller, *names[:depth])
-            folder.mkdir(parents=True, exist_ok=True)
-            limit = rng.choice([None, unlimited, str(rng.randint(1, physical))])
-            if limit is not None:  # the file is not there, or not seen
-                (folder / name).write_text(f"{limit}\n")
-                expected = min(expected, int(limit) if limit != "max" else physical)
-        (root / "other").mkdir()
-        for file in ("memory.max", "memory.limit_in_bytes"):
-            (root / "other" / file).write_text("1\n")
-        lines = ["7:cpu,cpuacct:/other", f"4:{controller}:/{'/'.join(names)}", "1:name=systemd:/"]
-        (root / "cgroup").write_text("\n".join(lines) + "\n")
-        assert host_memory() == expected
-    monkeypatch.setattr(devices, "CGROUPS", tmp_path / "none")  # as on macOS
-    assert host_memory() == physical
+    monkeypatch.setattr(devices, "CGROUP_ROOT", tmp_path)
+    monkeypatch.setattr(devices, "CGROUPS", tmp_path / "cgroup")
+    physical = host_memory()  # without control groups, as on macOS
+    assert physical == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    (tmp_path / "cgroup").write_text(f"7:cpu,cpuacct:/other\n4:{controller}:/docker/a:b/c\n")
+    places = [tmp_path / controller / group for group in ("", "docker", "docker/a:b/c", "other")]
+    rng = random.Random(0)
+    for _ in range(20):
+        limits = [rng.randint(1, physical), unlimited, rng.randint(1, physical)]
+        rng.shuffle(limits)
+        for place, limit in zip(places, [*limits, 1], strict=True):
+            place.mkdir(parents=True, exist_ok=True)
+            (place / name).write_text(f"{limit}\n")
+        assert host_memory() == min(int(limit) for limit in limits if limit != unlimited)
 
 
 def test_a_run_keeps_the_dtype_that_auto_has_taken(shards, tmp_path):

@@ -12,12 +12,11 @@ ROW = {"loss": 1.0, "lr": 1e-3, "grad_norm": 1.0, "tokens_per_s": 1.0, "ms": 1.0
 
 
 def write(folder, start, steps, loss, wandb=False, **options):
-    logger = Logger(folder, start=start, total=9, is_main=True, **options)
-    if wandb:
-        logger.wandb_run = logger.call_wandb(open_wandb, train_options(), "run")
-    for step in steps:
-        logger.log_train({**ROW, "loss": loss}, step)
-    logger.close()
+    with Logger(folder, start=start, total=9, is_main=True, **options) as logger:
+        if wandb:
+            logger.wandb_run = logger.call_wandb(open_wandb, train_options(), "run")
+        for step in steps:
+            logger.log_train({**ROW, "loss": loss}, step)
 
 
 def test_rows_of_steps_run_again_replace_the_old_ones(tmp_path):
@@ -76,15 +75,13 @@ def test_a_run_outlives_wandb(tmp_path, capsys, wandb, call_that_fails):
 
 
 def test_a_console_that_is_gone_ends_nothing(tmp_path, monkeypatch):
-    logger = Logger(tmp_path, start=0, total=9, is_main=True)
-
     def gone(*_, **__):
         raise BrokenPipeError
 
-    monkeypatch.setattr(logger.bar, "write", gone)
-    monkeypatch.setattr("sys.stdout", None)  # which print replaces
-    logger.log_train(ROW, 1)
-    logger.close()
+    with Logger(tmp_path, start=0, total=9, is_main=True) as logger:
+        monkeypatch.setattr(logger.bar, "write", gone)
+        monkeypatch.setattr("sys.stdout", None)  # which print replaces
+        logger.log_train(ROW, 1)
     assert len(read_metrics(tmp_path)["train"]) == 1
 
 
@@ -92,8 +89,7 @@ def test_overwrite_starts_the_file_anew_and_other_ranks_write_nothing(tmp_path):
     write(tmp_path, 0, range(1, 4), 1.0)
     write(tmp_path, 0, range(1, 2), 2.0, begins_empty=True)
     assert [r["loss"] for r in read_metrics(tmp_path)["train"]] == [2.0]
-    silent = Logger(tmp_path / "none", start=0, total=1, is_main=False)
-    silent.log_train(ROW, 1)
-    silent.print("nothing")
-    silent.close()
+    with Logger(tmp_path / "none", start=0, total=1, is_main=False) as silent:
+        silent.log_train(ROW, 1)
+        silent.print("nothing")
     assert not (tmp_path / "none").exists()
