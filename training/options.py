@@ -33,6 +33,7 @@ from training.checkpoint import (
     run_position,
 )
 from training.plan import Hardware
+from training.tensor_parallel import check_divides
 from utils.cli import expand_home, flag_value, named_flags, parse, to_flags
 from utils.devices import is_bfloat16_faster, missing_compiler, pick_device, pick_dtype
 from utils.distributed import Process, launched
@@ -187,6 +188,11 @@ def resolve_options(
     the recipe."""
     recipe = find_recipe(options, checkpoint)
     resolved = resolve_compile(resolve_from_recipe(options, recipe), derived)
+    # Check before processes connect that --tensor_parallel divides the heads. With --init_from
+    # `start_shape` of training/summary.py checks it, after the file is opened.
+    if resolved.init_from is None:
+        # any vocabulary will do, as heads and MLP do not depend on it
+        check_divides(resolved.model_config(recipe, GPTConfig.vocab_size), resolved.tensor_parallel)
     # On GPUs resolve_on_device finds a micro-batch that fits the memory if none was given. On CPUs
     # the default of config.py is as fast.
     if "micro_batch_size" in derived and is_on_gpu(options.device):
