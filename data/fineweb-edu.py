@@ -217,7 +217,8 @@ def prepare(config: DataConfig, folder: Path) -> tuple[Manifest, int]:
     # files of all workers; {} if the dataset is read
     sizes = list_files(config.input) if config.input else {}
     tokenizer_spec = config.tokenizer
-    if tokenizer_spec not in TOKENIZERS:  # the path of a tokenizer.json
+    # a tokenizer.json, whatever its name
+    if tokenizer_spec not in TOKENIZERS or Path(tokenizer_spec).is_file():
         try:
             tokenizer_spec = read_tokenizer(Path(config.tokenizer), config.end_of_text)
         except NoEndOfText as error:

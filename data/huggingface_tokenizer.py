@@ -92,10 +92,14 @@ def wrap(
     from tokenizers import Tokenizer as Engine
     from transformers import PreTrainedTokenizerFast
 
+    options: dict[str, Any] = dict(special_tokens)
+    pre_tokenizer = json.loads(tokenizer_json)["pre_tokenizer"] or {}
+    if pre_tokenizer.get("add_prefix_space"):
+        options["add_prefix_space"] = True  # transformers 4 would switch it off otherwise
     return PreTrainedTokenizerFast(
         tokenizer_object=Engine.from_str(tokenizer_json),
         chat_template=chat_template,
         model_max_length=block_size,
         model_input_names=MODEL_INPUTS,
-        **special_tokens,
+        **options,
     )

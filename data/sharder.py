@@ -94,7 +94,8 @@ class ShardWriter:
         self.dtype = np.dtype(dtype)
         self.split = split
         self.temporary = path.with_name(path.name + ".tmp")
-        if start and not self.temporary.exists():
+        self.is_copy = start > 0 and not self.temporary.exists()
+        if self.is_copy:
             # The earlier run ended before the shard was full, or was killed after the rename and
             # before the manifest. A copy, as training may read the shard under its name meanwhile;
             # written aside, so that a kill leaves no half of it.
@@ -172,7 +173,7 @@ class Sharder:
         self.writers: dict[str, ShardWriter] = {}
         """Open shard of each split that has one."""
         self.num_tokens = {"train": 0, "val": 0}
-        """Tokens in the shards of each split; from `reopen` on with those of earlier runs."""
+        """Tokens in the full shards of each split, from `reopen` on in all."""
         manifest = read_manifest(folder)
         if manifest is None and shard_paths(folder):
             raise UserError(f"{folder} holds shards without a manifest; {ADVICE}")
@@ -188,6 +189,11 @@ class Sharder:
                     f"{folder} holds shards of {setting} {value_of_shards!r:.99}; {ADVICE}"
                 )
         self.manifest = manifest
+        for entry in manifest.shards:
+            # Opening it raises an error if the file is missing, cut, or not the one that is listed.
+            layout = Shard(folder / entry.file, entry.tokens).layout
+            if entry.tokens == self.shard_size:
+                self.num_tokens[entry.split] += layout.num_tokens
 
     def num_full(self, split: str) -> int:
         """Return the number of shards of a split that have shard_size tokens."""
@@ -200,16 +206,11 @@ class Sharder:
 
     def reopen(self) -> None:
         """Open the unfinished shards after the tokens that the state counts. Those that `end` of an
-        earlier run has listed stay in the manifest until they are longer. Raise UserError if a
-        shard, full or not, does not hold what the manifest counts."""
+        earlier run has listed stay in the manifest until they are longer. Raise UserError if one
+        does not hold these tokens."""
         # Neither complete nor stopped: until `end`, training warns that the folder is not finished.
         self.manifest.stopped = False
         write_manifest(self.folder, self.manifest)
-        for entry in self.manifest.shards:
-            # Opening it raises UserError if its file is cut, or not the one that is listed.
-            layout = Shard(self.folder / entry.file, entry.tokens).layout
-            if entry.tokens == self.shard_size:
-                self.num_tokens[entry.split] += layout.num_tokens
         for split, num_tokens in self.manifest.state.open.items():
             self.open_shard(split, num_tokens)
             self.num_tokens[split] += num_tokens
@@ -217,6 +218,8 @@ class Sharder:
             writer = self.writers[split]
             checksum = self.manifest.state.checksums.get(split, writer.checksum)
             if (num_tokens, checksum) != (writer.num_tokens, writer.checksum):
+                if writer.is_copy:  # else the next start would take it for the file of a killed run
+                    writer.temporary.unlink()
                 raise UserError(
                     f"{writer.temporary} does not hold the {num_tokens:,} tokens that the "
                     f"manifest counts; put back the file that does, or {ADVICE}"

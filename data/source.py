@@ -133,9 +133,7 @@ def is_damage(error: Exception) -> bool:
 
     if isinstance(error, OSError):  # of gzip, bz2 and pyarrow, or with a number: of the system
         return error.errno is None
-    # Of JSON only an array raises, which is one value: other rows are lines.
-    of_formats = json.JSONDecodeError | RecursionError | csv.Error | ArrowInvalid
-    return isinstance(error, EOFError | zlib.error | lzma.LZMAError | of_formats)
+    return isinstance(error, EOFError | zlib.error | lzma.LZMAError | csv.Error | ArrowInvalid)
 
 
 def suffix_of(name: str) -> str:
@@ -198,14 +196,24 @@ def read_document(file: IO[str]) -> Iterator[object]:
 
 def read_json(file: IO[str]) -> Iterator[object]:
     """Yield the values of JSON, one in each line, or the elements of one array, which may span
-    lines. A line that is not JSON is skipped; an array has to fit into memory, and to be JSON."""
+    lines. A line that is not JSON is skipped; an array has to fit into memory."""
     # the first line that is not blank; "" if there is none
     first_line = next(filter(str.strip, file), "")
+    lines: Iterable[str] = chain([first_line], file)
     if first_line.lstrip().startswith("["):
-        yield from json.loads(first_line + "".join(file))
-        return
-    for line in chain([first_line], file):
-        if line.strip():  # a blank line is no row
+        text = "".join(lines)
+        try:
+            rows = json.loads(text)
+        except (ValueError, RecursionError):
+            # Lines, the first of which has a bracket, or an array that is damaged: of one with an
+            # element in each line, the others are rows.
+            lines = text.split("\n")
+        else:
+            yield from rows
+            return
+    for line in lines:
+        line = line.strip().removesuffix(",")
+        if line:  # a blank line is no row
             try:
                 value = json.loads(line)
             # also for a number of over 4,300 digits, and for a thousand brackets within each other

@@ -53,6 +53,23 @@ QUESTION = {"role": "user", "content": "Hi"}
 ANSWER = {"role": "assistant", "content": "An answer."}
 
 
+def check_rendered(text: str, messages: list[dict[str, Any]]) -> None:
+    """Raise ValueError if a template has left out the content of a message, or written a list of
+    parts as Python does. finetuning/template.py checks answers."""
+    for message in messages:
+        content = message.get("content") or ""
+        parts = [content]
+        if isinstance(content, list):  # [{"type": "text", "text": "Hi"}]
+            parts = [part["text"] for part in content]
+            if str(content) in text:
+                raise ValueError("it takes content as a text, not as parts")
+        for part in parts:
+            # a result of a tool may be written as JSON, within quotes
+            shown = part.strip(), json.dumps(part.strip(), ensure_ascii=False)[1:-1]
+            if message["role"] != "assistant" and not any(x in text for x in shown):
+                raise ValueError(f"it leaves out {part[:40]!r} of the role {message['role']}")
+
+
 class FileTokenizer(Tokenizer):
     """Tokenizer of a tokenizer.json, run by the library `tokenizers`.
 
@@ -168,6 +185,9 @@ class FileTokenizer(Tokenizer):
                 shown, tools=tools, add_generation_prompt=open_turn, tokenize=False
             )
             assert isinstance(text, str)  # by `tokenize`
+            check_rendered(text, messages)
+            if tools and text == self.render(messages, open_turn):
+                raise ValueError("it writes no tools")
             return text
         except Exception as error:  # untrusted code can raise anything
             reason = " ".join(str(error).split())  # as one line

@@ -97,20 +97,21 @@ class FewShotTask(Task):
             for place in places:
                 # that list lacks the row itself, so later rows have moved up by one
                 example = rows[place if place < index else place + 1]
-                # "gold" is the index of the right prompt; of language_modeling there is only one.
-                # Each example is also an item, of which it is checked below.
-                context += self.prompts(example)[example.get("gold", 0)] + "\n\n"
+                prompts = self.prompts(example)
+                context += prompts[self.label(example, len(prompts))] + "\n\n"
             choices = self.prompts(row)
-            label = 0
             if self.type == "language_modeling":
                 prompt = context + choices[0]
                 # white space before the answer belongs to the first token of the answer
                 context = prompt.removesuffix(row["continuation"]).rstrip()
                 choices = [prompt.removeprefix(context)]
-            else:
-                label = get_label(row, "gold", len(choices))
-            items.append(Item(context, tuple(choices), label))
+            items.append(Item(context, tuple(choices), self.label(row, len(choices))))
         return items
+
+    def label(self, row: dict, num_prompts: int) -> int:
+        """Return the index of the right one of a row's prompts: "gold", or of language_modeling 0,
+        as it has only one."""
+        return 0 if self.type == "language_modeling" else get_label(row, "gold", num_prompts)
 
     def encode(self, item: Item, tokenizer: Tokenizer, block_size: int) -> list[Continuation]:
         """Return a continuation for each choice, of the tokens that count: what follows the longest

@@ -118,7 +118,8 @@ def get_field(row: dict, name: str, *types: type) -> Any:
     """Return a field of a row of a .jsonl file; raise ValueError unless it is there and of one of
     the types, and text is UTF-8."""
     value = row.get(name)
-    if not isinstance(value, types):  # None where the field is missing
+    # None where the field is missing; True is an int to Python
+    if not isinstance(value, types) or isinstance(value, bool):
         type_names = " or ".join(json_type.__name__ for json_type in types)
         raise ValueError(f'there is no "{name}" of type {type_names}, but fields {", ".join(row)}')
     if isinstance(value, str):
@@ -263,7 +264,7 @@ class Task(Benchmark):
         """Return the rows of a file in the original format; without a path, download them from the
         Hugging Face hub."""
         if path is not None:
-            rows = self.parse(path.read_text(encoding="utf-8"))
+            rows = self.parse(path.read_text(encoding="utf-8-sig"))
         else:
             from datasets import load_dataset  # takes seconds, and files do without
 

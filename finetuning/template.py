@@ -15,6 +15,9 @@ from data.named_tokenizer import Tokenizer
 from data.tokenizer import FileTokenizer
 from finetuning.chat import Message, Messages, Tools, encode_dialog, texts_of
 
+# names of an answer's reasoning in templates
+REASONING = ("reasoning_content", "reasoning", "thinking")
+
 
 def is_learned(message: Message) -> bool:
     """Return True for a turn of the assistant, unless its "weight" is 0."""
@@ -49,6 +52,9 @@ def find_answer(
         )
 
     texts = texts_of(messages[index])
+    for name in REASONING:
+        if messages[index].get(name):
+            texts.append(messages[index][name])
     # A token can span the end of the prompt, and later turns can change an earlier answer.
     is_continued = dialog_ids[:start] == prompt_ids
     is_kept = tokenizer.render(messages, tools=tools).startswith(until_answer)

@@ -197,6 +197,13 @@ def test_dialogs_have_the_text_and_ids_of_transformers_or_are_refused(tmp_path, 
             with user_error(str(error)):
                 ours.render(messages)
             return
+        for message in messages:
+            content = message["content"].strip()
+            shown = content in whole or json.dumps(content, ensure_ascii=False)[1:-1] in whole
+            if message["role"] != "assistant" and not shown:
+                with user_error("it leaves out"):
+                    ours.render(messages)
+                return
         assert ours.render([message | {"weight": 1} for message in messages]) == whole
         ids = theirs.apply_chat_template(messages)["input_ids"]
         assert ours.encode_dialog(whole) == ids
@@ -326,6 +333,21 @@ TOOLS = [{"name": "add", "parameters": {"type": "object"}}]
 
 
 CALL = {"role": "assistant", "content": None, "reasoning": "a", "tool_calls": TOOLS}
+
+
+@pytest.mark.parametrize(
+    "message, tools, problem",
+    [
+        ({"content": "5"}, TOOLS, "it writes no tools"),
+        ({"content": PARTS}, None, "can only concatenate str"),
+        ({"content": "5", "thinking": "a"}, None, "changes the answer"),
+    ],
+)
+def test_what_a_template_leaves_out_is_refused(tmp_path, message, tools, problem):
+    tokenizer = folder_with_tokenizer(tmp_path, ENGINES["byte level"], CHATML)
+    row = {"messages": [*QUESTION, {"role": "assistant", **message}], "tools": tools}
+    with pytest.raises((ValueError, UserError), match=problem):
+        TextEncoder(tokenizer, True, 999).dialog(row)
 
 
 @pytest.mark.parametrize(
