@@ -256,23 +256,28 @@ def test_a_shard_that_is_continued_holds_what_the_manifest_counts(
     if is_killed:  # before the end gave the open shard its name
         path = path.rename(f"{path}.tmp")
         manifest.shards.pop()
+    if damage == "cut":
+        path = tmp_path / "train_000000.npy"
+    content = path.read_bytes()
     if damage == "missing":
         path.unlink()
-    elif damage == "shorter":
+    elif damage in ("shorter", "cut"):
         path.write_bytes(path.read_bytes()[:-2])
     elif damage == "other tokens":
         path.write_bytes(path.read_bytes()[:-2] + b"xy")
-    elif damage == "cut":
-        path = tmp_path / "train_000000.npy"
-        path.write_bytes(path.read_bytes()[:-2])
     elif damage == "older":  # a manifest of before there were checksums
         manifest.state.checksums = {}
     write_manifest(tmp_path, manifest)
-    if damage in ("older", "none"):
-        shard(corpus, tmp_path)
-        assert digests(tmp_path) == digests(plain)
-    else:
-        with pytest.raises((UserError, FileNotFoundError), match=path.name.removesuffix(".tmp")):
+    refused = pytest.raises((UserError, FileNotFoundError), match=path.name.removesuffix(".tmp"))
+    if damage not in ("older", "none"):
+        with refused:
+            shard(corpus, tmp_path)
+        path.write_bytes(content)  # the message says: put it back
+    shard(corpus, tmp_path)
+    assert digests(tmp_path) == digests(plain)
+    if damage == "cut":  # also in a complete folder
+        path.unlink()
+        with refused:
             shard(corpus, tmp_path)
 
 
