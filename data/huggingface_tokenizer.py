@@ -22,7 +22,7 @@ MODEL_INPUTS = ["input_ids", "attention_mask"]
 
 @dataclass
 class ModelTokens:
-    """What a Hugging Face model says of its tokens beside its tokenizer.json."""
+    """Statements of a Hugging Face model about its tokens, beside its tokenizer.json."""
 
     template_tokens: dict[str, str] = field(default_factory=dict)
     """Special tokens by the names that templates have for them: bos_token, eos_token, ..."""

@@ -71,7 +71,7 @@ class Checkpoint(TypedDict, total=False):
     """Checksum of the weights of --init_from; None for random ones."""
     run_id: str
     parent: dict | None
-    """Of a branch: run_position of the checkpoint of another folder that it began from."""
+    """run_position of the checkpoint of another folder that a branch began from; else None."""
     step: int
     tokens: int
     best_loss: float

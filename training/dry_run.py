@@ -34,13 +34,7 @@ def print_forecast(
     if launched("RANK") > 0:
         return
     hardware = Hardware.of(options)
-    data: dict[str, Mixture] = {}  # by split
-    try:
-        for split in ("train", "val"):
-            data[split] = Mixture(options.data_dir, split, options.block_size)
-        print(data["train"].describe_epochs(options.max_steps * options.total_batch_size))
-    except MissingShards as error:  # they may be made before the run
-        print(f"note: {error}")
+    data = open_data(options)
     # ALONE: only the main process gets here.
     start = open_start(options, checkpoint, ALONE)
     if checkpoint is not None:
@@ -66,15 +60,9 @@ def print_forecast(
         f"{device_name}, {hardware.dtype}"
     )
 
-    # memory
     bytes_by_part = forecast_memory(options, recipe, shape, hardware)
-    print("peak memory of one process in GB, without Python, CUDA's context and dropout's masks:")
-    for name, num_bytes in bytes_by_part.items():
-        print(f"  {num_bytes / 1e9:8.2f}  {name}")
-    needed = sum(bytes_by_part.values())
-    fits = needed <= USABLE * hardware.free
-    fits_text = "fits" if fits else "does not fit"
-    print(f"  {needed / 1e9:8.2f}  in all: {fits_text} {hardware.free / 1e9:.2f} GB")
+    fits = sum(bytes_by_part.values()) <= USABLE * hardware.free
+    print_memory(bytes_by_part, fits, hardware)
 
     # bytes sent, and advice
     step = forecast_step(options, model, hardware)  # None for devices of unknown speed
@@ -109,6 +97,29 @@ def print_forecast(
         if "val" in data:  # reads, or downloads, the benchmarks
             Evaluator(options, model, data["val"], ALONE, hardware.dtype)
     print("This was a dry run: nothing was trained or written.")
+
+
+def open_data(options: ResolvedTrainConfig) -> dict[str, Mixture]:
+    """Open the data of the run, and print how often it is read; return it by split. Print a note
+    for a split without shards, which may be made before the run."""
+    data: dict[str, Mixture] = {}
+    try:
+        for split in ("train", "val"):
+            data[split] = Mixture(options.data_dir, split, options.block_size)
+        print(data["train"].describe_epochs(options.max_steps * options.total_batch_size))
+    except MissingShards as error:
+        print(f"note: {error}")
+    return data
+
+
+def print_memory(bytes_by_part: dict[str, int], fits: bool, hardware: Hardware) -> None:
+    """Print the forecast of the memory of one process, and whether it fits."""
+    print("peak memory of one process in GB, without Python, CUDA's context and dropout's masks:")
+    for name, num_bytes in bytes_by_part.items():
+        print(f"  {num_bytes / 1e9:8.2f}  {name}")
+    needed = sum(bytes_by_part.values())
+    fits_text = "fits" if fits else "does not fit"
+    print(f"  {needed / 1e9:8.2f}  in all: {fits_text} {hardware.free / 1e9:.2f} GB")
 
 
 def print_sending(step: StepForecast) -> None:

@@ -84,7 +84,7 @@ class TrainState:
     run_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     """Name of the run, which a resumed run keeps."""
     parent: dict | None = None
-    """Of a branch: run_position of the checkpoint that it began from."""
+    """run_position of the checkpoint that a branch began from; else None."""
     bad_steps: int = 0
     """Newest steps in a row without finite loss and gradient."""
 
