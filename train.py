@@ -198,7 +198,9 @@ def build_model(
     of `start`, or new ones from the seed. Raises UserError for weights of another architecture or
     tokenizer than the run's."""
     execution = Execution(options.activation_checkpointing, options.use_torch_compile)
-    model = build_without_weights(start_shape(options, recipe, stream, start), execution)
+    # also takes over the tokenizer of `start`, in place, as stream.tokenizer
+    shape = start_shape(options, recipe, stream, start)
+    model = build_without_weights(shape, execution)
     if start is not None:
         return model, start.weights
     # random numbers, drawn when their rows are read

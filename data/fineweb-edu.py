@@ -89,12 +89,12 @@ def split_text(tokenizer: Tokenizer, text: str) -> Iterator[str]:
     after it by encode_continuation. The library `tokenizers` takes 100 bytes and more for each byte
     of a text, which a book has to spare and a file of gigabytes has not.
 
-    A cut is made before white space, as tokenizers do. Whether this one does is tried on the
-    characters around it; if not, or without white space, the piece gets longer.
+    A cut is made before white space that follows another character, as tokenizers do. Whether this
+    one does is tried on the characters around it; if not, or without any, the piece gets longer.
     """
     start = 0
     for position in range(PIECE, len(text), PIECE):
-        space = re.compile(r"\s").search(text, position, position + PIECE)
+        space = re.compile(r"(?<=\S)\s").search(text, position, position + PIECE)
         if space is None:
             continue
         end = space.start()

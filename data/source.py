@@ -167,7 +167,8 @@ def list_files(inputs: tuple[str, ...]) -> dict[str, int]:
     for name in inputs:
         if os.path.isdir(name):
             for path in walk(Path(name)):
-                if suffix_of(path.name) in IN_FOLDERS:
+                # a folder here is a link to one
+                if suffix_of(path.name) in IN_FOLDERS and not path.is_dir():
                     # OSError for a broken link
                     sizes[str(path)] = path.stat().st_size
                 else:
@@ -207,13 +208,13 @@ def read_json(file: IO[str]) -> Iterator[object]:
         except (ValueError, RecursionError):
             # Lines, the first of which has a bracket, or an array that is damaged: of one with an
             # element in each line, the others are rows.
-            lines = text.split("\n")
+            elements = [line.strip().removesuffix(",") for line in text.split("\n")]
+            lines = [element for element in elements if element not in ("[", "]")]
         else:
             yield from rows
             return
     for line in lines:
-        line = line.strip().removesuffix(",")
-        if line:  # a blank line is no row
+        if line.strip():  # a blank line is no row
             try:
                 value = json.loads(line)
             # also for a number of over 4,300 digits, and for a thousand brackets within each other

@@ -320,8 +320,9 @@ def byte_characters() -> list[str]:
 
 
 def definition_of(engine: Engine) -> dict:
-    """Return the content of the tokenizer.json of an engine, which writes nothing behind a text: no
-    text is trained on with ids there. Raise ValueError for BPE dropout."""
+    """Return the content of the tokenizer.json of an engine, from which this takes, in place, what
+    it writes behind a text: no text is trained on with ids there. Raise ValueError for BPE dropout.
+    """
     bos_ids = find_bos_ids(engine)
     bos_tokens = [engine.id_to_token(token_id) for token_id in bos_ids]
     engine.post_processor = TemplateProcessing(

@@ -111,7 +111,7 @@ def mean_result(
 def exponential(nats: float) -> float:
     """Return e^nats, a perplexity; infinity for more than a float can hold, where math.exp raises,
     and a score that has taken hours would be lost."""
-    return math.exp(nats) if nats < 709 else math.inf  # the largest float is e^709.78
+    return math.inf if nats > 709 else math.exp(nats)  # the largest float is e^709.78
 
 
 def get_field(row: dict, name: str, *types: type) -> Any:
@@ -130,10 +130,11 @@ def get_field(row: dict, name: str, *types: type) -> Any:
 def get_label(row: dict, name: str, num_choices: int) -> int:
     """Return the field of a row that is the index of the right choice; raise ValueError unless it
     is there, and there is such a choice."""
-    label = int(get_field(row, name, int, str))  # a text in the hub's copy of HellaSwag
-    if not 0 <= label < num_choices:  # Python would count negative ones from the end
-        raise ValueError(f'"{name}" is {label} of {num_choices} choices: {row!r:.200}')
-    return label
+    label = str(get_field(row, name, int, str))  # a text in the hub's copy of HellaSwag
+    # no sign: Python would count negative ones from the end
+    if not label.isdecimal() or int(label) >= num_choices:
+        raise ValueError(f'"{name}" is {label!r} of {num_choices} choices: {row!r:.200}')
+    return int(label)
 
 
 def evenly_spread(rows: list, limit: int | None) -> list:

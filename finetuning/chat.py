@@ -12,7 +12,6 @@ A Hugging Face model whose tokenizer has a chat template keeps that template ins
 have the token ids that transformers gives them, or are refused.
 """
 
-from types import NoneType
 from typing import Any
 
 from data.named_tokenizer import TOKENIZERS, Tokenizer
@@ -67,10 +66,12 @@ def encode_prompt(
 def texts_of(message: Message) -> list[str]:
     """Return the texts of a message: its content, or the parts of it, for chat templates alone, as
     [{"type": "text", "text": "Hi"}]. Raise ValueError for parts that are no text, as images."""
-    content = get_field(message, "content", str, list, NoneType)  # null beside "tool_calls"
+    if message.get("content") is None and message.get("tool_calls"):
+        return []
+    content = get_field(message, "content", str, list)
     if isinstance(content, list):
         return [get_field(part, "text", str) for part in content]
-    return [content or ""]
+    return [content]
 
 
 def as_messages(prompt: str | Messages) -> Messages:

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
-from importlib import import_module
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from pkgutil import iter_modules
 from types import ModuleType
@@ -56,20 +56,23 @@ def rewards_at_end(model: nn.Module, batch: Batch) -> Tensor:
 def import_file(path: Path) -> ModuleType:
     """Import a Python file as a module of its own folder: what it imports is found there first,
     also where this project has modules of these names (utils.py)."""
+    spec = spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None  # of any .py file
+    module = module_from_spec(spec)
     folder = str(path.resolve().parent)
     names = {module.name for module in iter_modules([folder])}
     hidden = {name: sys.modules[name] for name in sys.modules if name.partition(".")[0] in names}
     for name in hidden:
         del sys.modules[name]
+    sys.modules[path.stem] = module  # a process pool finds the functions of a module by its name
     sys.path.insert(0, folder)
     try:
-        module = import_module(path.stem)
+        spec.loader.exec_module(module)
     finally:
         # last, for what the file imports later: this project needs its own modules, too
         sys.path.remove(folder)
         sys.path.append(folder)
         sys.modules.update(hidden)
-    sys.modules[path.stem] = module  # a process pool finds the functions of a module by its name
     return module
 
 

@@ -15,8 +15,8 @@ from data.named_tokenizer import Tokenizer
 from data.tokenizer import FileTokenizer
 from finetuning.chat import Message, Messages, Tools, encode_dialog, texts_of
 
-# names of an answer's reasoning in templates
-REASONING = ("reasoning_content", "reasoning", "thinking")
+# fields of an answer that a template may write beside its content
+FIELDS = ("reasoning_content", "reasoning", "thinking", "tool_calls")
 
 
 def is_learned(message: Message) -> bool:
@@ -52,9 +52,10 @@ def find_answer(
         )
 
     texts = texts_of(messages[index])
-    for name in REASONING:
-        if messages[index].get(name):
-            texts.append(messages[index][name])
+    for name in FIELDS:
+        without = [*messages[:index], {**messages[index], name: None}]
+        if messages[index].get(name) and tokenizer.render(without, tools=tools) == until_answer:
+            raise ValueError(f'the chat template leaves out "{name}" of an answer')
     # A token can span the end of the prompt, and later turns can change an earlier answer.
     is_continued = dialog_ids[:start] == prompt_ids
     is_kept = tokenizer.render(messages, tools=tools).startswith(until_answer)

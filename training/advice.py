@@ -27,7 +27,9 @@ def choose_micro_batch(
         size, needed_bytes = largest_micro_batch(options, recipe, shape, hardware)
     except UserError as error:  # the sequences of a step do not divide among the processes
         advice = advise(options, recipe, shape, hardware)
-        raise UserError(f"{error}; {advice}".removesuffix("; ")) from error
+        if not advice:
+            raise
+        raise UserError(f"{error}; {advice}") from error
     free_text = f"{hardware.free / 1e9:.2f} GB free"
     if size == 0:
         raise UserError(
@@ -61,8 +63,8 @@ def advise(
 ) -> str:
     """Return the flags with which the run fits these devices and a step takes the least time by
     forecast; of equally fast combinations, as of all on devices of unknown speed, the plainest,
-    which comes first below. Return what else would help if none fits, and "" if the numbers of the
-    run divide with no flags."""
+    which comes first below. Return what else would help if none fits, and "" if no flags make
+    the numbers of the run divide."""
     model = build_without_weights(shape)  # forecast_step counts its FLOPs
     num_processes = hardware.num_processes
     # values of --shard_across: the processes of two machines, of three, ...

@@ -106,7 +106,9 @@ def open_data(options: ResolvedTrainConfig) -> dict[str, Mixture]:
     try:
         for split in ("train", "val"):
             data[split] = Mixture(options.data_dir, split, options.block_size)
-        print(data["train"].describe_epochs(options.max_steps * options.total_batch_size))
+            if split == "train":
+                num_tokens = options.max_steps * options.total_batch_size
+                print(data[split].describe_epochs(num_tokens))
     except MissingShards as error:
         print(f"note: {error}")
     return data

@@ -303,6 +303,6 @@ def list_changes(saved: Mapping[str, object], here: Mapping[str, object]) -> str
     """Return the names whose values differ, such as "n_layer 12 (here 6), n_head 12 (here 6)"."""
     changes: list[str] = []
     for name, value in saved.items():
-        if here[name] != value:
-            changes.append(f"{name} {value} (here {here[name]})")
+        if here.get(name) != value:  # None for an option of another version
+            changes.append(f"{name} {value} (here {here.get(name)})")
     return ", ".join(changes)

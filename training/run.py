@@ -177,6 +177,10 @@ def check_folders(options: ResolvedOptions, checkpoint: Checkpoint | None) -> No
 
     # content of config.json: None without a log, {} if it cannot be read
     log = logged_run(options.log_dir)
+    # A branch that was killed before its first checkpoint has left its log alone.
+    if log is not None and not saved and options.is_branch and checkpoint is not None:
+        if log.get("parent") == run_position(checkpoint):
+            return
     # The default is "", as the run_id of a new run is None here.
     if log is not None and log.get("run_id", "") != run_id:
         raise UserError(f"{options.log_dir} holds the log of another run; {REMEDY}")

@@ -245,8 +245,10 @@ def launched(name: str, default: int = 0) -> int:
 
 
 def launcher() -> str:
-    """Return the command that starts a script on as many processes of this machine as there are."""
+    """Return the command that starts a script on as many processes as there are now."""
     per_machine = launched("LOCAL_WORLD_SIZE", 1)
+    if launched("WORLD_SIZE", 1) > per_machine:
+        return "torchrun, on each machine as before,"
     if per_machine == 1:
         return "python"
     return f"torchrun --standalone --nproc_per_node={per_machine}"

@@ -233,7 +233,7 @@ def test_dialogs_have_the_text_and_ids_of_transformers_or_are_refused(tmp_path, 
         ("chatml", "uaua", {}, None),
         ("chatml", "a", {}, "begins with an answer"),
         ("chatml", "ua", {"content": "\n\n4"}, "no token ends where"),
-        ("chatml", "ua", {"content": "", "tool_calls": [1]}, "changes the answer ''"),
+        ("chatml", "ua", {"content": "", "tool_calls": [1]}, 'leaves out "tool_calls"'),
         ("colon", "ua", {}, "no special token"),
         ("qwen3", "uaua", {}, "changes the answer '4'"),
         ("qwen3", "uaua", {"weight": 0}, None),
@@ -340,7 +340,9 @@ CALL = {"role": "assistant", "content": None, "reasoning": "a", "tool_calls": TO
     [
         ({"content": "5"}, TOOLS, "it writes no tools"),
         ({"content": PARTS}, None, "can only concatenate str"),
-        ({"content": "5", "thinking": "a"}, None, "changes the answer"),
+        ({"content": "5", "thinking": "a"}, None, 'leaves out "thinking"'),
+        ({"content": "5", "tool_calls": TOOLS}, None, 'leaves out "tool_calls"'),
+        ({"content": None}, None, 'no "content" of type'),
     ],
 )
 def test_what_a_template_leaves_out_is_refused(tmp_path, message, tools, problem):
