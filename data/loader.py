@@ -165,9 +165,9 @@ def parse_corpora(data_dir: Sequence[Path | str]) -> list[Corpus]:
         corpora = [Corpus([Path(name) for name in data_dir], Fraction(1))]
     folders = [folder for corpus in corpora for folder in corpus.folders]
     if len(set(folders)) < len(folders):
-        raise UserError("--data_dir names a folder twice, whose text would count twice")
+        raise UserError("data_dir names a folder twice, whose text would count twice")
     if len(folders) < len(data_dir) or min(corpus.weight for corpus in corpora) == 0:
-        raise UserError("--data_dir: give each folder a weight above 0, as FOLDER:0.7, or none")
+        raise UserError("data_dir: give each folder a weight above 0, as FOLDER:0.7, or none")
     # fractions, not floats: the shares of a period have to be whole numbers
     total = sum(corpus.weight for corpus in corpora)
     return [Corpus(corpus.folders, corpus.weight / total) for corpus in corpora]
@@ -242,7 +242,7 @@ class Mixture:
         """Places of each corpus in a period."""
         if self.period > LONGEST_PERIOD:
             raise UserError(
-                "--data_dir: give weights of at most six digits, or whole numbers that add up to "
+                "data_dir: give weights of at most six digits, or whole numbers that add up to "
                 f"at most {LONGEST_PERIOD:,}"
             )
 

@@ -219,7 +219,7 @@ def missing_shards(paths: list[Path], split: str) -> MissingShards:
     """Return the error for folders that hold no shards of a split."""
     names = " ".join(map(str, paths))
     return MissingShards(
-        f"--data_dir {names} holds no {split} shards (.npy, .bin, .ds): give a folder that does, "
+        f"data_dir {names} holds no {split} shards (.npy, .bin, .ds): give a folder that does, "
         "let its sharding end, or make one of your text, by the tokenizer and the val_fraction "
         "(above 0) of the others: python data/fineweb-edu.py --input YOUR_TEXT --local_dir FOLDER"
     )
@@ -278,7 +278,7 @@ class TokenStream:
         # The spec changes with the order of the keys in tokenizer.json, the identity does not.
         identities = sorted({tokenizer_identity(folder.tokenizer) for folder in folders})
         if len(identities) > 1:
-            raise UserError(f"the folders of --data_dir have several tokenizers: {identities}")
+            raise UserError(f"the folders of data_dir have several tokenizers: {identities}")
         self.tokenizer_identity = identities[0]
         fractions: set[float] = set()
         for folder in folders:
@@ -287,7 +287,7 @@ class TokenStream:
                 fractions.add(folder.manifest.val_fraction)
         if len(fractions) > 1:
             raise UserError(
-                f"the folders of --data_dir have several val_fractions, {sorted(fractions)}: one "
+                f"the folders of data_dir have several val_fractions, {sorted(fractions)}: one "
                 "may train on the validation text of another; shard them alike"
             )
         sizes = [shard.num_tokens for shard in self.shards]

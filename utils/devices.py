@@ -42,9 +42,7 @@ def pick_device(name: str, local_rank: int = 0) -> torch.device:
     if name == "cuda":
         name = f"cuda:{local_rank}"
     if name not in available:
-        raise UserError(
-            f"--device {name} is not available; this machine has {', '.join(available)}"
-        )
+        raise UserError(f"device {name} is not available; this machine has {', '.join(available)}")
     return torch.device(name)
 
 
@@ -115,7 +113,7 @@ def pick_dtype(
     is_gpu = device.type == "cuda"
     if name == "bfloat16" and is_gpu and not has_bfloat16(device):
         gpu_name = torch.cuda.get_device_name(device)
-        raise UserError(f"--dtype bfloat16: this {gpu_name} has none; give --dtype float16")
+        raise UserError(f"this {gpu_name} has no bfloat16: take float16")
     if name != "auto":
         return getattr(torch, name)
     if is_gpu:

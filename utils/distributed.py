@@ -307,9 +307,7 @@ def start(
     device = pick_device(device_name, local_rank)
     # "cuda:1" names one GPU; with "cuda" each process takes the GPU of its local rank
     if num_processes > 1 and (device.type == "mps" or ":" in device_name):
-        raise UserError(
-            f"--device {device_name} is one device, which several processes cannot share"
-        )
+        raise UserError(f"device {device_name} is one device, which several processes cannot share")
     if device.type == "cuda":
         # NCCL and "cuda" without a number use the current device
         torch.cuda.set_device(device)
