@@ -71,8 +71,9 @@ def read_folder(folder: Path, num_rows: int) -> tuple[str, ModelTokens]:
 def says_no_more(folder: Path, eot: int) -> bool:
     """Return whether transformers would say nothing of a folder beside its tokenizer.json, which
     has one special token, END_OF_TEXT with the id `eot`."""
-    if (folder / "added_tokens.json").exists() or any(folder.glob("*.jinja")):
-        return False
+    for pattern in ("added_tokens.json", "special_tokens_map.json", "**/*.jinja"):
+        if any(folder.glob(pattern)):
+            return False
     without_effect = (None, END_OF_TEXT, eot, "PreTrainedTokenizerFast")
     for path in folder.glob("*config.json"):
         for name, value in json.loads(path.read_text(encoding="utf-8")).items():

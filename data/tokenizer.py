@@ -233,12 +233,12 @@ def load_tokenizer(spec: str) -> Tokenizer:
     spec_fields = json.loads(spec)
     if "turn_end" not in spec_fields:  # in a checkpoint of an earlier version
         engine = make_engine(json.dumps(spec_fields[TOKENIZER_FILE]))
-        said = ModelTokens(
+        model_tokens = ModelTokens(
             template_tokens=spec_fields["template_tokens"],
             chat_template=spec_fields["chat_template"],
             end_ids=spec_fields["end_ids"],
         )
-        return load_tokenizer(make_spec(engine, spec_fields["eot"], said))
+        return load_tokenizer(make_spec(engine, spec_fields["eot"], model_tokens))
     return FileTokenizer(spec_fields)
 
 
@@ -366,14 +366,14 @@ def find_end_of_text(path: Path, engine: Engine, candidates: Iterable[str | None
     raise NoEndOfText(f"{path} has no token that ends a text")
 
 
-def make_spec(engine: Engine, end_of_text: str, said: ModelTokens) -> str:
+def make_spec(engine: Engine, end_of_text: str, model_tokens: ModelTokens) -> str:
     """Return the spec of a tokenizer and of what a model says of its tokens. Raise an error for a
     vocabulary or a chat template that cannot be used."""
     content = definition_of(engine)
     spec_fields = {  # read by FileTokenizer
         "eot": end_of_text,
         "turn_end": end_of_text,
-        **asdict(said),
+        **asdict(model_tokens),
         TOKENIZER_FILE: content,
     }
     # A tokenizer with the definition of a key in TOKENIZERS has that key as its spec, so that
@@ -382,7 +382,7 @@ def make_spec(engine: Engine, end_of_text: str, said: ModelTokens) -> str:
     name = CHECKSUMS.get(definition_checksum(content))
     eot = engine.token_to_id(end_of_text)
     if name is not None and TOKENIZERS[name].eot == eot:
-        if said.chat_template is None and set(said.end_ids) <= {eot}:
+        if model_tokens.chat_template is None and set(model_tokens.end_ids) <= {eot}:
             return name
         spec_fields["name"] = name  # same tokens: shards of that name fit
     tokenizer = FileTokenizer(spec_fields)
@@ -424,13 +424,13 @@ def pretrained_tokenizer(folder: Path, vocab_size: int) -> str:
             # transformers takes seconds to import: not for GPT-2's own folder
             if known_name is not None and says_no_more(folder, TOKENIZERS[known_name].eot):
                 return known_name
-        tokenizer_json, said = read_folder(folder, vocab_size)
+        tokenizer_json, model_tokens = read_folder(folder, vocab_size)
         engine = make_engine(tokenizer_json)
         # Some classes of transformers replace the pre-tokenizer or the normalizer of the file.
         if probe_ids not in (None, encode_with(engine, PROBE).tolist()):
             print(f"warning: transformers gives a text other ids than {path}", file=sys.stderr)
-        candidates = (said.template_tokens.get("eos_token"), *ENDS_OF_TEXT)
-        spec = make_spec(engine, find_end_of_text(folder, engine, candidates), said)
+        candidates = (model_tokens.template_tokens.get("eos_token"), *ENDS_OF_TEXT)
+        spec = make_spec(engine, find_end_of_text(folder, engine, candidates), model_tokens)
         if spec not in TOKENIZERS:
             check_round_trip(FileTokenizer(json.loads(spec)))
         return spec

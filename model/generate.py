@@ -117,7 +117,7 @@ def generate(model: GPT, prompts: list[list[int]], sampling: Sampling) -> Iterat
 
 def draw_uniforms(num_rows: int, sampling: Sampling) -> Tensor:
     """Return random numbers in [0, 1) (num_rows, max_new_tokens), on the CPU: equal everywhere."""
-    # below, PyTorch takes 64 bits of the product
+    # Longer seeds are hashed to 32 bits: PyTorch takes at most 64, those of the product below.
     seed = sampling.seed if sampling.seed < 2**32 else hash_seed(f"{sampling.seed}")
     # far apart, so that the rows of seed 1 are not those of seed 0, moved up by one
     first_seed = seed * 1_000_003 + sampling.first_row
