@@ -40,6 +40,9 @@ DERIVED = (
     "use_torch_compile",
 )
 
+# last words of each error that refuses to write over another run
+OTHER_RUN_REMEDY = "continue that one by --resume, give another --run_dir, or --overwrite it"
+
 Resolved = TypeVar("Resolved", bound="ResolvedOptions")
 
 

@@ -91,13 +91,13 @@ def load_reward_function(
         try:
             function = getattr(import_file(Path(file)), function_name)
         except Exception as error:
-            raise UserError(f"--reward {name} cannot be loaded: {error!r}") from error
+            raise UserError(f"the reward {name} cannot be loaded: {error!r}") from error
         return partial(rate_by_function, name, function)
     path = find_checkpoint(name)
     if path is None:
         raise UserError(
-            f"--reward {name} is none of exact, FILE.py:FUNCTION, and a checkpoint of --method "
-            "reward or its folder"
+            f"the reward {name} is none of exact, FILE.py:FUNCTION, and a checkpoint of a reward "
+            "model or its folder"
         )
 
     # A reward model, which stays in memory beside the trained one. load_model raises UserError for
@@ -111,8 +111,8 @@ def load_reward_function(
     )
     if not has_same_text or model.config.block_size < encoder.block_size:
         raise UserError(
-            f"--reward {name} has another tokenizer, another kind of text (--plain), or a shorter "
-            "context than this run"
+            f"the reward model {name} has another tokenizer, another kind of text (chats or plain "
+            "text), or a shorter context than this run"
         )
     return partial(rate, model.to(process.device), process, dtype)
 
@@ -132,7 +132,7 @@ def rate_by_function(name: str, function: Callable, completions: list[Completion
             rewards.append(reward)
         except Exception as error:
             raise UserError(
-                f"--reward {name} fails for the prompt {prompt!r} and the completion "
+                f"the reward {name} fails for the prompt {prompt!r} and the completion "
                 f"{completion.text!r}: {error!r}"
             ) from error
     return rewards

@@ -1,16 +1,13 @@
-"""A message names what its reader can do: each flag in it is one of the script that prints it, or
-stands behind the script that has it. A script may print the messages of all modules that it
-imports."""
+"""A message names what its reader can do. Below the scripts only the files of options name flags,
+those of their scripts; in other files a flag stands in a command, behind the script that has it."""
 
 import ast
 import importlib.util
 import inspect
-import os
 import re
 import sys
 from dataclasses import fields
 from functools import cache
-from modulefinder import ModuleFinder
 
 import pytest
 from conftest import ROOT
@@ -20,17 +17,11 @@ SCRIPTS = [
     "data/fineweb-edu.py", "data/train_tokenizer.py", "data/verify.py",
     "scripts/bench.py", "scripts/first_hour.py", "scripts/ladder.py", "scripts/sweep.py",
 ]  # fmt: skip
-# Flags in messages of modules that scripts without these flags import for something else.
-EXCEPTIONS = {
-    "config.py": "--total_batch_size --min_lr --max_lr --sharding --tensor_parallel --shard_across",
-    "data/loader.py": "--data_dir",
-    "data/shards.py": "--data_dir",
-    "training/options.py": "--recipe --model_type",
-    "training/run.py": "--resume --run_dir --overwrite",
-    "training/start.py": "--init_from --checkpoint_dir",
-    "training/tensor_parallel.py": "--tensor_parallel",
-    "utils/devices.py": "--device --dtype",
-    "utils/distributed.py": "--resume --device",
+# The files below the scripts that declare or read options, and the scripts whose options they are.
+OPTIONS_FILES = {
+    "config.py": ["train.py", "finetune.py"],
+    "training/options.py": ["train.py", "finetune.py"],
+    "finetuning/options.py": ["finetune.py"],
 }
 
 
@@ -46,35 +37,32 @@ def options_classes(script):
     return [getattr(module, name) for name in names]
 
 
-def modules(script):
-    """Return the files of the project that a script imports, and its own."""
-    finder = ModuleFinder([str(ROOT)])
-    finder.run_script(str(ROOT / script))
-    files = [module.__file__ for module in finder.modules.values() if module.__file__]
-    paths = {os.path.relpath(file, ROOT) for file in files}
-    return paths - {"scripts/first_hour.py"}  # whose strings are commands that it runs
-
-
-@cache
-def strings(path):
-    """Return the strings in a file that are no docstrings."""
-    nodes = list(ast.walk(ast.parse((ROOT / path).read_text(encoding="utf-8"))))
-    docstrings = [node.value for node in nodes if isinstance(node, ast.Expr)]
-    constants = [node for node in nodes if isinstance(node, ast.Constant)]
-    return [str(node.value) for node in constants if node not in docstrings]
+def strings(node):
+    """Return the strings in a syntax tree that are no docstrings. An f-string is one, with the
+    expressions in it as they are written."""
+    if isinstance(node, ast.JoinedStr):
+        return [ast.unparse(node)]
+    if isinstance(node, ast.Constant):
+        return [str(node.value)]
+    is_docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    children = [] if is_docstring else ast.iter_child_nodes(node)
+    return [text for child in children for text in strings(child)]
 
 
 def wrong_flags(text, script):
-    """Return the flags in a text that neither the script has nor the command before them, as in
-    "python plot.py --log"."""
+    """Return the flags in a text that neither the script has (None: no script) nor the command
+    before them, as in "python plot.py --log"."""
     wrong = set()
-    for clause in re.split(r"[;.:]\s|[()]", text):
+    for clause in re.split(r"[;.:]\s|[()]", text.replace("sys.argv[0]", "bash")):
         owner = script
+        is_command = False
         for word in re.findall(r"--\w+|[\w/-]+\.py|torchrun|bash", clause):
             if not word.startswith("--"):
                 owner = next((path for path in SCRIPTS if path.endswith(word)), None)
-            elif owner is not None:  # None for torchrun and bash
-                names = [x.name for options in options_classes(owner) for x in fields(options)]
+                is_command = owner is None  # of torchrun, or of the script that runs
+            elif not is_command:
+                classes = options_classes(owner) if owner is not None else []
+                names = [x.name for options in classes for x in fields(options)]
                 # "" of f"--no_{name}"
                 if word.removeprefix("--no_").removeprefix("--") not in [*names, "help", ""]:
                     wrong.add(word)
@@ -82,9 +70,32 @@ def wrong_flags(text, script):
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_a_message_names_flags_that_its_script_has(script):
-    for base in options_classes(script)[-1].__mro__[:-1]:  # the text of --help
+def test_help_and_checks_of_options_name_flags_that_their_script_has(script):
+    if script != "scripts/first_hour.py":  # whose strings are commands that it runs
+        tree = ast.parse((ROOT / script).read_text(encoding="utf-8"))
+        assert not {flag for text in strings(tree) for flag in wrong_flags(text, script)}
+    for base in options_classes(script)[-1].__mro__[:-1]:
         assert not wrong_flags(inspect.getsource(base), script), base
-    for path in modules(script):
-        wrong = set.union(*(wrong_flags(text, script) for text in [""] + strings(path)))
-        assert wrong <= set(EXCEPTIONS.get(path, "").split()), path
+
+
+@pytest.mark.parametrize("path", OPTIONS_FILES)
+def test_a_file_of_options_names_flags_that_all_its_scripts_have(path):
+    for node in ast.parse((ROOT / path).read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.ClassDef):
+            continue  # a group of options is checked above, with its script
+        is_of_train = "TrainConfig" in ast.unparse(node).partition("\n")[0]  # by its arguments
+        for script in ["train.py"] if is_of_train else OPTIONS_FILES[path]:
+            wrong = {flag for text in strings(node) for flag in wrong_flags(text, script)}
+            assert not wrong, ast.unparse(node)[:100]
+
+
+@pytest.mark.parametrize(
+    "package", ["utils", "model", "data", "training", "evaluation", "finetuning"]
+)
+def test_other_files_below_the_scripts_name_no_flag(package):
+    for file in (ROOT / package).glob("*.py"):
+        path = f"{package}/{file.name}"
+        if path not in [*SCRIPTS, *OPTIONS_FILES]:
+            tree = ast.parse(file.read_text(encoding="utf-8"))
+            wrong = {flag for text in strings(tree) for flag in wrong_flags(text, None)}
+            assert not wrong, path

@@ -37,7 +37,7 @@ def choose_micro_batch(
             f"which {USABLE:.0%} may be filled: {advise(options, recipe, shape, hardware)}"
         )
     forecast = f"by forecast {needed_bytes / 1e9:.2f} GB of {free_text}"
-    return size, f"--micro_batch_size auto: {size}, {forecast}"
+    return size, f"micro-batch {size}, {forecast}"
 
 
 def largest_micro_batch(

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.amp import GradScaler
 
-from config import MachineOptions, ResolvedOptions
+from config import OTHER_RUN_REMEDY, MachineOptions, ResolvedOptions
 from data.tokenizer import tokenizer_identity
 from model.config import GPTConfig
 from model.gpt import GPT
@@ -53,8 +53,6 @@ from utils.seeds import hash_seed
 Config = TypeVar("Config", bound=ResolvedOptions)
 
 PATIENCE = 5  # skipped steps in a row that end a run
-# last words of each error that refuses to write over another run
-REMEDY = "continue that one by --resume, give another --run_dir, or --overwrite it"
 # In float16 small gradients become 0, so the loss is scaled up. PyTorch begins at 2^16, where the
 # first steps overflow and are skipped.
 FIRST_LOSS_SCALE = 2.0**10
@@ -164,7 +162,7 @@ def check_folders(options: ResolvedOptions, checkpoint: Checkpoint | None) -> No
     for content in saved:
         if content["run_id"] != run_id:
             raise UserError(
-                f"{options.checkpoint_dir} holds the checkpoints of another run; {REMEDY}"
+                f"{options.checkpoint_dir} holds the checkpoints of another run; {OTHER_RUN_REMEDY}"
             )
     # A run that resumes an earlier file would mix its new checkpoints with the later ones. Only
     # model_last.pt, the first, counts: after a kill model_best.pt may be later, and the run comes
@@ -172,7 +170,7 @@ def check_folders(options: ResolvedOptions, checkpoint: Checkpoint | None) -> No
     if saved and saved[0]["step"] > step:
         raise UserError(
             f"{options.checkpoint_dir} holds a checkpoint of step {saved[0]['step']}, after step "
-            f"{step}; {REMEDY}"
+            f"{step}; {OTHER_RUN_REMEDY}"
         )
 
     # content of config.json: None without a log, {} if it cannot be read
@@ -183,7 +181,7 @@ def check_folders(options: ResolvedOptions, checkpoint: Checkpoint | None) -> No
             return
     # The default is "", as the run_id of a new run is None here.
     if log is not None and log.get("run_id", "") != run_id:
-        raise UserError(f"{options.log_dir} holds the log of another run; {REMEDY}")
+        raise UserError(f"{options.log_dir} holds the log of another run; {OTHER_RUN_REMEDY}")
 
 
 def remove_checkpoints(folder: Path, state: TrainState) -> None:
@@ -211,7 +209,7 @@ def check_space(options: ResolvedOptions, file_bytes: int) -> None:
     if missing_bytes > free_bytes:
         raise UserError(
             f"the disk of {options.checkpoint_dir} has {free_bytes / 1e9:.2f} GB free, and "
-            f"checkpoints need {missing_bytes / 1e9:.2f} GB more: give another --run_dir"
+            f"checkpoints need {missing_bytes / 1e9:.2f} GB more"
         )
 
 

@@ -187,7 +187,7 @@ class Saver:
         self.finish()
         raise UserError(
             f"{PATIENCE} steps in a row had no finite loss and gradient, and were skipped; "
-            "resume an earlier checkpoint with a lower --max_lr and --overwrite"
+            "resume an earlier checkpoint with a lower learning rate"
         )
 
     def finish(self) -> None:

@@ -33,7 +33,7 @@ from utils.errors import UserError
 PER_MACHINE = ("_dir", "data", "device", "init_from", "command", "corpus")
 # error of a run whose processes would train together on different things
 DIFFERENT = (
-    "the processes have different options, checkpoints, weights of --init_from, tokenizers or "
+    "the processes have different options, checkpoints, initial weights, tokenizers or "
     "data: give all machines the same, as in folders that they share"
 )
 
@@ -97,7 +97,7 @@ def open_original(
     if original.checksum(process) != checkpoint["init_checksum"]:
         raise UserError(
             f"{options.init_from} does not hold the weights that the run of {options.resume} began "
-            "from: give their place by --init_from, or begin a new run in another --checkpoint_dir"
+            "from: give their place, or begin a new run in another folder"
         )
     return original.weights
 

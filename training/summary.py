@@ -60,8 +60,8 @@ def note_recipe(
     checkpoint = start.checkpoint if start is not None else {}
     if checkpoint.get("recipe", asdict(recipe)) != asdict(recipe):
         process.print(
-            f"note: {options.source} was trained by --recipe {checkpoint['config']['recipe']}; its "
-            f"architecture stays, optimizer and rates are now those of {options.recipe}"
+            f"note: {options.source} was trained by the recipe {checkpoint['config']['recipe']}; "
+            f"its architecture stays, optimizer and rates are now those of {options.recipe}"
         )
 
 
@@ -77,7 +77,7 @@ def print_summary(
     tokens_per_step = options.total_batch_size
     run_tokens = options.max_steps * tokens_per_step
     if run_tokens > MOST_EPOCHS * len(train_data.stream):
-        run.logger.print(f"warning: more than {MOST_EPOCHS} epochs: lower --max_steps")
+        run.logger.print(f"warning: more than {MOST_EPOCHS} epochs: train fewer steps")
     if options.warmup_steps > options.max_steps // 2:
         run.logger.print(f"warning: warmup ends after half of the {options.max_steps:,} steps")
     epochs = train_data.describe_epochs(run_tokens)  # "0.53 epochs"

@@ -74,8 +74,9 @@ def check_divides(config: GPTConfig, num_ranks: int) -> None:
     # Query heads are a multiple of the key/value heads, so that they divide, too.
     if config.kv_heads % num_ranks or config.inner % num_ranks:
         raise UserError(
-            f"--tensor_parallel {num_ranks} has to divide the {config.kv_heads} key/value heads of "
-            f"the model and the {config.inner} channels of its MLP"
+            f"{num_ranks} processes cannot share each block: their number has to divide the "
+            f"{config.kv_heads} key/value heads of the model and the {config.inner} channels of "
+            "its MLP"
         )
 
 

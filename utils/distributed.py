@@ -351,7 +351,7 @@ def explain(error: Exception) -> str | None:
     """
     # DistError is raised by NCCL, and by the store where the processes meet
     if dist.is_initialized() and (isinstance(error, dist.DistError) or "gloo" in str(error)):
-        return f"another process has ended ({error!s:.200}); continue with --resume auto"
+        return f"another process has ended; its own error says why ({error!s:.200})"
     return None
 
 

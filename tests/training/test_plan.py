@@ -132,7 +132,7 @@ def test_a_dry_run_forecasts_for_a_gpu_that_is_not_here(
     assert "at 33% MFU" in again
     assert "hours" not in dry_run(*args, "--micro_batch_size", 16, "--dtype", "float32")
     out = dry_run(*args, "--micro_batch_size", "auto", "--activation_checkpointing", "block")
-    size = re.search(r"--micro_batch_size auto: (\d+), by forecast", out)[1]
+    size = re.search(r"micro-batch (\d+), by forecast", out)[1]
     assert f" micro-steps x {size} sequences" in out and "in all: fits" in out
 
 

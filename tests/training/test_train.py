@@ -157,7 +157,7 @@ def test_a_run_that_began_from_weights_is_resumed_only_by_their_content(shards, 
     # of which the run takes the first 16 positions
     args = train_args(shards, run, 2, "--block_size", 16, "--init_from", modern)
     args = without(args, "--n_layer", "--n_head", "--n_embd")  # those of the weights
-    assert "was trained by --recipe modern,position=learned" in script(*args).stdout
+    assert "was trained by the recipe modern,position=learned" in script(*args).stdout
     script(*args[:-2], "--max_steps", 3, "--resume", "auto")
     again = [*args, "--max_steps", 4, "--resume", "auto", "--init_from"]
     script(*again, shutil.copytree(modern, tmp_path / "moved"))
