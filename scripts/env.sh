@@ -3,24 +3,33 @@
 # $activate is then the command that a shell without an active environment needs.
 activate=""
 if [ -z "${VIRTUAL_ENV:-}${CONDA_PREFIX:-}" ]; then
-  activate=". $PWD/.venv/bin/activate"
+  activate=". \"$PWD/.venv/bin/activate\""
   # not .venv/bin/python, which is there, too, where Debian's python3-venv was missing
   if [ ! -e .venv/bin/activate ]; then
     "${PYTHON:-python3}" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {
-      echo "error: python3 is older than 3.11; name a newer one: PYTHON=python3.12 bash $0" >&2
+      echo "error: ${PYTHON:-python3} is missing or older than 3.11; name another one:" \
+        "PYTHON=python3.12 bash $0" >&2
       exit 2
     }
     "${PYTHON:-python3}" -m venv .venv
+  elif [ "${PYTHON:-}" ]; then
+    echo "note: PYTHON=$PYTHON is not used, as .venv is there already; remove .venv to make it anew"
   fi
   . .venv/bin/activate
 fi
 stamp="$(python -c 'import sys; print(sys.prefix)')/.installed-$(cat requirements*.txt | cksum | tr ' ' -)-$1"
 if [ ! -e "$stamp" ]; then
-  echo "installing $1 into $(dirname "$stamp")"
-  if python -c "import pip" 2>/dev/null; then
-    python -m pip install --quiet --disable-pip-version-check -r "$1"
+  install="python -m pip install --disable-pip-version-check"
+  if command -v uv >/dev/null; then install="uv pip install"; fi  # environments of uv have no pip
+  if [ "$(uname)" = Linux ] && ! command -v nvidia-smi >/dev/null; then
+    echo "installing $1 into $(dirname "$stamp"): downloads 0.3 GB, 1.6 GB on the disk"
+    # On Linux the usual wheel brings 2.6 GB of CUDA. Only the wheel itself comes from this index.
+    $install --no-deps --index-url https://download.pytorch.org/whl/cpu \
+      "$(grep -o '^torch==[0-9.]*' requirements.txt)" ||
+      echo "note: PyTorch's index of wheels for CPUs is out of reach; the usual wheel has CUDA, 2.9 GB"
   else
-    uv pip install --quiet -r "$1"  # environments of uv have no pip
+    echo "installing $1 into $(dirname "$stamp"): downloads up to 2.9 GB, 5.6 GB on the disk"
   fi
+  $install -r "$1"
   touch "$stamp"
 fi

@@ -4,6 +4,7 @@ The comments in the README say what a line costs. Lines that need a GPU, a downl
 user are left out.
 """
 
+import os
 import re
 import subprocess
 import sys
@@ -28,9 +29,26 @@ def test_every_line_works_in_a_shell_without_an_environment(tmp_path, left_out):
     command = ["bash", ROOT / "tests/readme.sh", ROOT, sys.executable, script]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "/.venv/bin/activate\npython sample.py --checkpoint runs/demo" in done.stdout
+    assert '/.venv/bin/activate"\npython sample.py --checkpoint runs/demo' in done.stdout
 
 
 @pytest.mark.parametrize("name", ["train", "finetune", "sample", "evaluate", "convert", "plot"])
 def test_a_script_without_pytorch_says_what_to_type(name):
     bad(["-S", f"{name}.py"], "has no package torch; type: ")  # -S: without what is installed
+
+
+@pytest.mark.parametrize("given", [{}, {"GOMP_SPINCOUNT": "7"}, {"OMP_WAIT_POLICY": "active"}])
+def test_waiting_threads_spin_briefly_unless_the_user_says_otherwise(given):
+    expected = {"GOMP_SPINCOUNT": "3000"} if not given else given
+    code = (
+        "import utils.environment, os; print({x: y for x, y in os.environ.items() if 'OMP_' in x})"
+    )
+    environment = {name: value for name, value in os.environ.items() if "OMP_" not in name}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env=environment | given,
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout == f"{expected}\n", done.stderr
