@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Teach a small model sums, then to answer questions, by fine-tuning and by rewards. Offline, minutes.
+# Teach a small model sums, then to answer questions, by fine-tuning and by rewards, in minutes.
 #
 #   bash train.sh chat_demo [SEED]
 #

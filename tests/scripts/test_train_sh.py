@@ -34,7 +34,7 @@ def train_sh(tmp_path, plan):
     for name in ("train.sh", "scripts/env.sh", "scripts/chat_demo.sh", "requirements.txt"):
         shutil.copy(ROOT / name, clone / name)
     (clone / "plan").write_text(plan)
-    env = write_commands(tmp_path, python=PYTHON, torchrun=TORCHRUN)
+    env = write_commands(tmp_path, python=PYTHON, torchrun=TORCHRUN, uv=":")
     env["VIRTUAL_ENV"] = str(tmp_path)
     log = clone / "log"
 
