@@ -32,7 +32,7 @@ from tqdm import tqdm
 
 from data.manifest import Manifest, Settings, State
 from data.named_tokenizer import TOKENIZER_FILE, TOKENIZERS, Tokenizer
-from data.sharder import PIECES, Document, Sharder
+from data.sharder import MIN_VAL_TOKENS, PIECES, Document, Sharder
 from data.shards import MAX_BIN_TOKENS
 from data.source import Batch, Position, Source, join_reasons, list_files
 from data.tokenizer import FileTokenizer, NoEndOfText, load_tokenizer, read_tokenizer
@@ -217,8 +217,13 @@ def prepare(config: DataConfig, folder: Path) -> tuple[Manifest, int]:
     # files of all workers; {} if the dataset is read
     sizes = list_files(config.input) if config.input else {}
     tokenizer_spec = config.tokenizer
-    # a tokenizer.json, whatever its name
-    if tokenizer_spec not in TOKENIZERS or Path(tokenizer_spec).is_file():
+    is_file = Path(tokenizer_spec).is_file()  # a tokenizer.json, whatever its name
+    if tokenizer_spec not in TOKENIZERS and not is_file:
+        raise UserError(
+            f"--tokenizer {tokenizer_spec} is none of {', '.join(TOKENIZERS)}, and no file: "
+            "data/train_tokenizer.py makes one for your text"
+        )
+    if is_file:
         try:
             tokenizer_spec = read_tokenizer(Path(config.tokenizer), config.end_of_text)
         except NoEndOfText as error:
@@ -286,6 +291,12 @@ def report(manifest: Manifest) -> None:
         if num_tokens:
             line += f"; {manifest.bytes[split] / num_tokens:.2f} bytes per token"
         print(line)
+        if 0 < num_tokens < MIN_VAL_TOKENS and manifest.worker_count == 1:
+            print(
+                f"note: {num_tokens:,} tokens of {split} hold no context of GPT-2's, which takes "
+                f"{MIN_VAL_TOKENS:,}: shard more text, or train.py needs --block_size below "
+                f"{num_tokens}"
+            )
     if manifest.lost_bytes:
         share = manifest.lost_bytes / sum(manifest.bytes.values())
         print(f"lost: {share:.2%} of the bytes, which {manifest.tokenizer} does not give back")
@@ -304,11 +315,18 @@ def main(config: DataConfig) -> None:
         name = Path(config.input[0]).name.split(".")[0] or "text"
     folder = config.local_dir or Path("data", name)
     start = time.time()
-    manifest, num_new = prepare(config, folder)
+    try:
+        manifest, num_new = prepare(config, folder)
+    except KeyboardInterrupt:
+        print("the same command continues after the last whole shard", file=sys.stderr)
+        raise
     seconds = time.time() - start
     print(f"{folder}: {'complete' if manifest.complete else 'stopped at --max_shards'}")
     report(manifest)
-    print(f"{num_new:,} new tokens in {seconds:.1f} s ({num_new / seconds / 1e6:.2f} M/s)")
+    if num_new:
+        print(f"{num_new:,} new tokens in {seconds:.1f} s ({num_new / seconds / 1e6:.2f} M/s)")
+    else:
+        print("nothing to do: the shards were all there")
 
 
 if __name__ == "__main__":

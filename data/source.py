@@ -179,7 +179,10 @@ def list_files(inputs: tuple[str, ...]) -> dict[str, int]:
     # e.g. "2 .jpg, 1 without a suffix"; "" if nothing is left out
     others = ", ".join(f"{count:,} {suffix}" for suffix, count in left_out.most_common(8))
     if not sizes:
-        raise UserError(f"{' '.join(inputs)} holds none of {IN_FOLDERS}, but {others or 'nothing'}")
+        raise UserError(
+            f"{' '.join(inputs)} holds none of {', '.join(IN_FOLDERS)}, but {others or 'nothing'}; "
+            f"other files are read if you name them one by one, as {Path(inputs[0], '*')}"
+        )
     if others:
         print(f"left out: {others}; name a file to read it", file=sys.stderr)
     return sizes
@@ -368,9 +371,12 @@ def warn_if_suspect(name: str, counts: FileCounts) -> None:
     are skipped for a reason that no sound file has."""
     lacks_text = counts.rows > 0 and counts.texts == 0  # an empty file has no row
     if lacks_text or any(not reason.startswith(USUAL) for reason in counts.skipped):
+        advice = ""
+        if NOT_UTF8.reason in counts.skipped:
+            advice = "; to convert Latin-1: iconv -f latin1 -t utf-8 OLD > NEW"
         print(
             f"warning: {name} gave {counts.texts:,} texts in {counts.rows:,} rows; skipped: "
-            f"{join_reasons(counts.skipped)}",
+            f"{join_reasons(counts.skipped)}{advice}",
             file=sys.stderr,
         )
 
@@ -447,7 +453,8 @@ class Source:
         # The ledger has the texts of earlier runs, too: this run may have begun at the very end.
         if not any(counts.texts for counts in self.ledger.values()):
             names = " ".join(self.names) or "the input"  # a worker may have no file
-            raise UserError(f"{names:.300} holds no text for this worker")
+            worker = f" for worker {self.worker_index}" if self.worker_count > 1 else ""
+            raise UserError(f"{names:.300} holds no text{worker}")
 
     def read_file(self, name: str, position: Position) -> Iterator[Batch]:
         """Yield the batches of a file from a position in it on; their own positions are empty,

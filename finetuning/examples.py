@@ -104,10 +104,15 @@ def read_jsonl(path: Path, encode: Callable[[dict], Any]) -> list:
     file and line for a row that it raises for."""
     examples = []
     for number, line in read_lines(path):
+        row = None
         try:
-            examples.append(encode(json.loads(line)))
+            row = json.loads(line)
+            examples.append(encode(row))
         except Exception as error:  # a row can be wrong in any way
-            raise UserError(f"{path}, line {number}: {error}") from error
+            reason = str(error)
+            if not isinstance(row, dict):
+                reason = f"no JSON object, as each row is; train.py takes plain text ({error})"
+            raise UserError(f"{path}, line {number}: {reason}") from error
     if not examples:
         raise UserError(f"{path} holds no rows; give one JSON object per line")
     return examples
@@ -171,7 +176,7 @@ class TextEncoder:
         T = self.block_size
         # such a row would teach nothing, and a mean over no targets would be NaN
         if not example.loss_mask[:T].any():
-            raise ValueError(f"the first {T} tokens, the context, have no answer")
+            raise ValueError(f"the row has no answer in its first {T} tokens, the context")
         if len(example.tokens) > T:  # finetune.py warns of their number
             self.num_cut += 1
         return Example(example.tokens[:T], example.loss_mask[:T])

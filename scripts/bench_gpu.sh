@@ -6,6 +6,8 @@
 #   bash scripts/bench_gpu.sh xl [FLAGS of scripts/bench.py]               # 350M to 1558M
 set -euo pipefail
 cd "$(dirname "$0")/.."
+python -c 'import sys, utils.environment, torch
+sys.exit(None if torch.cuda.is_available() else "error: PyTorch finds no CUDA GPU here")' || exit 2
 call=${1:-} out=logs/bench_gpu.jsonl run=runs/bench_gpu code=0
 shift "$(($# > 0))"
 mkdir -p logs && : >"$out"

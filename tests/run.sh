@@ -3,6 +3,10 @@
 # active. --slow adds the tests that take minutes.
 set -euo pipefail
 cd "$(dirname "$0")/.."
+case " $* " in *" --help "* | *" -h "*)
+  sed -n '1d; /^set/q; s/^# \{0,1\}//p' tests/run.sh  # the comment above
+  exit ;;
+esac
 . scripts/env.sh requirements-dev.txt
 ruff check .
 ruff format --check .

@@ -300,7 +300,8 @@ def find_checkpoint(name: str | Path) -> Path | None:
         if file.exists() and is_own(file):
             # Only the main process prints, and to stderr, as stdout is for results.
             if launched("RANK") == 0:
-                print(f"reading {file}", file=sys.stderr)
+                step = load_checkpoint(file)["step"]  # 0: of a run that has just begun
+                print(f"reading {file}, of step {step:,}", file=sys.stderr)
             return file
     # a config.json of Hugging Face: a run's own is in its logs/
     if (path / "config.json").exists():

@@ -77,7 +77,8 @@ def measure_in_turn(
             # A pool of one process, which ends with the block. `result` raises the process's error.
             with ProcessPoolExecutor(max_workers=1, mp_context=context) as process:
                 measurement = process.submit(measure, build, options).result()
-            print(name, measurement, flush=True)
+            step_ms, peak_gb = 1000 * measurement.step_seconds, measurement.peak_bytes / 1e9
+            print(f"{name}: {step_ms:.1f} ms a step, at most {peak_gb:.2f} GB", flush=True)
             measurements[name].append(measurement)
     # The median of each field by itself: NumPy sees a table (repeats, fields).
     return {name: Measurement(*np.median(measurements[name], axis=0)) for name in programs}

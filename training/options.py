@@ -220,8 +220,15 @@ def find_recipe(options: TrainConfig, checkpoint: Checkpoint | None) -> Recipe:
 
 
 def is_on_gpu(device: str) -> bool:
-    """Return whether --device means a CUDA GPU, of this machine or one of --dry_run."""
-    return device in NAMED_GPUS or pick_device(device).type == "cuda"
+    """Return whether --device means a CUDA GPU, of this machine or one of --dry_run. Raises
+    UserError for a device that is neither."""
+    if device in NAMED_GPUS:
+        return True
+    try:
+        return pick_device(device).type == "cuda"
+    except UserError as error:
+        names = ", ".join(NAMED_GPUS)
+        raise UserError(f"{error}; train.py --dry_run --device also takes {names}") from error
 
 
 def resolve_compile(options: Machine, derived: dict[str, str | None]) -> Machine:

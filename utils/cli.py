@@ -22,9 +22,10 @@ from utils.errors import UserError, check_text, is_out_of_memory
 from utils.ranges import Dataclass, check_ranges
 
 # This project's flags, by nanoGPT's names. tyro suggests flags with similar names, but hardly finds
-# these. docs/NANOGPT.md translates all of nanoGPT's options.
+# these. docs/NANOGPT.md translates all of nanoGPT's options. "epochs" is of other trainers.
 FLAGS_BY_NANOGPT_NAME = {
     "learning_rate": "max_lr",
+    "epochs": "max_steps",
     "max_iters": "max_steps",
     "lr_decay_iters": "max_steps",
     "warmup_iters": "warmup_steps",
@@ -38,6 +39,8 @@ FLAGS_BY_NANOGPT_NAME = {
     "wandb_log": "wandb",
     "start": "prompt",
 }
+# Flags that a path without a flag is most likely meant for, as in `sample.py runs/own`.
+FLAGS_OF_PATHS = ("checkpoint", "log", "input", "config")
 
 Config = TypeVar("Config", bound=Dataclass)
 
@@ -61,7 +64,11 @@ def parse(config_class: type[Config], args: list[str] | None = None) -> Config:
             check_text(word, "an argument")
     # nanoGPT's `train.py config/FILE.py`
     if args and not args[0].startswith("-"):
-        raise UserError(f"{args[0]} stands without a flag; --help lists the flags")
+        likely = [f"perhaps --{name} {args[0]}" for name in FLAGS_OF_PATHS if name in defaults]
+        advice = "--help lists the flags"
+        if likely and os.path.exists(args[0]):
+            advice = likely[0]
+        raise UserError(f"{args[0]} stands without a flag; {advice}")
     corrections: list[str] = []
     given_names: set[str] = set()
     for name, value in named_flags(args):
@@ -76,6 +83,9 @@ def parse(config_class: type[Config], args: list[str] | None = None) -> Config:
         is_repeated = is_command_line and name in given_names
         if types.get(name, "").startswith("tuple") and (value is None or is_repeated):
             corrections.append(f"give --{name} once, with all of its values behind it")
+        number = missed_number(types.get(name, ""), value)
+        if number is not None:
+            corrections.append(f"--{name} takes {number.upper()}, not {value}")
         given_names.add(name)
     if corrections:
         raise UserError("; ".join(corrections) + "; --help says more")
@@ -105,6 +115,21 @@ def parse(config_class: type[Config], args: list[str] | None = None) -> Config:
         options = config_class(**values)
     check_ranges(options, "--")  # tyro knows "int", but not "at least 1"
     return options
+
+
+def missed_number(option_type: str, value: str | None) -> str | None:
+    """Return "int" or "float" if an option takes a number with a rule, as Count, and the value is
+    none, else None. tyro would quote the type as Python writes it: typing.Annotated[int, ...]."""
+    number = re.search(r"Annotated\[(int|float),", option_type)
+    # tyro itself names a flag without a value; some take several numbers, or also "auto"
+    if value is None or number is None or re.search("tuple|Literal", option_type):
+        return None
+    convert = int if number[1] == "int" else float
+    try:
+        convert(value)
+    except ValueError:
+        return number[1]
+    return None
 
 
 def call_tyro(config_class: type[Config], args: list[str], description: str) -> Config:

@@ -76,7 +76,7 @@ def test_stopped_at_max_shards_and_continued_equals_never_stopped(corpus, plain,
     manifest = shard(corpus, tmp_path, num_workers=4)
     assert manifest == read_manifest(plain) and digests(tmp_path) == digests(plain)
     assert shard(corpus, tmp_path) == manifest
-    assert "\n0 new tokens" in capsys.readouterr().out
+    assert "\nnothing to do" in capsys.readouterr().out
 
 
 def test_other_settings_or_files_foreign_or_locked_shards_are_refused(corpus, tmp_path):
@@ -241,9 +241,31 @@ def test_without_a_network_the_dataset_is_named(tmp_path):
     assert "files of your own" in done.stderr
 
 
-def test_a_shard_of_a_format_that_cannot_count_its_tokens_is_refused_at_once(corpus, tmp_path):
-    with user_error("--shard_size of --format bin must be at most 2,147,483,647"):
-        shard(corpus, tmp_path / "x", format="bin", shard_size=2**31)
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        # a shard of a format that cannot count its tokens
+        (
+            {"format": "bin", "shard_size": 2**31},
+            "--shard_size of --format bin must be at most 2,147,483,647",
+        ),
+        ({"tokenizer": "byte"}, "--tokenizer byte is none of gpt2, bytes, and no file"),
+    ],
+)
+def test_an_option_that_nothing_can_be_made_with_is_refused_at_once(
+    corpus, tmp_path, options, message
+):
+    with user_error(message):
+        shard(corpus, tmp_path / "x", **options)
+
+
+def test_shards_that_hold_no_context_are_told_when_they_are_made(tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("twenty characters...")
+    shard(tmp_path / "a.txt", tmp_path / "x")
+    assert "train.py needs --block_size below 20" in capsys.readouterr().out
+    (tmp_path / "b.txt").write_text("long enough " * 1_000)
+    shard(tmp_path / "b.txt", tmp_path / "y")
+    assert "block_size" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("damage", ["missing", "shorter", "other tokens", "cut", "older", "none"])

@@ -158,7 +158,10 @@ def test_a_folder_is_read_in_name_order_and_tells_what_it_leaves_out(tmp_path, c
     assert "left out: 2 .jpg, 1 without a suffix;" in capsys.readouterr().err
     assert list_files((str(tmp_path / "README"),)) == {str(tmp_path / "README"): 14}
     (tmp_path / "empty").mkdir()
-    with user_error(r"empty holds none of \('.parquet', .*, but nothing"):
+    with user_error("empty holds none of .parquet, .*, but nothing"):
+        list_files((str(tmp_path / "empty"),))
+    (tmp_path / "empty/a.md").touch()
+    with user_error("but 1 .md; other files are read if .* one by one, as .*/empty/[*]$"):
         list_files((str(tmp_path / "empty"),))
 
 

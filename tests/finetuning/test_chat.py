@@ -88,7 +88,8 @@ def ask(row):
     "line, encode, problem",
     [
         ("{", ask, "Expecting property name"),
-        ("[1]", ask, "has no attribute 'get'"),
+        ("[1]", ask, "no JSON object, as each row is"),
+        ("plain text", ask, "no JSON object.*; train.py takes plain text"),
         ('{"text": "a"}', CHAT.dialog, 'no "prompt" of type str or list, but fields text'),
         ('{"prompt": "a", "answer": null}', ask, 'no "answer" of type str or int'),
         ('{"prompt": "\\ud800", "answer": "a"}', ask, "is not UTF-8 text"),
@@ -99,7 +100,7 @@ def ask(row):
             '"weight" is 0 or 1',
         ),
         ('{"prompt": "a", "completion": "b", "tools": [1]}', PLAIN.dialog, '"tools" is not supp'),
-        ('{"messages": [{"role": "user", "content": "a"}]}', CHAT.dialog, "have no answer"),
+        ('{"messages": [{"role": "user", "content": "a"}]}', CHAT.dialog, "row has no answer in"),
         (f'{{"prompt": "{"a" * 40}", "completion": "b"}}', PLAIN.dialog, "first 16 tokens"),
         (
             f'{{"prompt": "{"a" * 60}", "answer": 1}}',

@@ -84,3 +84,11 @@ def test_a_call_for_gpus_ends_in_one_line_of_json(tmp_path, args, last, code):
     started = [line.split() for line in (tmp_path / "log").read_text().splitlines()]
     for value in args[2::2]:  # of a flag
         assert any(value in words for words in started)
+
+
+def test_without_a_gpu_a_call_for_gpus_starts_nothing(tmp_path):
+    log = tmp_path / "log"
+    env = write_commands(tmp_path, python='echo "$*" >>"$LOG"; exit 1') | {"LOG": str(log)}
+    done = subprocess.run(["bash", ROOT / "scripts/bench_gpu.sh", "small"], env=env)
+    assert done.returncode == 2 and "cuda.is_available" in log.read_text()
+    assert "bench.py" not in log.read_text()

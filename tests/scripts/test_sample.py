@@ -102,7 +102,7 @@ def test_without_a_path_the_best_else_the_newest_is_taken_and_named(
         shutil.copy(trained / "checkpoints" / name, folder / name)
         for path in (folder, tmp_path):  # a run's folder, too
             assert find_checkpoint(path).name == name
-    assert f"reading {folder}/model_last.pt\n" in capsys.readouterr().err
+    assert f"reading {folder}/model_last.pt, of step " in capsys.readouterr().err
 
 
 def test_the_reader_of_a_long_text_may_leave(trained):

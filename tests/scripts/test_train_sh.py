@@ -113,6 +113,8 @@ def test_the_demo_plans_helps_and_refuses_other_folders_without_work(train_sh):
     assert out.startswith("bash train.sh demo ") and not started
     out, started = train_sh("chat_demo", "--help")
     assert "\n  bash train.sh chat_demo [SEED]\n" in out and not started
+    helped = subprocess.run(["bash", ROOT / "tests/run.sh", "--help"], capture_output=True)
+    assert helped.stdout.startswith(b"The tests: ")
     refused = "error: the demo uses runs/demo and data/stdlib; for other folders run train.py\n"
     for flag in ("--run_dir", "--checkpoint_dir", "--log-dir", "--data_dir=x"):
         assert train_sh("demo", flag, "x", code=2) == (refused, [])
