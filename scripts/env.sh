@@ -21,7 +21,8 @@ stamp="$(python -c 'import sys; print(sys.prefix)')/.installed-$(cat requirement
 if [ ! -e "$stamp" ]; then
   install="python -m pip install --disable-pip-version-check"
   if command -v uv >/dev/null; then install="uv pip install"; fi  # environments of uv have no pip
-  if [ "$(uname)" = Linux ] && ! command -v nvidia-smi >/dev/null; then
+  # a container may have the driver without nvidia-smi
+  if [ "$(uname)" = Linux ] && [ ! -e /proc/driver/nvidia ] && ! command -v nvidia-smi >/dev/null; then
     echo "installing $1 into $(dirname "$stamp"): downloads 0.3 GB, 1.6 GB on the disk"
     # On Linux the usual wheel brings 2.6 GB of CUDA. Only the wheel itself comes from this index.
     $install --no-deps --index-url https://download.pytorch.org/whl/cpu \

@@ -64,10 +64,10 @@ def parse(config_class: type[Config], args: list[str] | None = None) -> Config:
             check_text(word, "an argument")
     # nanoGPT's `train.py config/FILE.py`
     if args and not args[0].startswith("-"):
-        likely = [f"perhaps --{name} {args[0]}" for name in FLAGS_OF_PATHS if name in defaults]
+        flags_of_paths = [name for name in FLAGS_OF_PATHS if name in defaults]
         advice = "--help lists the flags"
-        if likely and os.path.exists(args[0]):
-            advice = likely[0]
+        if flags_of_paths and os.path.exists(args[0]):
+            advice = f"perhaps --{flags_of_paths[0]} {args[0]}"
         raise UserError(f"{args[0]} stands without a flag; {advice}")
     corrections: list[str] = []
     given_names: set[str] = set()

@@ -14,7 +14,7 @@ VENV = Path(__file__).resolve().parents[1] / ".venv"  # train.sh makes it
 
 # Threads of GNU OpenMP that wait for each other spin, by default 300,000 times. Beside another
 # program on the same cores that takes the whole time slice in which the others could have worked.
-# 3,000 times are some 40 microseconds, longer than threads wait on a quiet machine.
+# Fewer spins help more there, and cost more on an idle machine (docs/BENCHMARKS.md).
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 
