@@ -62,7 +62,7 @@ class DataConfig:
     """Column of parquet, JSON or CSV that holds the text."""
     tokenizer: str = "gpt2"
     """gpt2: 50,257 tokens through tiktoken; bytes: one token a byte, no download; or a
-    tokenizer.json (data/train_tokenizer.py makes one for your text)."""
+    tokenizer.json (data/train_tokenizer.py makes one for your text) or meta.pkl of nanoGPT."""
     end_of_text: str | None = None
     """Token of the tokenizer.json that precedes every document, if it has no usual name."""
     allow_loss: bool = False

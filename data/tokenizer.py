@@ -10,6 +10,7 @@ a sentence that names the file.
 """
 
 import json
+import pickle
 import sys
 import zlib
 from collections import Counter
@@ -21,6 +22,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from tokenizers import Tokenizer as Engine
+from tokenizers.decoders import Fuse
+from tokenizers.models import BPE
 from tokenizers.processors import TemplateProcessing
 
 from data.huggingface_tokenizer import ModelTokens, read_folder, says_no_more, wrap
@@ -36,8 +39,9 @@ CHECKSUMS = {"a22cd1e0": "gpt2", "be59d73d": "bytes"}
 PROBE = "Hello naïve  \ufb01 天🐍 it's 2026\r\n\tX"
 # a folder without these has no tokenizer
 TOKENIZER_FILES = (TOKENIZER_FILE, "vocab.json", "tokenizer.model", "tokenizer_config.json")
-# names of end of text in published tokenizers, the most telling first
-ENDS_OF_TEXT = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>")
+# Names of end of text in published tokenizers, the most telling first. A vocabulary of characters
+# has none of them: there a line break separates documents.
+ENDS_OF_TEXT = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>", "\n")
 # The chats of finetuning/chat.py as a template, for exports: the role is capitalized, and end of
 # text precedes each turn, but BOS the first one, and closes the last one.
 CHAT_TEMPLATE = (
@@ -112,7 +116,10 @@ class FileTokenizer(Tokenizer):
         """Id of the token that ends an answer of a chat."""
         # start_ids[0]: the model has learned that a document ends where the next one begins
         end_ids = [self.eot, self.turn_end, self.start_ids[0]]
-        self.end_ids = frozenset(end_ids + spec_fields["end_ids"])
+        self.text_ids = {self.eot} if len(self.end_of_text) == 1 else set()
+        """The id of end of text if it is a character: it separates documents, but is text, too, and
+        ends none."""
+        self.end_ids = frozenset(end_ids + spec_fields["end_ids"]) - self.text_ids
 
         # A pre-tokenizer or decoder of type ByteLevel tells that tokens are bytes. No token looks
         # like this, as json.dumps writes \" for a quote within a token.
@@ -139,7 +146,7 @@ class FileTokenizer(Tokenizer):
             else:  # plain text, or a token of SentencePiece
                 token_bytes = token.replace(SPACE, " ").encode()
             bytes_of_id[token_id] = token_bytes
-        for token_id in (self.eot, *self.start_ids):
+        for token_id in {self.eot, *self.start_ids} - self.text_ids:
             bytes_of_id[token_id] = b""
         return bytes_of_id
 
@@ -391,12 +398,34 @@ def make_spec(engine: Engine, end_of_text: str, model_tokens: ModelTokens) -> st
     return json.dumps(spec_fields)
 
 
+class PlainUnpickler(pickle.Unpickler):
+    """Reads dicts, texts and numbers of a pickle file. pickle alone would run any code in it."""
+
+    def find_class(self, module: str, name: str) -> None:
+        """Refuse what has to be imported."""
+        raise UserError(f"it holds a {module}.{name}, not only dicts, texts and numbers")
+
+
+def character_engine(path: Path) -> Engine:
+    """Return a tokenizer with the characters and ids of nanoGPT's meta.pkl."""
+    with open(path, "rb") as file:
+        ids_of_characters = PlainUnpickler(file).load()["stoi"]
+    engine = Engine(BPE(ids_of_characters, []))  # each character a token, as there are no merges
+    engine.decoder = Fuse()  # for other programs: no spaces between tokens
+    return engine
+
+
 def read_tokenizer(path: Path, end_of_text: str | None = None) -> str:
-    """Return the spec of a tokenizer.json; raise UserError if it cannot be used, NoEndOfText if
-    neither `end_of_text` nor, without it, one of ENDS_OF_TEXT is a token."""
+    """Return the spec of a tokenizer.json, or of nanoGPT's meta.pkl; raise UserError if it cannot
+    be used, NoEndOfText if neither `end_of_text` nor, without it, one of ENDS_OF_TEXT is a token.
+    """
     with reading(path, "a tokenizer that can be used"):
-        engine = make_engine(path.read_text(encoding="utf-8"))
-        candidates = ENDS_OF_TEXT if end_of_text is None else (end_of_text,)
+        candidates = list(ENDS_OF_TEXT) if end_of_text is None else [end_of_text]
+        if path.suffix == ".pkl":
+            engine = character_engine(path)
+            candidates += sorted(engine.get_vocab())  # any character will do
+        else:
+            engine = make_engine(path.read_text(encoding="utf-8"))
         return make_spec(engine, find_end_of_text(path, engine, candidates), ModelTokens())
 
 
@@ -412,7 +441,8 @@ def pretrained_tokenizer(folder: Path, vocab_size: int) -> str:
                 return name  # the size is the only evidence
         raise UserError(
             f"{folder} has no {TOKENIZER_FILE} for its {vocab_size:,} tokens, which are neither "
-            "GPT-2's (50,257, or 50,304 with padding) nor bytes (257)"
+            "GPT-2's (50,257, or 50,304 with padding) nor bytes (257): put it, or nanoGPT's "
+            "meta.pkl, beside the weights"
         )
     path = folder / TOKENIZER_FILE
     with reading(folder, "a folder with a tokenizer that can be used"):

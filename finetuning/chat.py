@@ -59,6 +59,8 @@ def encode_prompt(
     `chat` false of the prompt's text as the beginning of a document."""
     if not chat:
         assert isinstance(prompt, str)  # plain text has no turns
+        if prompt and not tokenizer.end_ids:  # of characters: nanoGPT puts nothing before a prompt
+            return tokenizer.encode(prompt).tolist()
         return tokenizer.encode_document(prompt).tolist()
     return encode_dialog(as_messages(prompt), tokenizer, open_turn=True, tools=tools)
 

@@ -361,13 +361,14 @@ def save_pretrained(
     model: GPT,
     folder: str | Path,
     eot: int | None = None,
-    end_ids: Collection[int] = (),
+    end_ids: Collection[int] | None = None,
     bos: int | None = None,
 ) -> None:
     """Write config.json, generation_config.json and model.safetensors, which transformers'
     AutoModelForCausalLM loads.
 
-    `eot` is the id of end of text, by default the last one. Generation ends at it and at `end_ids`.
+    `eot` is the id of end of text, by default the last one. Generation ends at `end_ids`, by
+    default at `eot`.
     `bos` is the id that a text begins with, by default `eot`.
     Raises UserError for a model that is neither a GPT-2 nor in the shape of a LLaMA or Qwen3.
     """
@@ -378,7 +379,10 @@ def save_pretrained(
         eot = model.config.vocab_size - 1
     if bos is None:
         bos = eot
-    special_ids: dict[str, object] = {"bos_token_id": bos, "eos_token_id": eot}
+    if end_ids is None:
+        end_ids = [eot]
+    eos = eot if end_ids else None  # no token ends a text of characters
+    special_ids: dict[str, object] = {"bos_token_id": bos, "eos_token_id": eos}
     hf_config = config_to_hf(model.config) | {"dtype": "float32"} | special_ids
     # what transformers' `generate` does for this model unless told otherwise
     generation_config = special_ids | {"pad_token_id": eot, "do_sample": True}

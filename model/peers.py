@@ -7,12 +7,14 @@
                     train_gpt2.py)
 
 The head is the embedding, unless the file has another. Optimizer state is not read. The files hold
-no tokenizer: data/tokenizer.py chooses one by the number of tokens.
+no tokenizer: it lies beside them, or data/tokenizer.py chooses one by the number of tokens.
 """
 
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
+from zipfile import is_zipfile
 
 import numpy as np
 import torch
@@ -24,6 +26,7 @@ from model.gpt import GPT, build_without_weights
 from model.huggingface import EMBEDDING, model_from_hf
 from utils.errors import reading
 
+META = "meta.pkl"  # the characters of a data set of nanoGPT, with their ids
 LLM_C_MAGIC = 20240326
 # By version of the file. Older versions have no padded rows.
 LLM_C_DTYPES = {3: torch.float32, 5: torch.bfloat16}
@@ -39,10 +42,7 @@ def load_peer(path: Path) -> GPT:
         if data[:4].view(torch.int32) == LLM_C_MAGIC:
             config, weights = read_llm_c(data)
         else:
-            # With weights_only no code of the file runs. build-nanogpt's script pickles its config
-            # as __main__.GPTConfig, which torch.load would refuse: an empty class replaces it.
-            with safe_globals([(SimpleNamespace, "__main__.GPTConfig")]):
-                content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            content = read_torch(path)
             # nanoGPT saves a compiled model with this prefix
             weights = {name.removeprefix("_orig_mod."): x for name, x in content["model"].items()}
             if "model_args" in content:  # nanoGPT: a dict with GPTConfig's names
@@ -52,6 +52,30 @@ def load_peer(path: Path) -> GPT:
         # The names are the same as in transformers' GPT-2. The matrices are laid out as (out, in),
         # like nn.Linear's, so that none is transposed.
         return model_from_hf(weights, config, transposed=())
+
+
+def read_torch(path: Path) -> dict[str, Any]:
+    """Return the content of a file of nanoGPT or build-nanogpt."""
+    # With weights_only no code of the file runs. build-nanogpt's script pickles its config as
+    # __main__.GPTConfig, which torch.load would refuse: an empty class replaces it.
+    with safe_globals([(SimpleNamespace, "__main__.GPTConfig")]):
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+
+
+def find_tokenizer(path: Path) -> Path | None:
+    """Return the tokenizer.json beside a file that `load_peer` reads, or the meta.pkl of nanoGPT's
+    data set: beside the file, or in data/DATASET of a folder that the file lies in, as it does in
+    nanoGPT's checkout. None if there is none of them."""
+    candidates = [path.parent / "tokenizer.json"]
+    content = read_torch(path) if is_zipfile(path) else {}  # llm.c's file is no zip file
+    if "model_args" in content:  # nanoGPT
+        dataset = content.get("config", {}).get("dataset", "")  # older files have none
+        candidates.append(path.parent / META)
+        candidates += [parent / "data" / dataset / META for parent in path.absolute().parents]
+    for candidate in candidates:
+        if candidate.is_file():
+            return candidate
+    return None
 
 
 def read_llm_c(data: Tensor) -> tuple[GPTConfig, dict[str, Tensor]]:

@@ -8,10 +8,10 @@ the names of weights, data/tokenizer.py the files of a tokenizer.
 from dataclasses import replace
 from pathlib import Path
 
-from data.tokenizer import count_tokens, pretrained_tokenizer
+from data.tokenizer import count_tokens, pretrained_tokenizer, read_tokenizer
 from model.gpt import GPT, rebuild
 from model.huggingface import find_folder, load_pretrained
-from model.peers import load_peer
+from model.peers import find_tokenizer, load_peer
 from utils.errors import UserError
 
 
@@ -24,11 +24,20 @@ def open_pretrained(name: str | Path) -> tuple[GPT, str]:
     path = find_folder(str(name))
     model = load_peer(path) if path.is_file() else load_pretrained(name)
     num_rows = model.config.vocab_size  # rows of the embedding, padding included
-    tokenizer_spec = pretrained_tokenizer(path, num_rows)
+    tokenizer_path = find_tokenizer(path) if path.is_file() else None
+    if tokenizer_path is not None:
+        tokenizer_spec = read_tokenizer(tokenizer_path)
+    else:
+        tokenizer_spec = pretrained_tokenizer(path, num_rows)
     num_tokens = count_tokens(tokenizer_spec)
     if num_tokens > num_rows:
         raise UserError(
             f"{name} has a tokenizer of {num_tokens:,} tokens, its model only {num_rows:,}"
+        )
+    # nanoGPT pads no vocabulary of characters, but its prepare.py may have read another text since.
+    if num_tokens < num_rows and tokenizer_path is not None and tokenizer_path.suffix == ".pkl":
+        raise UserError(
+            f"{tokenizer_path} has {num_tokens:,} characters, the model of {name} {num_rows:,}"
         )
     # Cut off padding, which sampling could draw: some models have 50,304 rows for 50,257 tokens.
     if num_tokens < num_rows:

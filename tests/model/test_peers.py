@@ -1,15 +1,21 @@
 """Files are written here in the layouts of nanoGPT (train.py), build-nanogpt and llm.c
 (train_gpt2.py). Files of these scripts themselves were opened once, with equal logits."""
 
+import pickle
+import random
+import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from conftest import bad, losses, script, train_args, user_error
+from transformers import AutoTokenizer
 
 import __main__
 from convert import to_nanogpt
+from data.tokenizer import load_tokenizer
 from model.config import SIZED, GPTConfig
 from model.gpt import GPT
 from model.huggingface import load_pretrained
@@ -107,6 +113,81 @@ def test_scripts_begin_from_a_checkpoint_of_nanogpt_and_write_one(shards, tmp_pa
     recipe = ["--n_embd", 8, "--recipe", "gpt2,bias=False,activation=gelu_exact"]
     script(*train_args(shards, tmp_path, 2, "--init_from", ckpt, *recipe))
     assert len(losses(tmp_path)) == 2
+
+
+def character_model(folder):
+    """Write nanoGPT's files of a character-level data set; return the model and the characters."""
+    characters = random.Random(1).sample("\n !$azQ09é天🙂\u0301", 13)
+    ids = {character: i for i, character in enumerate(characters)}
+    source = random_gpt(len(ids), bias=False, **EXACT)
+    ckpt, meta = folder / "out/ckpt.pt", folder / "data/characters/meta.pkl"
+    for path in (ckpt, meta):
+        path.parent.mkdir(parents=True)
+    write("nanoGPT", source, ckpt)
+    torch.save(torch.load(ckpt) | {"config": {"dataset": "characters"}}, ckpt)
+    meta.write_bytes(pickle.dumps({"vocab_size": len(ids), "stoi": ids, "itos": characters}))
+    return source, characters
+
+
+@torch.no_grad()
+def test_characters_of_nanogpt_come_from_its_meta_pkl(tmp_path):
+    source, characters = character_model(tmp_path)
+    ckpt, own, hf = tmp_path / "out/ckpt.pt", tmp_path / "own.pt", tmp_path / "hf"
+    prompt = "a é🙂\n"
+    ids = [characters.index(character) for character in prompt]
+    for _ in range(32 - len(ids)):  # as nanoGPT's `generate`: nothing stands before a prompt
+        ids.append(int(source(torch.tensor([ids]))[0, -1].argmax()))
+    text = "".join(characters[i] for i in ids)
+    assert len(set(text[len(prompt) :])) > 3  # not one character again and again
+    script("convert.py", "--model", ckpt, "--out", own)
+    script("convert.py", "--checkpoint", own, "--out", hf)
+    greedy = ["--temperature", 0, "--dtype", "float32", "--max_new_tokens", 32 - len(prompt)]
+    for model in (ckpt, hf):
+        sampled = script("sample.py", "--model", model, "--prompt", prompt, *greedy)
+        assert sampled.stdout == f"{text}\n"
+    bad(
+        ["sample.py", "--model", ckpt, "--prompt", "axb"],
+        "characters that the model lacks, as 'xb'",
+    )
+
+    # in the tokenizers of the checkpoint, of our own one, of the export and of its tokenizer.json
+    shutil.copy(hf / "tokenizer.json", ckpt.parent)
+    tokenizers = [load_tokenizer(open_model(path)[1]) for path in (ckpt, own, hf)]
+    (tmp_path / "data/characters/meta.pkl").unlink()
+    for layout in ("llm.c", "build-nanogpt", "nanoGPT"):  # a tokenizer.json beside any file
+        write(layout, random_gpt(len(characters)), ckpt)
+        tokenizers.append(load_tokenizer(open_model(ckpt)[1]))
+    theirs = AutoTokenizer.from_pretrained(hf)
+    assert len({tokenizer.identity for tokenizer in tokenizers}) == 1
+    for seed in range(100):
+        text = "".join(random.Random(seed).choices(characters, k=seed))
+        ids = [characters.index(character) for character in text]
+        assert theirs(text).input_ids == ids and theirs.decode(ids) == text
+        for tokenizer in tokenizers:
+            assert tokenizer.encode(text).tolist() == ids
+            assert tokenizer.decode_bytes(ids).decode() == text
+    # a line break separates documents, and ends no text
+    assert tokenizer.start_ids == (characters.index("\n"),) and not tokenizer.end_ids
+
+
+def test_a_meta_pkl_that_cannot_be_used_is_a_sentence(tmp_path):
+    character_model(tmp_path)
+    ckpt, meta = tmp_path / "out/ckpt.pt", tmp_path / "data/characters/meta.pkl"
+    ids = pickle.loads(meta.read_bytes())["stoi"]
+    damaged = "meta.pkl is damaged or not a tokenizer that can be used: "
+    for content, message in (
+        ({"stoi": ids, "itos": Path("x")}, f"{damaged}it holds a pathlib.*Path, not only dicts"),
+        ({"stoi": np.zeros(len(ids))}, f"{damaged}it holds a numpy"),
+        ({"itos": {}}, f"{damaged}KeyError: 'stoi'"),
+        ({"stoi": ids | {"x": len(ids)}}, "has a tokenizer of 14 tokens, its model only 13"),
+        ({"stoi": {"a": 0, "b": 1}}, "meta.pkl has 2 characters, the model of .*ckpt.pt 13"),
+    ):
+        meta.write_bytes(pickle.dumps(content))
+        with user_error(message):
+            open_model(ckpt)
+    meta.unlink()
+    with user_error("13 tokens, which are neither .* nanoGPT's meta.pkl, beside the weights"):
+        open_model(ckpt)
 
 
 def test_what_does_not_fit_is_a_sentence(tmp_path):
