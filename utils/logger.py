@@ -26,6 +26,11 @@ CONFIG = "config.json"  # options, tokenizer and versions of the run, by trainin
 
 # Time between two lines of training on a console without a progress bar.
 SECONDS_PER_LINE = 10
+# Steps of a start before the console shows the time left. The first ones take longer: they compile,
+# allocate memory and fill caches.
+STEPS_BEFORE_FORECAST = 10
+# tqdm's own format, without the time left
+BAR_WITHOUT_FORECAST = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}, {rate_fmt}{postfix}]"
 
 
 class Logger:
@@ -51,6 +56,7 @@ class Logger:
             return
         self.wandb_run: Any = None  # training/run.py sets it with --wandb
         self.last_line_seconds = float("-inf")  # time.monotonic() of the last line
+        self.forecast_step = start + STEPS_BEFORE_FORECAST  # first one that shows the time left
         folder.mkdir(parents=True, exist_ok=True)
         metrics_path = folder / METRICS
         is_resumed = metrics_path.exists() and not begins_empty
@@ -66,7 +72,14 @@ class Logger:
             # tells read_metrics to drop the earlier rows of later steps
             self.log({"split": "resume"}, start)
         # disable=None: no bar unless standard error is a terminal
-        self.bar = tqdm(total=total, initial=start, unit="step", dynamic_ncols=True, disable=None)
+        self.bar = tqdm(
+            total=total,
+            initial=start,
+            unit="step",
+            dynamic_ncols=True,
+            disable=None,
+            bar_format=BAR_WITHOUT_FORECAST,
+        )
 
     def log(self, row: dict, step: int) -> None:
         """Write one row, which has its "split", and send its numbers to Weights & Biases."""
@@ -104,6 +117,8 @@ class Logger:
         if row["mfu"]:
             text += f"  mfu {row['mfu']:.1%}"
         if not self.bar.disable:
+            if step >= self.forecast_step:
+                self.bar.bar_format = None  # tqdm's own, with the time left
             # `update` redraws the bar, at most ten times a second
             self.bar.set_postfix_str(text, refresh=False)
             self.bar.update(step - self.bar.n)  # more than 1 after a skipped step
@@ -114,9 +129,11 @@ class Logger:
         if is_last or now - self.last_line_seconds >= SECONDS_PER_LINE:
             self.last_line_seconds = now
             details = f"lr {row['lr']:.2e}  norm {row['grad_norm']:.2f}  {row['ms']:,.0f} ms"
-            # time left, such as "1:23:45", at the speed of this step and without evaluations
-            left = tqdm.format_interval((self.bar.total - step) * row["ms"] / 1000)
-            self.print(f"step {step}/{self.bar.total}  {text}  {details}  {left} left")
+            if step >= self.forecast_step:
+                # such as "1:23:45", at the speed of this step and without evaluations
+                left = tqdm.format_interval((self.bar.total - step) * row["ms"] / 1000)
+                details += f"  {left} left"
+            self.print(f"step {step}/{self.bar.total}  {text}  {details}")
 
     def log_scores(self, split: str, scores: dict[str, float], step: int) -> None:
         """Write and print the scores of a validation or a benchmark."""

@@ -74,6 +74,19 @@ def test_a_run_outlives_wandb(tmp_path, capsys, wandb, call_that_fails):
     assert capsys.readouterr().out.count("goes on without Weights & Biases") == 1
 
 
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_the_time_left_is_shown_after_some_steps_of_a_start(
+    tmp_path, monkeypatch, capsys, is_terminal
+):
+    monkeypatch.setattr("utils.logger.SECONDS_PER_LINE", 0)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
+    with Logger(tmp_path, start=100, total=200, is_main=True) as logger:
+        for step in range(101, 113):
+            logger.log_train({**ROW, "ms": 500.0}, step)
+            time_left = "<" in str(logger.bar) if is_terminal else "left" in capsys.readouterr().out
+            assert time_left == (step >= 110)
+
+
 def test_a_console_that_is_gone_ends_nothing(tmp_path, monkeypatch):
     def gone(*_, **__):
         raise BrokenPipeError
