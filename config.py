@@ -125,7 +125,7 @@ class DataOptions:
     total_batch_size: Count = 524_288
     """Tokens per step over all processes; gradient accumulation follows from it."""
     micro_batch_size: Count | Literal["auto"] = 16
-    """Sequences per forward pass of a process; auto, the default on CUDA: what should fit."""
+    """Sequences per forward pass of a process; auto: what should fit. Default: 16, on CUDA auto."""
 
     @property
     def sequences_per_pass(self) -> int:
@@ -204,7 +204,7 @@ class OptimizerOptions:
     """Decay after warmup: cosine, linear, or wsd (constant, then linear in the last fifth);
     default: of the recipe."""
     weight_decay: NonNegative | None = None
-    """Weight decay of matrices and embeddings (Muon: of its matrices only); default 0.1."""
+    """Weight decay of matrices and embeddings (Muon: of its matrices only); default: 0.1."""
     beta1: BelowOne = 0.9
     """AdamW: decay of the first moment."""
     beta2: BelowOne = 0.95
@@ -272,7 +272,7 @@ class MachineOptions:
     activation_checkpointing: Literal["none", "cheap", "block"] = "none"
     """Recompute in the backward pass: cheap: norms and activations, block: whole blocks."""
     use_torch_compile: bool = False
-    """Compile the blocks of training, except in grpo; on by default on CUDA alone."""
+    """Compile the blocks of training, except in grpo; default: on CUDA alone."""
 
 
 @dataclass(frozen=True)

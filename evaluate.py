@@ -61,7 +61,7 @@ class EvalConfig:
     """Files in the original formats, for core a folder, one per benchmark of --tasks in order; else
     they are downloaded."""
     data_dir: tuple[Path, ...] = ()
-    """Folders of shards for the task val; by default those the checkpoint was trained on."""
+    """Folders of shards for the task val; default: those the checkpoint was trained on."""
     limit: Count | None = None
     """Score only so many examples of each benchmark, evenly spread over its file; of core, so many
     of each task, as nanochat takes them."""
@@ -70,7 +70,7 @@ class EvalConfig:
     max_new_tokens: Count = 64
     """Longest answer to a question in tokens."""
     chat: bool = False
-    """Ask questions as in a chat; on for a model that finetune.py taught to."""
+    """Ask questions as in a chat; default: of a model that finetune.py taught to."""
     batch_size: Count = 16
     """Examples in a forward pass."""
     out: Path | None = None

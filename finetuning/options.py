@@ -65,9 +65,10 @@ class BatchOptions(OptimizerOptions):
     """Learning rate that is reached after the last step."""
     weight_decay: NonNegative = 0.0
     """Weight decay of matrices and embeddings."""
-    # defaults of trl; the help of these two options is that of train.py
+    # defaults of trl
     schedule: ScheduleName = "linear"
-    beta2: BelowOne = 0.999
+    """Decay after warmup: cosine, linear, or wsd (constant, then linear in the last fifth)."""
+    beta2: BelowOne = 0.999  # its help is that of train.py
 
 
 @dataclass(frozen=True)

@@ -43,10 +43,16 @@ class BenchOptions(MeasureOptions):
 
 
 @dataclass(frozen=True)
-class BenchConfig(MachineOptions, ModelOptions, BenchOptions):
-    """Measure training steps on this machine, beside nanoGPT."""
+class ShapeOptions(ModelOptions):
+    """Architecture: sizes from --model_type or from these options, the rest from --recipe."""
 
     block_size: Count = 1024  # train.py's default for GPT-2's sizes
+    """Tokens per sequence."""
+
+
+@dataclass(frozen=True)
+class BenchConfig(MachineOptions, ShapeOptions, BenchOptions):
+    """Measure training steps on this machine, beside nanoGPT."""
 
     @property
     def shape(self) -> GPTConfig:

@@ -12,6 +12,8 @@ from functools import cache
 import pytest
 from conftest import ROOT
 
+from utils.cli import parse
+
 SCRIPTS = [
     "train.py", "finetune.py", "sample.py", "evaluate.py", "convert.py", "plot.py",
     "data/fineweb-edu.py", "data/train_tokenizer.py", "data/verify.py",
@@ -76,6 +78,20 @@ def test_help_and_checks_of_options_name_flags_that_their_script_has(script):
         assert not {flag for text in strings(tree) for flag in wrong_flags(text, script)}
     for base in options_classes(script)[-1].__mro__[:-1]:
         assert not wrong_flags(inspect.getsource(base), script), base
+
+
+@pytest.mark.parametrize("columns", ["50", "80", "200"])
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_help_says_at_most_one_default_of_a_flag(script, columns, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", columns)
+    options_class = options_classes(script)[-1]
+    with pytest.raises(SystemExit):
+        parse(options_class, ["--help"])
+    entries = re.findall(r"^  --(\w+)((?:.|\n(?!  --))*)", capsys.readouterr().out, re.M)
+    assert {name for name, _ in entries} == {field.name for field in fields(options_class)}
+    for name, text in entries:
+        assert len(re.findall("default:", text, re.I)) <= 1, name
+        assert not re.search(r"default:\s+(None)?\)", text), name
 
 
 @pytest.mark.parametrize("path", OPTIONS_FILES)

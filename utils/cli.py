@@ -9,6 +9,7 @@ import contextlib
 import io
 import os
 import re
+import shutil
 import signal
 import sys
 import traceback
@@ -134,9 +135,12 @@ def missed_number(option_type: str, value: str | None) -> str | None:
 
 def call_tyro(config_class: type[Config], args: list[str], description: str) -> Config:
     """Return the options that tyro parses; it raises SystemExit after --help or an error. The help
-    leaves out "(default: None)": the text of such a flag says what happens without it."""
+    has tyro's "(default: X)" only where X says something and the flag's own text has no default."""
     import tyro  # imported here, as other users of this module do not need it
 
+    if {"-h", "--help"} & set(args):
+        # In a wider terminal tyro prints groups side by side: a line would be of several flags.
+        os.environ["COLUMNS"] = str(min(129, shutil.get_terminal_size().columns))
     printed = io.StringIO()  # the help; errors go to standard error
     try:
         with contextlib.redirect_stdout(printed):
@@ -150,7 +154,10 @@ def call_tyro(config_class: type[Config], args: list[str], description: str) -> 
                 console_outputs=os.environ.get("RANK", "0") == "0",
             )
     finally:
-        print(re.sub(r"\s*\(default:\s+None\) *", "", printed.getvalue()), end="")
+        for text in re.split(r"(?=\n  -)", printed.getvalue()):  # before each flag
+            if re.search(r"[^(]default:|\(default:\s+(None)?\)", text, re.IGNORECASE):
+                text = re.sub(r"\s*\(default:[^)]*\) *", "", text)
+            print(text, end="")
 
 
 def expand_home(words: list[str]) -> list[str]:
