@@ -50,7 +50,11 @@ if [ "$demo" ]; then
     --total_batch_size 2048 --max_steps 900 --warmup_steps 50 --beta2 0.99 \
     --eval_every 100 --val_tokens 131072 --save_every 300 --sample_every 0 "$@"
   plan=$(python train.py --dry_run "$@")  # wrong flags are found before any work
-  if [ "$dry_run" ]; then echo "$plan"; exit; fi
+  if [ "$dry_run" ]; then
+    echo "${plan%$'\n'next: *}"
+    echo "next: the same command without --dry_run, which first makes shards of bytes in data/stdlib"
+    exit
+  fi
   # without Python's tests, some of which are no UTF-8
   files=$(python -c '
 import pathlib, sysconfig

@@ -61,45 +61,44 @@ def largest_micro_batch(
 def advise(
     options: ResolvedTrainConfig, recipe: Recipe, shape: GPTConfig, hardware: Hardware
 ) -> str:
-    """Return the flags with which the run fits these devices and a step takes the least time by
-    forecast; of equally fast combinations, as of all on devices of unknown speed, the plainest,
-    which comes first below. Return what else would help if none fits, and "" if no flags make
-    the numbers of the run divide."""
+    """Return the flags to change so that the run fits these devices and a step takes the least time
+    by forecast; of equally fast combinations, as of all on devices of unknown speed, the one that
+    comes first below: another micro-batch alone, else the plainest. Return what else would help if
+    none fits, and "" if no flags make the numbers of the run divide."""
     model = build_without_weights(shape)  # forecast_step counts its FLOPs
     num_processes = hardware.num_processes
     # values of --shard_across: the processes of two machines, of three, ...
     several_machines = range(2 * hardware.per_machine, num_processes + 1, hardware.per_machine)
+    values: dict[str, tuple] = {
+        "activation_checkpointing": ("none", "cheap", "block"),
+        "tensor_parallel": (1, 2, 4, 8),
+        "shard_across": (None, *several_machines),  # None: a copy in each machine
+        "sharding": ("none", "zero1", "zero2", "zero3"),
+    }
+    # The run's own values come first, then the plainest: a later combination has to be faster.
+    given = vars(options)
+    ordered = [dict.fromkeys((given[name], *values[name])) for name in values]
     best_seconds = math.inf
     advice = ""
-    # Plainest values first: a later combination has to be faster to be taken.
-    for checkpointing, tensor_parallel, shard_across, sharding in itertools.product(
-        ("none", "cheap", "block"),
-        (1, 2, 4, 8),
-        (None, *several_machines),  # None: a copy in each machine
-        ("none", "zero1", "zero2", "zero3"),
-    ):
-        flags: dict[str, object] = {
-            "sharding": sharding,
-            "tensor_parallel": tensor_parallel,
-            "shard_across": shard_across,
-            "activation_checkpointing": checkpointing,
-        }
+    for combination in itertools.product(*ordered):
+        flags = dict(zip(values, combination, strict=True))
         try:
-            check_divides(shape, tensor_parallel)
+            check_divides(shape, flags["tensor_parallel"])
             # raises UserError for flags that exclude each other
-            trial = replace(options, **flags)  # type: ignore[arg-type]  # any flag
+            trial = replace(options, **flags)
             size, _ = largest_micro_batch(trial, recipe, shape, hardware)
         except UserError:  # the numbers do not divide, or the flags do not go together
             continue
         if size == 0:
-            advice = advice or "no flags make it fit; take a smaller model, or more processes"
+            advice = advice or "no flags make it fit; take a smaller model, or more GPUs"
             continue
         step = forecast_step(replace(trial, micro_batch_size=size), model, hardware)
         seconds = step.seconds if step is not None else 0.0
         if seconds < best_seconds:
             best_seconds = seconds
-            flags["micro_batch_size"] = size
-            flags_text = " ".join(to_flags(flags))  # leaves out None
+            flags = {"micro_batch_size": size, **flags}
+            changes = {name: value for name, value in flags.items() if value != given[name]}
+            flags_text = " ".join(to_flags(changes)) or "this run"  # to_flags leaves out None
             advice = f"what fits is {flags_text}"
             if step is not None:
                 advice = f"the fastest that fits is {flags_text}, {seconds:.2f} s a step"

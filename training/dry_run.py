@@ -15,7 +15,7 @@ from training.communication import MFU, StepForecast, forecast_step, step_flops
 from training.plan import USABLE, Hardware, forecast_memory
 from training.run import check_folders
 from training.start import init_checksum, open_start
-from training.summary import start_shape
+from training.summary import describe_steps, start_shape
 from utils.devices import seconds_on_cpu
 from utils.distributed import ALONE, launched
 from utils.throughput import NAMED_GPUS, NETWORK_BANDWIDTH
@@ -34,9 +34,12 @@ def print_forecast(
     if launched("RANK") > 0:
         return
     hardware = Hardware.of(options)
-    data = open_data(options)
     # ALONE: only the main process gets here.
     start = open_start(options, checkpoint, ALONE)
+    # The vocabulary is that of a saved model, else that of the shards. Before there are any, only
+    # the user knows their tokenizer.
+    assumption = ": GPT-2's vocabulary assumed, a model of bytes is smaller"
+    data = open_data(options, assumption if start is None else "")
     if checkpoint is not None:
         init_checksum(options, checkpoint, start, ALONE)
     shape = start_shape(options, recipe, data["train"].stream if data else None, start)
@@ -49,16 +52,11 @@ def print_forecast(
     model = build_without_weights(shape)
     is_named_gpu = options.device in NAMED_GPUS  # such as h100
     num_parts, _ = hardware.count_parts(options)  # parts of the data
-    micro_steps = hardware.count_micro_steps(options)
+    steps_text = describe_steps(options, hardware.count_micro_steps(options), num_parts)
     device_name = hardware.device.type
     if is_named_gpu:
         device_name = NAMED_GPUS[options.device].name
-    print(
-        f"{model.num_parameters():,} parameters; {options.max_steps:,} steps of "
-        f"{options.total_batch_size:,} tokens = {micro_steps} micro-steps x "
-        f"{options.micro_batch_size} sequences x {options.block_size} tokens x {num_parts} on "
-        f"{device_name}, {hardware.dtype}"
-    )
+    print(f"{model.num_parameters():,} parameters; {steps_text} on {device_name}, {hardware.dtype}")
 
     bytes_by_part = forecast_memory(options, recipe, shape, hardware)
     fits = sum(bytes_by_part.values()) <= USABLE * hardware.free
@@ -77,11 +75,14 @@ def print_forecast(
     # time and cost of the remaining steps
     steps = options.max_steps - (checkpoint["step"] if checkpoint else 0)
     tokens = options.total_batch_size * steps
+    tokens_text = f"{tokens:,} tokens"
+    if checkpoint:
+        tokens_text = f"the {tokens_text} after step {checkpoint['step']:,}"
     flops_per_step = step_flops(options, model)  # on all devices together
     # MFU counts each FLOP of the model once, also if it is computed again.
     mfu = utilization * model.flops_per_token() * options.total_batch_size / flops_per_step
     time = describe_time(flops_per_step * steps, hardware, utilization, mfu)
-    print(f"{model.flops_per_token() * tokens:.3g} FLOPs for {tokens:,} tokens{time}")
+    print(f"{model.flops_per_token() * tokens:.3g} FLOPs for {tokens_text}{time}")
 
     # Loss of a new model, if it resembles those of the fit: they had GPT-2's tokens, and no n-gram
     # embeddings, of whose many parameters a token uses few.
@@ -96,22 +97,39 @@ def print_forecast(
         check_folders(options, checkpoint)
         if "val" in data:  # reads, or downloads, the benchmarks
             Evaluator(options, model, data["val"], ALONE, hardware.dtype)
+    # train.sh leaves out what follows
     print("This was a dry run: nothing was trained or written.")
+    print(f"next: {describe_next(options, fits, 'val' in data)}")
 
 
-def open_data(options: ResolvedTrainConfig) -> dict[str, Mixture]:
+def open_data(options: ResolvedTrainConfig, assumption: str) -> dict[str, Mixture]:
     """Open the data of the run, and print how often it is read; return it by split. Print a note
-    for a split without shards, which may be made before the run."""
+    for a split without shards, which may be made before the run; where there are none at all, with
+    what the forecast assumes of their tokens."""
     data: dict[str, Mixture] = {}
+    folders = " ".join(map(str, options.data_dir))
     try:
         for split in ("train", "val"):
             data[split] = Mixture(options.data_dir, split, options.block_size)
-            if split == "train":
-                num_tokens = options.max_steps * options.total_batch_size
-                print(data[split].describe_epochs(num_tokens))
+        train_data = data["train"]
+        epochs = train_data.describe_epochs(options.max_steps * options.total_batch_size)
+        print(f"{len(train_data.stream):,} train tokens in {folders}: {epochs}")
     except MissingShards as error:
-        print(f"note: {error}")
+        print(f"note: {error}" if data else f"note: no shards in {folders} yet{assumption}")
     return data
+
+
+def describe_next(options: ResolvedTrainConfig, fits: bool, has_shards: bool) -> str:
+    """Return what to do after the dry run."""
+    if not fits:
+        return "other options, as the advice above says, and a dry run with them"
+    if options.device in NAMED_GPUS:
+        return "the same command of train.py without --dry_run and --device, on such a machine"
+    command = "the same command of train.py without --dry_run"
+    if has_shards:
+        return command
+    folder = options.data_dir[0]
+    return f"python data/fineweb-edu.py --local_dir {folder} [--input YOUR_TEXT], then {command}"
 
 
 def print_memory(bytes_by_part: dict[str, int], fits: bool, hardware: Hardware) -> None:
@@ -121,7 +139,11 @@ def print_memory(bytes_by_part: dict[str, int], fits: bool, hardware: Hardware) 
         print(f"  {num_bytes / 1e9:8.2f}  {name}")
     needed = sum(bytes_by_part.values())
     fits_text = "fits" if fits else "does not fit"
-    print(f"  {needed / 1e9:8.2f}  in all: {fits_text} {hardware.free / 1e9:.2f} GB")
+    # not all that is free, as the forecast is not exact
+    print(
+        f"  {needed / 1e9:8.2f}  in all: {fits_text} {USABLE * hardware.free / 1e9:.2f} GB, "
+        f"{USABLE:.0%} of {hardware.free / 1e9:.2f} GB free"
+    )
 
 
 def print_sending(step: StepForecast) -> None:
@@ -146,17 +168,27 @@ def describe_time(flops: float, hardware: Hardware, utilization: float, mfu: flo
     if hardware.device.type == "cpu":
         hours = seconds_on_cpu(flops, hardware.dtype) / 3600  # times a matmul
         # train.sh quotes the text between "about" and "on this processor"
-        return f": about {hours:,.1f} hours ({hours / 24:,.0f} days) on this processor"
+        return f": about {describe_hours(hours)} on this processor"
     if hardware.gpu is None:
         return ""
     peak = hardware.gpu.peak  # FLOP/s
     gpu_hours = flops / (peak * utilization) / 3600  # sum over GPUs
     num_gpus = hardware.num_processes
+    gpus_text = "1 GPU" if num_gpus == 1 else f"{num_gpus:,} GPUs"
     return (
-        f": {gpu_hours / num_gpus:,.2f} hours on {num_gpus} GPUs and "
+        f": {describe_hours(gpu_hours / num_gpus)} on {gpus_text} and "
         f"{gpu_hours * DOLLARS_PER_GPU_HOUR:,.2f} $, at {mfu:.0%} MFU of {peak / 1e12:,.0f} "
         f"TFLOP/s and {DOLLARS_PER_GPU_HOUR:.2f} $ per GPU hour"
     )
+
+
+def describe_hours(hours: float) -> str:
+    """Return a time in minutes, hours, or hours and days."""
+    if hours < 1:
+        return f"{max(0.1, 60 * hours):.1f} minutes"
+    if hours < 48:
+        return f"{hours:,.1f} hours"
+    return f"{hours:,.0f} hours ({hours / 24:,.0f} days)"
 
 
 def fitted_loss(parameters: float, tokens: float) -> float:

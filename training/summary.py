@@ -65,6 +65,18 @@ def note_recipe(
         )
 
 
+def describe_steps(options: ResolvedTrainConfig, micro_steps: int, num_parts: int) -> str:
+    """Return how the run is cut into steps, and a step into micro-batches, `micro_steps` for each
+    of `num_parts` parts of the data."""
+    text = (
+        f"{options.max_steps:,} steps of {options.total_batch_size:,} tokens = "
+        f"{options.block_size} x micro-batch {options.micro_batch_size} x micro-steps {micro_steps}"
+    )
+    if num_parts > 1:
+        text += f" x parts of the data {num_parts}"
+    return text
+
+
 def print_summary(
     run: Run[ResolvedTrainConfig], model: GPT, train_data: Mixture, slicing: Slicing
 ) -> None:
@@ -74,8 +86,7 @@ def print_summary(
     # logger.print writes above the progress bar, on the main process only
     for folder in train_data.stream.unfinished:
         run.logger.print(f"warning: {folder} holds a part of its text: run the sharding to its end")
-    tokens_per_step = options.total_batch_size
-    run_tokens = options.max_steps * tokens_per_step
+    run_tokens = options.max_steps * options.total_batch_size
     if run_tokens > MOST_EPOCHS * len(train_data.stream):
         run.logger.print(f"warning: more than {MOST_EPOCHS} epochs: train fewer steps")
     if options.warmup_steps > options.max_steps // 2:
@@ -83,9 +94,7 @@ def print_summary(
     epochs = train_data.describe_epochs(run_tokens)  # "0.53 epochs"
     text = (
         f"{model.num_parameters():,} parameters; {len(train_data.stream):,} train tokens; "
-        f"{epochs}: {options.max_steps:,} steps of {tokens_per_step:,} tokens = "
-        f"{options.block_size} x micro-batch {options.micro_batch_size} x micro-steps "
-        f"{slicing.micro_steps} x parts of the data {run.process.world_size}"
+        f"{epochs}: {describe_steps(options, slicing.micro_steps, run.process.world_size)}"
     )
     if run.state.step > 0:
         text += f"; resumed at step {run.state.step}"

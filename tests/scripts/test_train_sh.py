@@ -109,6 +109,7 @@ def test_the_demo_goes_on_unless_it_is_told_to_begin_anew(train_sh, tmp_path, fl
 def test_the_demo_plans_helps_and_refuses_other_folders_without_work(train_sh):
     out, started = train_sh("demo", "--dry_run")
     assert "This was a dry run" in out and not started
+    assert "fineweb-edu.py" not in out and out.endswith(" shards of bytes in data/stdlib\n")
     out, started = train_sh("demo", "--seed", "3", "-h")
     assert out.startswith("bash train.sh demo ") and not started
     out, started = train_sh("chat_demo", "--help")

@@ -10,6 +10,7 @@ from model.gpt import GPT, build_without_weights
 from model.recipes import Recipe, parse_recipe
 from training.advice import advise, choose_micro_batch
 from training.communication import forecast_step
+from training.dry_run import describe_hours
 from training.optim import make_optimizers
 from training.plan import Hardware, forecast_memory
 from utils.throughput import find_gpu
@@ -79,11 +80,37 @@ def dry_run(*args):
 
 def test_a_dry_run_says_what_would_be_and_needs_no_data(tmp_path):
     out = dry_run("--device", "cpu", "--data_dir", tmp_path)
-    assert "124,439,808 parameters; 19,073 steps" in out and "x 1024 tokens x 1 on cpu" in out
+    assert "124,439,808 parameters; 19,073 steps" in out
+    assert " = 1024 x micro-batch 16 x micro-steps 32 on cpu" in out
+    assert f"note: no shards in {tmp_path} yet: GPT-2's vocabulary assumed" in out
     assert "$" not in out
     assert f"\ndata_dir: {tmp_path}\n" in out  # train.sh reads this line
-    assert out.endswith("\nThis was a dry run: nothing was trained or written.\n")
+    last = "This was a dry run: nothing was trained or written.\nnext: python data/fineweb-edu.py "
+    assert f"\n{last}--local_dir {tmp_path} [--input YOUR_TEXT], then the same command" in out
     assert not list(tmp_path.iterdir())
+
+
+def test_a_dry_run_of_a_resumed_run_counts_the_rest(shards, trained):
+    args = without(train_args(shards, trained, 30, "--dry_run"), "--log_dir", "--checkpoint_dir")
+    out = script(*args, "--run_dir", trained, "--resume", "auto").stdout
+    step, batch = re.search(r"after step (\d+): ", out)[1], re.search(r"steps of (\d+)", out)[1]
+    assert 0 < int(step) < 30
+    assert f" FLOPs for the {(30 - int(step)) * int(batch):,} tokens after" in out
+    assert re.search(r"^[\d,]+ train tokens in .*: [\d.]+ epochs$", out, re.M)
+    assert out.endswith("\nnext: the same command of train.py without --dry_run\n")
+
+
+@pytest.mark.parametrize(
+    ("hours", "text"),
+    [
+        (1e-9, "0.1 minutes"),
+        (0.5, "30.0 minutes"),
+        (1, "1.0 hours"),
+        (1200, "1,200 hours (50 days)"),
+    ],
+)
+def test_times_have_a_unit_in_which_they_are_no_zero(hours, text):
+    assert describe_hours(hours) == text
 
 
 @pytest.mark.parametrize(
@@ -122,8 +149,8 @@ def test_a_dry_run_forecasts_for_a_gpu_that_is_not_here(
     assert f", torch.{dtype}\n" in out and "data_dir:" not in out
     total, *forecast = re.findall(r"^ +([\d.]+)  ", out, re.M)[::-1]
     assert float(total) == pytest.approx(sum(map(float, forecast)), abs=0.1)
-    assert f"in all: {fits} {memory:.2f} GB\n" in out
-    flops, hours = re.search(r"(\S+) FLOPs .* ([\d.,]+) hours", out).groups()
+    assert f"in all: {fits} {0.9 * memory:.2f} GB, 90% of {memory:.2f} GB free\n" in out
+    flops, hours = re.search(r"(\S+) FLOPs .* ([\d.,]+) hours .*on 1 GPU and ", out).groups()
     hours = float(hours.replace(",", ""))
     assert hours == pytest.approx(float(flops) / (0.4 * peak * 1e12) / 3600, rel=0.01)
     assert f"40% MFU of {peak:,.0f} TFLOP/s" in out
@@ -133,7 +160,8 @@ def test_a_dry_run_forecasts_for_a_gpu_that_is_not_here(
     assert "hours" not in dry_run(*args, "--micro_batch_size", 16, "--dtype", "float32")
     out = dry_run(*args, "--micro_batch_size", "auto", "--activation_checkpointing", "block")
     size = re.search(r"micro-batch (\d+), by forecast", out)[1]
-    assert f" micro-steps x {size} sequences" in out and "in all: fits" in out
+    assert f" x micro-batch {size} x " in out and "in all: fits" in out
+    assert out.endswith(" without --dry_run and --device, on such a machine\n")
 
 
 def test_the_largest_micro_batch_is_the_last_within_the_forecast():
@@ -243,8 +271,15 @@ def test_the_advice_fits_is_faster_and_is_what_the_refusal_names():
         choose_micro_batch(options, recipe, shape, hardware)
 
     # as many processes as sequences, and more
-    with user_error("does not divide by the micro-batch, .* the fastest that fits is --sharding"):
+    with user_error("does not divide by the micro-batch, .* the fastest that fits is .*--sharding"):
         choose_micro_batch(*plan(2048, **given))
+
+    # one process has a micro-batch to change, and keeps the flags that change nothing
+    for sharding in ("none", "zero2"):
+        on_cpu = Hardware(CPU, torch.float32, 8 * 10**9)
+        options, recipe, shape, _ = plan(1, micro_batch_size=64, sharding=sharding)
+        text = advise(options, recipe, shape, on_cpu)
+        assert re.fullmatch(r"what fits is --micro_batch_size \d+", text)
 
     # the state of 175B is that of several machines, and of none that are fewer
     given |= {"model_type": "gpt3-175b", "total_batch_size": 1536 * 2048}
@@ -268,7 +303,7 @@ def test_a_dry_run_names_flags_where_a_run_does_not_fit_or_waits_for_the_network
     assert "0.87 GB in   0.002 s within its machine, at 450 GB/s" in out
     assert "40% MFU" in out
     out = on_gpus(8, 8, "--model_type", "gpt2-xl", "--micro_batch_size", 64)
-    assert "advice: the fastest that fits is --sharding" in out
+    assert "advice: the fastest that fits is --micro_batch_size" in out and "\nnext: other" in out
     # replicas of one sequence each, one GPU a machine
     out = on_gpus(512, 1, "--model_type", "gpt2-xl")
     mfu = int(re.search(r"at (\d+)% MFU", out)[1])
