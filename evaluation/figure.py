@@ -13,6 +13,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
+from matplotlib.transforms import ScaledTranslation
 
 from evaluation.benchmarks import BENCHMARKS
 from evaluation.table import PUBLIC_RUN, PUBLISHED, TOKENS_OF_PUBLIC_STEP
@@ -30,6 +31,11 @@ LABELS = {
     "completion_tokens": "completion length (tokens)",
     "cut": "share of completions cut",
     "kl": "KL divergence (nats)",
+}
+# What the lines of the first panel are. Training logs no bits per byte.
+LINES = {
+    "loss": "thin line: training, each step; dots: validation",
+    "reward": "thin line: training, each step; dots: held-out questions",
 }
 MARKERS = "os^Dv"  # the runs take them in turn
 # GitHub shows pictures 830 pixels wide: 92 pixels an inch, so that letters of 8 points are 10
@@ -86,6 +92,16 @@ def curve(run: Run, split: str, metric: str) -> tuple[np.ndarray, np.ndarray]:
     return np.interp(steps, train_steps, train_tokens), values
 
 
+def tokens_per_step(runs: list[Run]) -> float | None:
+    """Return the tokens of a training step, on average, if they are the same in all runs, else
+    None."""
+    last_rows = [run.log["train"][-1] for run in runs]
+    sizes = [row["tokens"] / row["step"] for row in last_rows]
+    if max(sizes) > 1.01 * min(sizes):
+        return None
+    return sizes[0]
+
+
 def draw(paths: list[Path], out: Path, size: str | None = None) -> None:
     """Draw the runs whose logs are at `paths` over each other into the picture `out`. `size`, a key
     of model.config.GPT2_SIZES, adds figures of OpenAI's GPT-2. A path without a run, such as the
@@ -119,12 +135,15 @@ def draw(paths: list[Path], out: Path, size: str | None = None) -> None:
         draw_main(panels[metric], run, metric, color)
         for name in columns:
             panels[name].plot(*curve(run, "train", name), lw=1, color=color)
-            panels[name].set_ylim(0, None)  # otherwise 1 % of noise fills the panel
+    for name in columns:  # after all runs, as a limit that is set is not widened again
+        panels[name].set_ylim(0, top_without_spikes(panels[name]))
+    if metric in LINES:
+        panels[metric].plot([], [], " ", label=LINES[metric])
     if "accuracy" in panels:
         draw_accuracies(panels["accuracy"], runs, size)
     if size:
         draw_published_loss(panels[metric], runs, size)
-    save(figure, out)
+    save(figure, out, step_tokens=tokens_per_step(runs))
 
 
 def make_panels(rows: list[list[str]]) -> tuple[Figure, dict[str, Axes]]:
@@ -176,6 +195,19 @@ def without_start(x: np.ndarray, losses: np.ndarray) -> tuple[np.ndarray, np.nda
     return x[~is_start], losses[~is_start]
 
 
+def top_without_spikes(axes: Axes) -> float | None:
+    """Return an upper limit of the y axis for curves with single values far above all others, which
+    would press the rest into a strip at the bottom; None for other curves."""
+    values = np.concatenate([line.get_ydata() for line in axes.lines])
+    values = values[np.isfinite(values)]
+    if values.size == 0:
+        return None
+    limit = 3 * np.percentile(values, 98)
+    if 0 < limit < values.max():
+        return limit
+    return None
+
+
 def draw_accuracies(axes: Axes, runs: list[Run], size: str | None) -> None:
     """Draw the accuracies of benchmarks, each in a color of its own, with those of OpenAI's GPT-2.
     Runs differ by their markers."""
@@ -219,20 +251,49 @@ def draw_published(axes: Axes, key: tuple[str, str, str], size: str | None, colo
         axes.axhline(value, color=color, ls="--", lw=1, label=label)
 
 
-def save(figure: Figure, out: Path, x_label: str = "training tokens") -> None:
-    """Label and style all panels, and write the picture as the type that its suffix names."""
+def draw_steps(axes: Axes, step_tokens: float) -> None:
+    """Move the tokens of the x axis above the panel, and draw steps below it."""
+    axes.xaxis.tick_top()
+    axes.xaxis.set_label_position("top")
+    functions = (lambda x: np.divide(x, step_tokens), lambda x: np.multiply(x, step_tokens))
+    steps_axis = axes.secondary_xaxis("bottom", functions=functions)
+    steps_axis.set_xlabel("step")
+    steps_axis.xaxis.set_major_formatter(EngFormatter(sep=""))
+
+
+def save(
+    figure: Figure, out: Path, x_label: str = "training tokens", step_tokens: float | None = None
+) -> None:
+    """Label and style all panels, and write the picture as the type that its suffix names. With
+    `step_tokens`, the tokens of a step, steps stand below the panels, and above the first one
+    training tokens, the unit of the curves."""
     for axes in figure.axes:
         axes.set_xlabel(x_label)
         axes.set_xlim(0, None)
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))  # 2M instead of 2000000
-        axes.grid(alpha=0.25)
+        axes.grid(axis="y", alpha=0.25)
+        legend_height = 0.0  # inches above the panel
+        if step_tokens is not None:
+            draw_steps(axes, step_tokens)
+            if axes is figure.axes[0]:
+                legend_height = 0.42  # above the tokens
+                figure.set_figheight(figure.get_figheight() + legend_height)
+            else:
+                axes.xaxis.set_visible(False)
         for line in axes.lines:
             if np.size(line.get_xdata()) == 1:  # one point makes no line
                 line.set_marker(".")
         _, labels = axes.get_legend_handles_labels()
         if labels:  # Matplotlib warns of a legend without entries
             # above the panel, as curves may run everywhere inside it
-            axes.legend(loc="lower left", bbox_to_anchor=(0, 1), frameon=False, fontsize=8)
+            above = axes.transAxes + ScaledTranslation(0, legend_height, figure.dpi_scale_trans)
+            axes.legend(
+                loc="lower left",
+                bbox_to_anchor=(0, 1),
+                bbox_transform=above,
+                frameon=False,
+                fontsize=8,
+            )
             # 0.17 inches for a line of the legend, so that the panels keep their size
             figure.set_figheight(figure.get_figheight() + 0.17 * len(labels))
     with writing(out):  # UserError, also for a file type that Matplotlib does not know

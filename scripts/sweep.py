@@ -161,7 +161,10 @@ def draw(runs: list[Run], groups: list[str], losses: np.ndarray, metric: str, ou
         label = f"{groups[i]}: {losses[i].mean():.4f} ± {losses[i].std(ddof=ddof):.4f}"
         axes.plot(x, mean, color=color, label=label)
         axes.fill_between(x, mean - std, mean + std, color=color, alpha=0.2, lw=0)
-    figure.save(picture, out)
+    if num_seeds > 1:
+        text = f"band: one standard deviation of {num_seeds} seeds above and below their mean"
+        axes.plot([], [], " ", label=text)
+    figure.save(picture, out, step_tokens=figure.tokens_per_step(runs))
 
 
 def main(config: SweepConfig) -> None:

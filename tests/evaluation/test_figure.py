@@ -38,7 +38,7 @@ def draw_panels(tmp_path, monkeypatch):
 
 
 def heights(axes):
-    return [list(line.get_ydata()) for line in axes.lines]
+    return [list(line.get_ydata()) for line in axes.lines if line.get_linestyle() != "None"]
 
 
 def openai_labels(axes):
@@ -52,7 +52,8 @@ def openai_labels(axes):
 def test_tick_labels_are_distinct_and_many_enough(tmp_path, draw_panels, first, last, steps):
     losses = [first * (last / first) ** (i / steps) for i in range(steps)]
     for name, axes in draw_panels(write_run(tmp_path / "run", losses)).items():
-        for axis in (axes.xaxis, axes.yaxis):
+        [steps_axis] = axes.child_axes
+        for axis in (steps_axis.xaxis, axes.yaxis):
             low, high = sorted(axis.get_view_interval())
             ticks = [tick for tick in axis.get_major_ticks() if low <= tick.get_loc() <= high]
             labels = [tick.label1.get_text() for tick in ticks]
@@ -113,7 +114,8 @@ def test_the_legend_stands_above_the_curves_with_the_lowest_loss(tmp_path, draw_
     np.testing.assert_equal(heights(axes), [[4, 3, 3.5], [math.nan, 4, 3, 3.5], [2]])
     assert axes.lines[2].get_marker() == "."  # one point makes no line
     legend = axes.get_legend()
-    first, second = [text.get_text() for text in legend.get_texts()]
+    first, second, lines = [text.get_text() for text in legend.get_texts()]
+    assert lines == "thin line: training, each step; dots: validation"
     assert first.endswith("longlonglong/a: lowest validation loss 3.000, at step 2")
     assert second.endswith("/b") and len(first) < 90
     assert legend.get_window_extent().y0 >= axes.bbox.y1
@@ -131,6 +133,31 @@ def test_a_run_of_grpo_shows_rewards_and_lengths(tmp_path, draw_panels):
     reward = panels["mean reward"]
     assert heights(reward) == [[1, 2], [9, 0.5, 1]]
     assert heights(panels["completion length (tokens)"]) == [[9, 8]]
+
+
+def test_steps_stand_below_and_tokens_above_unless_steps_differ(tmp_path, draw_panels):
+    a, b = (write_run(tmp_path / name, [4, 3]) for name in "ab")
+    axes = draw_panels(a, b)["loss (nats per token)"]
+    [steps_axis] = axes.child_axes
+    assert (axes.get_xlabel(), steps_axis.get_xlabel()) == ("training tokens", "step")
+    assert np.divide(axes.get_xlim(), 2048) == pytest.approx(steps_axis.get_xlim())
+    rows = [{"step": 2, "split": "train", "loss": 3, "lr": 1, "tokens": 8192, "tokens_per_s": 1}]
+    axes = draw_panels(a, write_run(tmp_path / "c", [], rows))["loss (nats per token)"]
+    assert axes.get_xlabel() == "training tokens" and not axes.child_axes
+
+
+def test_lower_panels_end_above_the_fastest_run_and_below_a_spike(tmp_path, draw_panels):
+    def speeds(name, *values):
+        rows = []
+        for step, value in enumerate(values, 1):
+            train = {"loss": 1, "lr": 1, "tokens": step, "tokens_per_s": value}
+            rows.append({"step": step, "split": "train", **train})
+        return write_run(tmp_path / name, [], rows)
+
+    slow, fast = speeds("slow", 1, 1), speeds("fast", 1, 9)
+    assert draw_panels(slow, fast)["tokens per second"].get_ylim()[1] > 9
+    spike = speeds("spike", *[1] * 99, 500)
+    assert draw_panels(spike)["tokens per second"].get_ylim() == (0, 3)
 
 
 def test_what_is_no_run_is_skipped_unless_it_is_all(tmp_path, draw_panels, capsys):
