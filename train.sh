@@ -46,9 +46,9 @@ if [ "$demo" ]; then
   run=runs/demo
   trap 'echo "the whole demo continues with: bash train.sh demo"' INT
   set -- --data_dir data/stdlib --checkpoint_dir $run/checkpoints \
-    --recipe speedrun --n_layer 4 --n_head 4 --n_embd 192 --block_size 128 --micro_batch_size 16 \
-    --total_batch_size 2048 --max_steps 900 --warmup_steps 50 --beta2 0.99 \
-    --eval_every 100 --val_tokens 131072 --save_every 300 --sample_every 0 "$@"
+    --recipe speedrun --n_layer 2 --n_head 2 --n_embd 128 --block_size 256 --micro_batch_size 8 \
+    --total_batch_size 2048 --max_steps 800 --warmup_steps 50 --beta2 0.99 \
+    --eval_every 100 --val_tokens 131072 --save_every 400 --sample_every 0 "$@"
   plan=$(python train.py --dry_run "$@")  # wrong flags are found before any work
   if [ "$dry_run" ]; then
     echo "${plan%$'\n'next: *}"
