@@ -28,7 +28,7 @@ run -m scripts.chat_demo "$out/data" "$seed"
 
 # 1. sums: 27+58: 7+8=15, 2+5+1=8, 85
 run data/fineweb-edu.py --input "$out/data/sums.jsonl" --tokenizer bytes --local_dir "$out/shards"
-run train.py --data_dir "$out/shards" $(folders sums) --recipe modern --n_layer 4 --n_head 4 \
+run train.py --data_dir "$out/shards" $(folders sums) --recipe modern --n_layer 3 --n_head 2 \
   --n_embd 128 --block_size 96 --micro_batch_size 32 --total_batch_size 3072 --max_steps 500 \
   --warmup_steps 50 --beta2 0.99 --eval_every 100 --sample_every 0 --save_every 250 --val_tokens 49152
 score sums --chat
@@ -40,7 +40,7 @@ score sft
 
 # 3. rewards: 1 for a right answer, else 0
 run finetune.py --method grpo --reward exact --init_from "$out/sft" --data "$out/data/questions.jsonl" \
-  $(folders grpo) --batch_size 16 --group_size 8 --micro_batch_size 128 --kl 0.01 --max_steps 80 \
+  $(folders grpo) --batch_size 16 --group_size 8 --micro_batch_size 128 --kl 0.01 --max_steps 60 \
   --max_lr 3e-4 --max_new_tokens 32 --eval_data "$out/data/held_out.jsonl" --eval_every 20
 score grpo
 
