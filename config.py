@@ -125,7 +125,7 @@ class DataOptions:
     total_batch_size: Count = 524_288
     """Tokens per step over all processes; gradient accumulation follows from it."""
     micro_batch_size: Count | Literal["auto"] = 16
-    """Sequences per forward pass of a process; auto: what should fit. Default: 16, on CUDA auto."""
+    """Sequences per forward pass of a process; auto: what should fit; default: 16, on CUDA auto."""
 
     @property
     def sequences_per_pass(self) -> int:

@@ -17,7 +17,6 @@ from typing import Annotated, Literal
 
 import utils.environment  # noqa: F401 (first: it says what to type without PyTorch)
 
-import numpy as np
 import torch
 
 from data.named_tokenizer import Tokenizer
@@ -132,12 +131,9 @@ class Writer:
         else:
             # BOS or end of text, then the prompt, as at the beginning of a document in the shards
             prompt_ids = encode_prompt(prompt, self.tokenizer, chat=False)
-            lost_text = self.tokenizer.lost_text(prompt, np.array(prompt_ids))
-            # Other tokenizers lose what is no mistake, as white space. nanoGPT fails, too.
-            if lost_text and not self.tokenizer.end_ids:
-                raise UserError(
-                    f"the prompt has characters that the model lacks, as {lost_text[:20]!r}"
-                )
+            # In a vocabulary of characters each known one is a token; nanoGPT raises KeyError.
+            if not self.tokenizer.end_ids and len(prompt_ids) < len(prompt):
+                raise UserError("the prompt has characters that the model's vocabulary lacks")
         if len(prompt_ids) > block_size:
             raise UserError(
                 f"the prompt has {len(prompt_ids):,} tokens; this model reads at most "

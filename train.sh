@@ -86,7 +86,11 @@ case $processes in *[!0-9]* | 0) echo "error: NPROC=$processes is no number of p
 
 # wrong settings are found before hours of sharding; a line says where the shards belong
 plan=$(WORLD_SIZE=$processes LOCAL_WORLD_SIZE=$processes python train.py --dry_run "$@")
-if [ "$dry_run" ]; then echo "$plan"; exit; fi
+if [ "$dry_run" ]; then
+  echo "${plan%$'\n'next: *}"
+  echo "next: the same command without --dry_run"
+  exit
+fi
 case $plan in *"
 data_dir: data/edu_fineweb10B
 "*)

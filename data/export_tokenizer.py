@@ -66,7 +66,8 @@ def save_tokenizer(
         special_tokens = {"eos_token": tokenizer.end_of_text, **tokenizer.template_tokens}
         if not tokenizer.chat_template:  # else the template needs the model's own
             special_tokens["bos_token"] = tokenizer.engine.id_to_token(tokenizer.start_ids[0])
-        if not tokenizer.end_ids:  # a line break, which transformers would take out of a text
+        if not tokenizer.end_ids:
+            # End of text is a line break here. transformers drops special tokens from a text.
             special_tokens = {}
     else:
         tokenizer_json = to_engine(tokenizer).to_str()

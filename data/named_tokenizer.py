@@ -28,8 +28,8 @@ class Tokenizer(ABC):
     """Id of the end-of-text token. It ends a completion and, without a chat template, an answer."""
     end_ids: frozenset[int]
     """Ids that end a generated text: end of text, what begins the next text in the shards, what
-    ends an answer of a chat model, and each eos_token_id of a Hugging Face model. None in a
-    vocabulary of characters, in which `eot` is a line break."""
+    ends an answer of a chat model, and each eos_token_id of a Hugging Face model. Empty for a
+    vocabulary of characters, whose `eot`, a line break, is text."""
     bos_ids: tuple[int, ...] = ()
     """Ids that the tokenizer itself writes before a text, as BOS of LLaMA; GPT-2's writes none.
     Benchmarks put them before a context. All else uses start_ids."""

@@ -39,9 +39,8 @@ CHECKSUMS = {"a22cd1e0": "gpt2", "be59d73d": "bytes"}
 PROBE = "Hello naïve  \ufb01 天🐍 it's 2026\r\n\tX"
 # a folder without these has no tokenizer
 TOKENIZER_FILES = (TOKENIZER_FILE, "vocab.json", "tokenizer.model", "tokenizer_config.json")
-# Names of end of text in published tokenizers, the most telling first. A vocabulary of characters
-# has none of them: there a line break separates documents.
-ENDS_OF_TEXT = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>", "\n")
+# names of end of text in published tokenizers, the most telling first
+ENDS_OF_TEXT = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>")
 # The chats of finetuning/chat.py as a template, for exports: the role is capitalized, and end of
 # text precedes each turn, but BOS the first one, and closes the last one.
 CHAT_TEMPLATE = (
@@ -116,9 +115,9 @@ class FileTokenizer(Tokenizer):
         """Id of the token that ends an answer of a chat."""
         # start_ids[0]: the model has learned that a document ends where the next one begins
         end_ids = [self.eot, self.turn_end, self.start_ids[0]]
-        self.text_ids = {self.eot} if len(self.end_of_text) == 1 else set()
-        """The id of end of text if it is a character: it separates documents, but is text, too, and
-        ends none."""
+        self.text_ids = {self.eot} if has_characters_alone(engine) else set()
+        """The id of end of text in a vocabulary of characters: it separates documents, but is text,
+        too, and ends no text."""
         self.end_ids = frozenset(end_ids + spec_fields["end_ids"]) - self.text_ids
 
         # A pre-tokenizer or decoder of type ByteLevel tells that tokens are bytes. No token looks
@@ -365,6 +364,20 @@ class NoEndOfText(UserError):
     """Error of a tokenizer of which no token is known to end a text."""
 
 
+def has_characters_alone(engine: Engine) -> bool:
+    """Return True for a vocabulary like nanoGPT's of characters, which has no end of text."""
+    # A pre-tokenizer may write bytes as characters.
+    return engine.pre_tokenizer is None and max(map(len, engine.get_vocab())) == 1
+
+
+def usual_ends(engine: Engine) -> Iterable[str]:
+    """Return what may be a tokenizer's end of text, the most telling first. In a vocabulary of
+    characters a line break separates documents, or any other character where it has none."""
+    if has_characters_alone(engine):
+        return ("\n", *sorted(engine.get_vocab()))
+    return ENDS_OF_TEXT
+
+
 def find_end_of_text(path: Path, engine: Engine, candidates: Iterable[str | None]) -> str:
     """Return the first candidate that is a token; raise NoEndOfText if none is."""
     for token in candidates:
@@ -402,7 +415,7 @@ class PlainUnpickler(pickle.Unpickler):
     """Reads dicts, texts and numbers of a pickle file. pickle alone would run any code in it."""
 
     def find_class(self, module: str, name: str) -> None:
-        """Refuse what has to be imported."""
+        """Refuse what has to be imported; `reading` adds the file's name to the error."""
         raise UserError(f"it holds a {module}.{name}, not only dicts, texts and numbers")
 
 
@@ -417,15 +430,14 @@ def character_engine(path: Path) -> Engine:
 
 def read_tokenizer(path: Path, end_of_text: str | None = None) -> str:
     """Return the spec of a tokenizer.json, or of nanoGPT's meta.pkl; raise UserError if it cannot
-    be used, NoEndOfText if neither `end_of_text` nor, without it, one of ENDS_OF_TEXT is a token.
+    be used, NoEndOfText if neither `end_of_text` nor, without it, one of usual_ends is a token.
     """
     with reading(path, "a tokenizer that can be used"):
-        candidates = list(ENDS_OF_TEXT) if end_of_text is None else [end_of_text]
         if path.suffix == ".pkl":
             engine = character_engine(path)
-            candidates += sorted(engine.get_vocab())  # any character will do
         else:
             engine = make_engine(path.read_text(encoding="utf-8"))
+        candidates = usual_ends(engine) if end_of_text is None else (end_of_text,)
         return make_spec(engine, find_end_of_text(path, engine, candidates), ModelTokens())
 
 
@@ -459,7 +471,7 @@ def pretrained_tokenizer(folder: Path, vocab_size: int) -> str:
         # Some classes of transformers replace the pre-tokenizer or the normalizer of the file.
         if probe_ids not in (None, encode_with(engine, PROBE).tolist()):
             print(f"warning: transformers gives a text other ids than {path}", file=sys.stderr)
-        candidates = (model_tokens.template_tokens.get("eos_token"), *ENDS_OF_TEXT)
+        candidates = (model_tokens.template_tokens.get("eos_token"), *usual_ends(engine))
         spec = make_spec(engine, find_end_of_text(folder, engine, candidates), model_tokens)
         if spec not in TOKENIZERS:
             check_round_trip(FileTokenizer(json.loads(spec)))

@@ -13,7 +13,6 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
-from matplotlib.transforms import ScaledTranslation
 
 from evaluation.benchmarks import BENCHMARKS
 from evaluation.table import PUBLIC_RUN, PUBLISHED, TOKENS_OF_PUBLIC_STEP
@@ -31,11 +30,6 @@ LABELS = {
     "completion_tokens": "completion length (tokens)",
     "cut": "share of completions cut",
     "kl": "KL divergence (nats)",
-}
-# What the lines of the first panel are. Training logs no bits per byte.
-LINES = {
-    "loss": "thin line: training, each step; dots: validation",
-    "reward": "thin line: training, each step; dots: held-out questions",
 }
 MARKERS = "os^Dv"  # the runs take them in turn
 # GitHub shows pictures 830 pixels wide: 92 pixels an inch, so that letters of 8 points are 10
@@ -93,10 +87,11 @@ def curve(run: Run, split: str, metric: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def tokens_per_step(runs: list[Run]) -> float | None:
-    """Return the tokens of a training step, on average, if they are the same in all runs, else
-    None."""
-    last_rows = [run.log["train"][-1] for run in runs]
-    sizes = [row["tokens"] / row["step"] for row in last_rows]
+    """Return the tokens of a training step if they are the same in all runs, else None."""
+    sizes = []
+    for run in runs:
+        for row in (run.log["train"][0], run.log["train"][-1]):
+            sizes.append(row["tokens"] / row["step"])
     if max(sizes) > 1.01 * min(sizes):
         return None
     return sizes[0]
@@ -136,9 +131,10 @@ def draw(paths: list[Path], out: Path, size: str | None = None) -> None:
         for name in columns:
             panels[name].plot(*curve(run, "train", name), lw=1, color=color)
     for name in columns:  # after all runs, as a limit that is set is not widened again
-        panels[name].set_ylim(0, top_without_spikes(panels[name]))
-    if metric in LINES:
-        panels[metric].plot([], [], " ", label=LINES[metric])
+        panels[name].set_ylim(0, upper_limit(panels[name]))
+    if metric != "bits_per_byte":  # which training does not log
+        text = "thin line: training, each step; dots: validation"
+        panels[metric].plot([], [], " ", label=text)
     if "accuracy" in panels:
         draw_accuracies(panels["accuracy"], runs, size)
     if size:
@@ -195,17 +191,20 @@ def without_start(x: np.ndarray, losses: np.ndarray) -> tuple[np.ndarray, np.nda
     return x[~is_start], losses[~is_start]
 
 
-def top_without_spikes(axes: Axes) -> float | None:
-    """Return an upper limit of the y axis for curves with single values far above all others, which
-    would press the rest into a strip at the bottom; None for other curves."""
-    values = np.concatenate([line.get_ydata() for line in axes.lines])
-    values = values[np.isfinite(values)]
-    if values.size == 0:
-        return None
-    limit = 3 * np.percentile(values, 98)
-    if 0 < limit < values.max():
-        return limit
-    return None
+def upper_limit(axes: Axes) -> float | None:
+    """Return the end of the y axis, above all curves but for single values far above the others of
+    their curve, which would press the rest into a strip at the bottom; None without values."""
+    limits = []
+    for line in axes.lines:
+        values = np.asarray(line.get_ydata())
+        values = values[np.isfinite(values)]
+        if values.size:
+            limit = 1.05 * values.max()
+            usual = np.percentile(values, 98)
+            if usual > 0:
+                limit = min(limit, 3 * usual)
+            limits.append(limit)
+    return max(limits, default=0) or None
 
 
 def draw_accuracies(axes: Axes, runs: list[Run], size: str | None) -> None:
@@ -257,6 +256,7 @@ def draw_steps(axes: Axes, step_tokens: float) -> None:
     axes.xaxis.set_label_position("top")
     functions = (lambda x: np.divide(x, step_tokens), lambda x: np.multiply(x, step_tokens))
     steps_axis = axes.secondary_xaxis("bottom", functions=functions)
+    axes.grid(False, axis="x")  # its lines would stand at the tokens
     steps_axis.set_xlabel("step")
     steps_axis.xaxis.set_major_formatter(EngFormatter(sep=""))
 
@@ -271,13 +271,13 @@ def save(
         axes.set_xlabel(x_label)
         axes.set_xlim(0, None)
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))  # 2M instead of 2000000
-        axes.grid(axis="y", alpha=0.25)
-        legend_height = 0.0  # inches above the panel
+        axes.grid(alpha=0.25)
+        legend_bottom = 1.0  # in heights of the panel
         if step_tokens is not None:
             draw_steps(axes, step_tokens)
             if axes is figure.axes[0]:
-                legend_height = 0.42  # above the tokens
-                figure.set_figheight(figure.get_figheight() + legend_height)
+                legend_bottom = 1.21  # above the tokens
+                figure.set_figheight(figure.get_figheight() + 0.42)
             else:
                 axes.xaxis.set_visible(False)
         for line in axes.lines:
@@ -286,14 +286,8 @@ def save(
         _, labels = axes.get_legend_handles_labels()
         if labels:  # Matplotlib warns of a legend without entries
             # above the panel, as curves may run everywhere inside it
-            above = axes.transAxes + ScaledTranslation(0, legend_height, figure.dpi_scale_trans)
-            axes.legend(
-                loc="lower left",
-                bbox_to_anchor=(0, 1),
-                bbox_transform=above,
-                frameon=False,
-                fontsize=8,
-            )
+            corner = (0, legend_bottom)
+            axes.legend(loc="lower left", bbox_to_anchor=corner, frameon=False, fontsize=8)
             # 0.17 inches for a line of the legend, so that the panels keep their size
             figure.set_figheight(figure.get_figheight() + 0.17 * len(labels))
     with writing(out):  # UserError, also for a file type that Matplotlib does not know

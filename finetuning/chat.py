@@ -56,10 +56,11 @@ def encode_prompt(
     prompt: str | Messages, tokenizer: Tokenizer, chat: bool, tools: Tools = None
 ) -> list[int]:
     """Return the token ids that a completion follows: of a dialog up to "Assistant:", or with
-    `chat` false of the prompt's text as the beginning of a document."""
+    `chat` false of the prompt's text as the beginning of a document; of characters alone, as in
+    nanoGPT, with nothing before it."""
     if not chat:
         assert isinstance(prompt, str)  # plain text has no turns
-        if prompt and not tokenizer.end_ids:  # of characters: nanoGPT puts nothing before a prompt
+        if prompt and not tokenizer.end_ids:  # a vocabulary of characters
             return tokenizer.encode(prompt).tolist()
         return tokenizer.encode_document(prompt).tolist()
     return encode_dialog(as_messages(prompt), tokenizer, open_turn=True, tools=tools)

@@ -381,7 +381,8 @@ def save_pretrained(
         bos = eot
     if end_ids is None:
         end_ids = [eot]
-    eos = eot if end_ids else None  # no token ends a text of characters
+    # No token ends a text of characters; `eot` still fills the ends of shorter rows of a batch.
+    eos = eot if end_ids else None
     special_ids: dict[str, object] = {"bos_token_id": bos, "eos_token_id": eos}
     hf_config = config_to_hf(model.config) | {"dtype": "float32"} | special_ids
     # what transformers' `generate` does for this model unless told otherwise

@@ -66,12 +66,11 @@ def find_tokenizer(path: Path) -> Path | None:
     """Return the tokenizer.json beside a file that `load_peer` reads, or the meta.pkl of nanoGPT's
     data set: beside the file, or in data/DATASET of a folder that the file lies in, as it does in
     nanoGPT's checkout. None if there is none of them."""
-    candidates = [path.parent / "tokenizer.json"]
-    content = read_torch(path) if is_zipfile(path) else {}  # llm.c's file is no zip file
-    if "model_args" in content:  # nanoGPT
-        dataset = content.get("config", {}).get("dataset", "")  # older files have none
-        candidates.append(path.parent / META)
-        candidates += [parent / "data" / dataset / META for parent in path.absolute().parents]
+    candidates = [path.parent / "tokenizer.json", path.parent / META]
+    config = read_torch(path).get("config") if is_zipfile(path) else None  # llm.c's is no zip file
+    if isinstance(config, dict):  # nanoGPT; its older files have none
+        folders = path.absolute().parents
+        candidates += [folder / "data" / config["dataset"] / META for folder in folders]
     for candidate in candidates:
         if candidate.is_file():
             return candidate

@@ -92,6 +92,8 @@ def test_help_says_at_most_one_default_of_a_flag(script, columns, capsys, monkey
     for name, text in entries:
         assert len(re.findall("default:", text, re.I)) <= 1, name
         assert not re.search(r"default:\s+(None)?\)", text), name
+        if name == "sharding":
+            assert re.search(r"\(default:\s+none\)", text)  # a value, not Python's None
 
 
 @pytest.mark.parametrize("path", OPTIONS_FILES)

@@ -62,25 +62,26 @@ def advise(
     options: ResolvedTrainConfig, recipe: Recipe, shape: GPTConfig, hardware: Hardware
 ) -> str:
     """Return the flags to change so that the run fits these devices and a step takes the least time
-    by forecast; of equally fast combinations, as of all on devices of unknown speed, the one that
-    comes first below: another micro-batch alone, else the plainest. Return what else would help if
+    by forecast. Of equally fast ones, which on devices of unknown speed are all, the first counts:
+    the run's own flags with another micro-batch, then the plainest. Return what else would help if
     none fits, and "" if no flags make the numbers of the run divide."""
     model = build_without_weights(shape)  # forecast_step counts its FLOPs
     num_processes = hardware.num_processes
     # values of --shard_across: the processes of two machines, of three, ...
     several_machines = range(2 * hardware.per_machine, num_processes + 1, hardware.per_machine)
-    values: dict[str, tuple] = {
-        "activation_checkpointing": ("none", "cheap", "block"),
-        "tensor_parallel": (1, 2, 4, 8),
-        "shard_across": (None, *several_machines),  # None: a copy in each machine
-        "sharding": ("none", "zero1", "zero2", "zero3"),
-    }
+    # None of --shard_across is a copy in each machine. A run that gives another number has to give
+    # this one, too, as its text cannot take a flag away.
+    in_a_machine = None if options.shard_across is None else hardware.per_machine
     # The run's own values come first, then the plainest: a later combination has to be faster.
-    given = vars(options)
-    ordered = [dict.fromkeys((given[name], *values[name])) for name in values]
+    values: dict[str, tuple] = {
+        "activation_checkpointing": (options.activation_checkpointing, "none", "cheap", "block"),
+        "tensor_parallel": (options.tensor_parallel, 1, 2, 4, 8),
+        "shard_across": (options.shard_across, in_a_machine, *several_machines),
+        "sharding": (options.sharding, "none", "zero1", "zero2", "zero3"),
+    }
     best_seconds = math.inf
     advice = ""
-    for combination in itertools.product(*ordered):
+    for combination in itertools.product(*values.values()):
         flags = dict(zip(values, combination, strict=True))
         try:
             check_divides(shape, flags["tensor_parallel"])
@@ -97,8 +98,10 @@ def advise(
         if seconds < best_seconds:
             best_seconds = seconds
             flags = {"micro_batch_size": size, **flags}
-            changes = {name: value for name, value in flags.items() if value != given[name]}
-            flags_text = " ".join(to_flags(changes)) or "this run"  # to_flags leaves out None
+            changes = {
+                name: value for name, value in flags.items() if value != getattr(options, name)
+            }
+            flags_text = " ".join(to_flags(changes)) or "this run"
             advice = f"what fits is {flags_text}"
             if step is not None:
                 advice = f"the fastest that fits is {flags_text}, {seconds:.2f} s a step"

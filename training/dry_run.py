@@ -36,10 +36,9 @@ def print_forecast(
     hardware = Hardware.of(options)
     # ALONE: only the main process gets here.
     start = open_start(options, checkpoint, ALONE)
-    # The vocabulary is that of a saved model, else that of the shards. Before there are any, only
-    # the user knows their tokenizer.
-    assumption = ": GPT-2's vocabulary assumed, a model of bytes is smaller"
-    data = open_data(options, assumption if start is None else "")
+    data = open_data(options)
+    if start is None and not data:  # only the user knows the tokenizer of shards that are to come
+        print("note: GPT-2's vocabulary assumed; a model of bytes is smaller")
     if checkpoint is not None:
         init_checksum(options, checkpoint, start, ALONE)
     shape = start_shape(options, recipe, data["train"].stream if data else None, start)
@@ -97,25 +96,24 @@ def print_forecast(
         check_folders(options, checkpoint)
         if "val" in data:  # reads, or downloads, the benchmarks
             Evaluator(options, model, data["val"], ALONE, hardware.dtype)
-    # train.sh leaves out what follows
+    # train.sh replaces these lines
     print("This was a dry run: nothing was trained or written.")
     print(f"next: {describe_next(options, fits, 'val' in data)}")
 
 
-def open_data(options: ResolvedTrainConfig, assumption: str) -> dict[str, Mixture]:
+def open_data(options: ResolvedTrainConfig) -> dict[str, Mixture]:
     """Open the data of the run, and print how often it is read; return it by split. Print a note
-    for a split without shards, which may be made before the run; where there are none at all, with
-    what the forecast assumes of their tokens."""
+    for a split without shards, which may be made before the run."""
     data: dict[str, Mixture] = {}
-    folders = " ".join(map(str, options.data_dir))
     try:
         for split in ("train", "val"):
             data[split] = Mixture(options.data_dir, split, options.block_size)
         train_data = data["train"]
         epochs = train_data.describe_epochs(options.max_steps * options.total_batch_size)
-        print(f"{len(train_data.stream):,} train tokens in {folders}: {epochs}")
+        print(f"{len(train_data.stream):,} train tokens: {epochs}")
     except MissingShards as error:
-        print(f"note: {error}" if data else f"note: no shards in {folders} yet{assumption}")
+        # `describe_next` says how to make them
+        print(f"note: {error}" if data else "note: there are no shards yet")
     return data
 
 

@@ -155,7 +155,7 @@ def call_tyro(config_class: type[Config], args: list[str], description: str) -> 
             )
     finally:
         for text in re.split(r"(?=\n  -)", printed.getvalue()):  # before each flag
-            if re.search(r"[^(]default:|\(default:\s+(None)?\)", text, re.IGNORECASE):
+            if re.search(r"[^(]default:|\(default:\s+(None)?\)", text):
                 text = re.sub(r"\s*\(default:[^)]*\) *", "", text)
             print(text, end="")
 

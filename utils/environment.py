@@ -1,8 +1,8 @@
 """Check that this project's packages are installed, before a script imports the first of them.
 
 A user whose environment is not active then reads what to type, not a traceback. So the scripts
-import this module above everything that is installed; it holds nothing to use. It also sets what
-PyTorch's libraries read when they are loaded.
+import this module above everything that is installed; it has nothing to import. It also sets
+environment variables that PyTorch's libraries read when they are loaded.
 """
 
 import os
@@ -12,8 +12,8 @@ from pathlib import Path
 
 VENV = Path(__file__).resolve().parents[1] / ".venv"  # train.sh makes it
 
-# Threads of GNU OpenMP that wait for each other spin, by default 300,000 times. Beside another
-# program on the same cores that takes the whole time slice in which the others could have worked.
+# Threads of GNU OpenMP that wait for each other spin, by default 300,000 times. If another program
+# shares the cores, this uses up time slices in which the threads that they wait for could work.
 # Fewer spins help more there, and cost more on an idle machine (docs/BENCHMARKS.md).
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "3000")

@@ -158,6 +158,7 @@ def test_lower_panels_end_above_the_fastest_run_and_below_a_spike(tmp_path, draw
     assert draw_panels(slow, fast)["tokens per second"].get_ylim()[1] > 9
     spike = speeds("spike", *[1] * 99, 500)
     assert draw_panels(spike)["tokens per second"].get_ylim() == (0, 3)
+    assert draw_panels(speeds("long", *[1] * 500), fast)["tokens per second"].get_ylim()[1] > 9
 
 
 def test_what_is_no_run_is_skipped_unless_it_is_all(tmp_path, draw_panels, capsys):

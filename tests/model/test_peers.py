@@ -148,7 +148,7 @@ def test_characters_of_nanogpt_come_from_its_meta_pkl(tmp_path):
         assert sampled.stdout == f"{text}\n"
     bad(
         ["sample.py", "--model", ckpt, "--prompt", "axb"],
-        "characters that the model lacks, as 'xb'",
+        "characters that the model's vocabulary lacks",
     )
 
     # in the tokenizers of the checkpoint, of our own one, of the export and of its tokenizer.json

@@ -106,7 +106,7 @@ def test_what_the_forecast_recommends_trains(shards, tmp_path, processes, given)
     texts = [advise(options, Recipe(), shape, hardware(needed * n / 20)) for n in range(1, 22)]
     assert "no flags make it fit" in texts[0]
     advice = next(text for text in texts if text.startswith("what fits is "))
-    flags = to_flags({"data_dir": shards, "run_dir": tmp_path, **given})
+    flags = to_flags({"data_dir": shards, "run_dir": tmp_path, "micro_batch_size": 1, **given})
     quiet = "--max_steps 1 --val_tokens 64 --eval_every 0 --sample_every 0 --dtype float32"
     words = [*flags, *quiet.split(), *advice.removeprefix("what fits is ").split()]
     run = partial(torchrun, processes) if processes > 1 else script

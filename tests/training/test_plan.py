@@ -82,7 +82,7 @@ def test_a_dry_run_says_what_would_be_and_needs_no_data(tmp_path):
     out = dry_run("--device", "cpu", "--data_dir", tmp_path)
     assert "124,439,808 parameters; 19,073 steps" in out
     assert " = 1024 x micro-batch 16 x micro-steps 32 on cpu" in out
-    assert f"note: no shards in {tmp_path} yet: GPT-2's vocabulary assumed" in out
+    assert "note: GPT-2's vocabulary assumed; a model of bytes is smaller" in out
     assert "$" not in out
     assert f"\ndata_dir: {tmp_path}\n" in out  # train.sh reads this line
     last = "This was a dry run: nothing was trained or written.\nnext: python data/fineweb-edu.py "
@@ -96,7 +96,7 @@ def test_a_dry_run_of_a_resumed_run_counts_the_rest(shards, trained):
     step, batch = re.search(r"after step (\d+): ", out)[1], re.search(r"steps of (\d+)", out)[1]
     assert 0 < int(step) < 30
     assert f" FLOPs for the {(30 - int(step)) * int(batch):,} tokens after" in out
-    assert re.search(r"^[\d,]+ train tokens in .*: [\d.]+ epochs$", out, re.M)
+    assert re.search(r"^[\d,]+ train tokens: [\d.]+ epochs$", out, re.M)
     assert out.endswith("\nnext: the same command of train.py without --dry_run\n")
 
 
