@@ -87,12 +87,12 @@ def curve(run: Run, split: str, metric: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def tokens_per_step(runs: list[Run]) -> float | None:
-    """Return the tokens of a training step if they are the same in all runs, else None."""
+    """Return the tokens of a training step if they are about the same in all runs, else None."""
     sizes = []
     for run in runs:
         for row in (run.log["train"][0], run.log["train"][-1]):
             sizes.append(row["tokens"] / row["step"])
-    if max(sizes) > 1.01 * min(sizes):
+    if max(sizes) > 1.05 * min(sizes):  # steps of grpo differ by some percent
         return None
     return sizes[0]
 
