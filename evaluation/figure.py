@@ -94,7 +94,7 @@ def tokens_per_step(runs: list[Run]) -> float | None:
             sizes.append(row["tokens"] / row["step"])
     if max(sizes) > 1.05 * min(sizes):  # steps of grpo differ by some percent
         return None
-    return sizes[0]
+    return sizes[-1]  # exact at the end of a single run
 
 
 def draw(paths: list[Path], out: Path, size: str | None = None) -> None:

@@ -35,7 +35,7 @@ score sums --chat
 
 # 2. dialogs: What is 27+58? with the worked sum as the answer
 run finetune.py --method sft --init_from "$out/sums" --data "$out/data/dialogs.jsonl" $(folders sft) \
-  --batch_size 4 --micro_batch_size 4 --max_steps 20 --max_lr 5e-4
+  --batch_size 4 --micro_batch_size 4 --max_steps 40 --max_lr 1e-3
 score sft
 
 # 3. rewards: 1 for a right answer, else 0
