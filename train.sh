@@ -73,7 +73,8 @@ print(*sorted(x for x in files if x.stat().st_size), sep="\n")')
   [ . -ef "$called_from" ] || echo "cd $PWD"
   if [ "$activate" ]; then echo "$activate"; fi
   echo "python sample.py --checkpoint $run --prompt \"import \""
-  echo "python evaluate.py --checkpoint $run --tasks val"
+  # the tokens that the run validated on; all of them are other text, with another loss
+  echo "python evaluate.py --checkpoint $run --tasks val --val_tokens 131072"
   exit
 fi
 
