@@ -43,12 +43,12 @@ if [ "$demo" ]; then
     echo "error: the demo uses runs/demo and data/stdlib; for other folders run train.py" >&2
     exit 2 ;;
   esac
-  run=runs/demo
+  run=runs/demo val_tokens=131072
   trap 'echo "the whole demo continues with: bash train.sh demo"' INT
   set -- --data_dir data/stdlib --checkpoint_dir $run/checkpoints \
     --recipe speedrun --n_layer 2 --n_head 2 --n_embd 128 --block_size 256 --micro_batch_size 8 \
     --total_batch_size 2048 --max_steps 800 --warmup_steps 50 --beta2 0.99 \
-    --eval_every 100 --val_tokens 131072 --save_every 400 --sample_every 0 "$@"
+    --eval_every 100 --val_tokens $val_tokens --save_every 400 --sample_every 0 "$@"
   plan=$(python train.py --dry_run "$@")  # wrong flags are found before any work
   if [ "$dry_run" ]; then
     echo "${plan%$'\n'next: *}"
@@ -73,8 +73,8 @@ print(*sorted(x for x in files if x.stat().st_size), sep="\n")')
   [ . -ef "$called_from" ] || echo "cd $PWD"
   if [ "$activate" ]; then echo "$activate"; fi
   echo "python sample.py --checkpoint $run --prompt \"import \""
-  # the tokens that the run validated on; all of them are other text, with another loss
-  echo "python evaluate.py --checkpoint $run --tasks val --val_tokens 131072"
+  # without --val_tokens it scores all held-out files, which have another loss than the first ones
+  echo "python evaluate.py --checkpoint $run --tasks val --val_tokens $val_tokens"
   exit
 fi
 
