@@ -40,11 +40,13 @@ case " $*" in *" --overwrite"* | *" --resume"*) ;; *) set -- --resume auto "$@";
 
 if [ "$demo" ]; then
   case " $*" in *" --run"[_-]dir* | *" --checkpoint"[_-]dir* | *" --log"[_-]dir* | *" --data"[_-]dir*)
-    echo "error: the demo uses runs/demo and data/stdlib; for other folders run train.py" >&2
+    echo "error: the demo uses runs/demo and data/stdlib; --overwrite replaces an earlier one," \
+      "for other folders run train.py" >&2
     exit 2 ;;
   esac
   run=runs/demo val_tokens=131072
-  trap 'echo "the whole demo continues with: bash train.sh demo"' INT
+  trap 'echo "the whole demo continues with: bash train.sh demo"
+    [ -z "$activate" ] || echo "other commands need: $activate"' INT
   set -- --data_dir data/stdlib --checkpoint_dir $run/checkpoints \
     --recipe speedrun --n_layer 2 --n_head 2 --n_embd 128 --block_size 256 --micro_batch_size 8 \
     --total_batch_size 2048 --max_steps 800 --warmup_steps 50 --beta2 0.99 \
@@ -52,13 +54,14 @@ if [ "$demo" ]; then
   plan=$(python train.py --dry_run "$@")  # wrong flags are found before any work
   if [ "$dry_run" ]; then
     echo "${plan%$'\n'next: *}"
-    echo "next: the same command without --dry_run, which first makes shards of bytes in data/stdlib"
+    echo "next: the same command without --dry_run"
     exit
   fi
-  # without Python's tests, some of which are no UTF-8
+  # without Python's tests, some of which are no UTF-8, and pydoc_data, one large file of prose
   files=$(python -c '
 import pathlib, sysconfig
-root, skipped = pathlib.Path(sysconfig.get_paths()["stdlib"]), {"test", "tests", "site-packages"}
+root = pathlib.Path(sysconfig.get_paths()["stdlib"])
+skipped = {"test", "tests", "pydoc_data", "site-packages"}
 files = [x for x in root.rglob("*.py") if not skipped & {*x.relative_to(root).parts}]
 print(*sorted(x for x in files if x.stat().st_size), sep="\n")')
   IFS=$'\n' read -r -d "" -a files <<<"$files" || true  # it ends without a delimiter
@@ -87,26 +90,29 @@ case $processes in *[!0-9]* | 0) echo "error: NPROC=$processes is no number of p
 
 # wrong settings are found before hours of sharding; a line says where the shards belong
 plan=$(WORLD_SIZE=$processes LOCAL_WORLD_SIZE=$processes python train.py --dry_run "$@")
+makes_shards=""
+case $plan in *$'\n'"data_dir: data/edu_fineweb10B"$'\n'*) makes_shards=yes ;; esac
 if [ "$dry_run" ]; then
   echo "${plan%$'\n'next: *}"
-  echo "next: the same command without --dry_run"
+  if [ "$makes_shards" ] && [ "$gpus" = 0 ] && [ -z "$yes" ]; then
+    echo "next: bash train.sh demo, which takes minutes; this run begins without a CUDA GPU only with --yes"
+  else
+    echo "next: the same command without --dry_run"
+  fi
   exit
 fi
-case $plan in *"
-data_dir: data/edu_fineweb10B
-"*)
+if [ "$makes_shards" ]; then
   echo "FineWeb-Edu sample-10BT: 28 GB to stream, 20 GB of shards to keep in data/edu_fineweb10B;" \
     "checkpoints: 1.5 GB each of 124M, two are kept"
   if [ "$gpus" = 0 ] && [ -z "$yes" ]; then
-    hours=$(sed -n 's/.*: about \(.*\) on this processor$/\1/p' <<<"$plan")
+    hours=$(sed -n 's/.*: about \(.*\) on this processor.*/\1/p' <<<"$plan")
     echo "error: PyTorch finds no CUDA GPU here${hours:+, and this processor would train for about $hours}:" \
       "type \"bash train.sh demo\" for a run of minutes, or add --yes to begin all the same" >&2
     exit 2
   fi
-  echo "${plan%$'\n'This was a dry run*}"
-  python data/fineweb-edu.py ;;
-*) echo "${plan%$'\n'This was a dry run*}" ;;
-esac
+fi
+echo "${plan%$'\n'This was a dry run*}"
+if [ "$makes_shards" ]; then python data/fineweb-edu.py; fi
 if [ "$processes" -gt 1 ]; then
   export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # else a restart reads stale addresses and hangs
   # By default torchrun handles SIGHUP also where nohup ignores it: a closed terminal ends the run.

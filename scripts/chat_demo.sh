@@ -15,7 +15,8 @@ case $seed in
 esac
 . scripts/env.sh requirements.txt
 [ "$seed" = 1 ] || out=runs/chat_demo_$seed
-trap 'echo "the whole demo continues with: bash train.sh chat_demo $seed"' INT
+trap 'echo "the whole demo continues with: bash train.sh chat_demo $seed"
+  [ -z "$activate" ] || echo "other commands need: $activate"' INT
 
 run() { printf '\n$ python %s\n' "$*"; python "$@"; }
 folders() { echo "--checkpoint_dir $out/$1/checkpoints --seed $seed --resume auto"; }

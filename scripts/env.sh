@@ -22,15 +22,20 @@ if [ ! -e "$stamp" ]; then
   install=(python -m pip install --disable-pip-version-check)
   # environments of uv have no pip; without --python it may take another one than the active one
   if command -v uv >/dev/null; then install=(uv pip install --python "$(command -v python)"); fi
+  download="2.9 GB, 5.6 GB on the disk"
+  has_nvidia=yes
   # a container may have the driver without nvidia-smi
-  if [ "$(uname)" = Linux ] && [ ! -e /proc/driver/nvidia ] && ! command -v nvidia-smi >/dev/null; then
-    echo "installing $1 into $(dirname "$stamp"): downloads 0.3 GB, 1.6 GB on the disk"
+  if [ ! -e /proc/driver/nvidia ] && ! command -v nvidia-smi >/dev/null; then
+    download="0.3 GB, 1.6 GB on the disk"
+    has_nvidia=""
+  fi
+  echo "installing $1 into $(dirname "$stamp"): downloads $download"
+  if [ "$(uname)" = Linux ] && [ -z "$has_nvidia" ]; then
     # On Linux the usual wheel brings 2.6 GB of CUDA. Only the wheel itself comes from this index.
     "${install[@]}" --no-deps --index-url https://download.pytorch.org/whl/cpu \
       "$(grep -o '^torch==[0-9.]*' requirements.txt)" ||
-      echo "note: PyTorch's index of wheels for CPUs is out of reach; the usual wheel has CUDA, 2.9 GB"
-  else
-    echo "installing $1 into $(dirname "$stamp"): downloads up to 2.9 GB, 5.6 GB on the disk"
+      echo "note: PyTorch's index of wheels for CPUs is out of reach; going on with the usual wheel," \
+        "which brings CUDA: downloads 2.9 GB"
   fi
   "${install[@]}" -r "$1"
   touch "$stamp"

@@ -55,8 +55,10 @@ def test_the_default_folder_is_sharded_once_the_settings_are_checked(train_sh):
     assert started == ["data/fineweb-edu.py", "train.py --resume auto"]
     assert "20 GB of shards" in out
     assert "relative paths" not in out and "This was a dry run" not in out
-    out, started = train_sh("--dry_run")
-    assert "This was a dry run" in out and not started
+    out, started = train_sh("--dry_run")  # on a machine without a GPU
+    assert "This was a dry run" in out and "\nnext: bash train.sh demo" in out and not started
+    out, _ = train_sh("--dry_run", "--yes")
+    assert out.endswith("\nnext: the same command without --dry_run\n")
     assert train_sh("--max_lr", "fast", code=2)[1] == []
 
 
@@ -109,13 +111,15 @@ def test_the_demo_goes_on_unless_it_is_told_to_begin_anew(train_sh, tmp_path, fl
 def test_the_demo_plans_helps_and_refuses_other_folders_without_work(train_sh):
     out, started = train_sh("demo", "--dry_run")
     assert "This was a dry run" in out and not started
-    assert "fineweb-edu.py" not in out and out.endswith(" shards of bytes in data/stdlib\n")
+    assert "fineweb-edu.py" not in out and out.endswith(
+        "next: the same command without --dry_run\n"
+    )
     out, started = train_sh("demo", "--seed", "3", "-h")
     assert out.startswith("bash train.sh demo ") and not started
     out, started = train_sh("chat_demo", "--help")
     assert "\n  bash train.sh chat_demo [SEED]\n" in out and not started
     helped = subprocess.run(["bash", ROOT / "tests/run.sh", "--help"], capture_output=True)
     assert helped.stdout.startswith(b"The tests: ")
-    refused = "error: the demo uses runs/demo and data/stdlib; for other folders run train.py\n"
     for flag in ("--run_dir", "--checkpoint_dir", "--log-dir", "--data_dir=x"):
-        assert train_sh("demo", flag, "x", code=2) == (refused, [])
+        out, started = train_sh("demo", flag, "x", code=2)
+        assert "uses runs/demo and data/stdlib; --overwrite replaces" in out and not started
