@@ -8,6 +8,7 @@ import re
 import sys
 from dataclasses import fields
 from functools import cache
+from itertools import pairwise
 
 import pytest
 from conftest import ROOT
@@ -82,7 +83,9 @@ def test_help_and_checks_of_options_name_flags_that_their_script_has(script):
 
 @pytest.mark.parametrize("columns", ["50", "80", "200"])
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_help_says_at_most_one_default_of_a_flag(script, columns, capsys, monkeypatch):
+def test_help_fills_its_lines_and_says_at_most_one_default_of_a_flag(
+    script, columns, capsys, monkeypatch
+):
     monkeypatch.setenv("COLUMNS", columns)
     options_class = options_classes(script)[-1]
     with pytest.raises(SystemExit):
@@ -92,6 +95,9 @@ def test_help_says_at_most_one_default_of_a_flag(script, columns, capsys, monkey
     for name, text in entries:
         assert len(re.findall("default:", text, re.I)) <= 1, name
         assert not re.search(r"default:\s+(None)?\)", text), name
+        lines = re.findall(r"^ {12,}\S.*", text, re.M)
+        for line, next_line in pairwise(lines):
+            assert len(f"{line} {next_line.split()[0]}") >= min(int(columns), 129), line
         if name == "sharding":
             assert re.search(r"\(default:\s+none\)", text)  # a value, not Python's None
 

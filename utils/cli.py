@@ -6,12 +6,14 @@ with one name the last one wins.
 """
 
 import contextlib
+import inspect
 import io
 import os
 import re
 import shutil
 import signal
 import sys
+import textwrap
 import traceback
 import warnings
 from collections.abc import Callable
@@ -94,7 +96,7 @@ def parse(config_class: type[Config], args: list[str] | None = None) -> Config:
     # --help begins with two examples: the first commands in the script's docstring, except those
     # that a backslash continues on the next line
     commands = re.findall(r"^ *(python .*[^\\])$", sys.modules["__main__"].__doc__ or "", re.M)
-    description = "\n  ".join([config_class.__doc__ or ""] + commands[:2])
+    description = "\n  ".join([inspect.cleandoc(config_class.__doc__ or "")] + commands[:2])
     # empty for SampleConfig and other classes that declare their options themselves
     groups = [base for base in reversed(config_class.__bases__) if is_dataclass(base)]
     if not groups:
@@ -157,7 +159,18 @@ def call_tyro(config_class: type[Config], args: list[str], description: str) -> 
         for text in re.split(r"(?=\n  -)", printed.getvalue()):  # before each flag
             if re.search(r"[^(]default:|\(default:\s+(None)?\)", text):
                 text = re.sub(r"\s*\(default:[^)]*\) *", "", text)
+            # tyro ends a line of the help wherever one of the docstring ends
+            text = re.sub(r"(?m)^ {12,}\S.*(\n {12,}\S.*)*", fill_lines, text)
             print(text, end="")
+
+
+def fill_lines(lines: re.Match[str]) -> str:
+    """Return indented lines of a text with as many words in each as the terminal has room for."""
+    indent = lines[0].removesuffix(lines[0].lstrip())
+    width = int(os.environ["COLUMNS"]) - len(indent) - 1
+    text = " ".join(lines[0].split())
+    filled = textwrap.wrap(text, width, break_on_hyphens=False, break_long_words=False)
+    return textwrap.indent("\n".join(filled), indent)
 
 
 def expand_home(words: list[str]) -> list[str]:
@@ -239,6 +252,7 @@ def call_and_exit(
             traceback.print_exc()
             exit_code = 1
     if message:
+        sys.stdout.flush()  # what was printed before the error, also into a file or a pipe
         rank = os.environ.get("RANK")  # None without a launcher
         label = f"error on rank {rank}" if rank else "error"
         print(f"{label}: {message}", file=sys.stderr)
