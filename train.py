@@ -127,7 +127,8 @@ def main() -> None:
             saver.save_last()
         saver.finish()  # waits for the last write
 
-    run.finish(["sample.py --checkpoint", "evaluate.py --tasks val --checkpoint"])
+    evaluate = f"evaluate.py --tasks val --val_tokens {options.val_tokens} --checkpoint"
+    run.finish(["sample.py --checkpoint", evaluate])
 
 
 def train_step(

@@ -105,7 +105,8 @@ class GPT2Tokenizer(Tokenizer):
         except OSError as error:  # also the base class of the errors of `requests`
             raise UserError(
                 f"the GPT-2 vocabulary could not be downloaded ({type(error).__name__}); go online "
-                "once, or set TIKTOKEN_CACHE_DIR to a folder that holds tiktoken's copy of it"
+                "once, set TIKTOKEN_CACHE_DIR to a folder that holds tiktoken's copy of it, or "
+                "take the tokenizer bytes"
             ) from error
 
     def encode(self, text: str) -> np.ndarray:

@@ -218,10 +218,12 @@ def open_folders(paths: list[Path], split: str) -> list[ShardFolder]:
 def missing_shards(paths: list[Path], split: str) -> MissingShards:
     """Return the error for folders that hold no shards of a split."""
     names = " ".join(map(str, paths))
+    command = f"python data/fineweb-edu.py --input YOUR_TEXT --local_dir {paths[0]}"
+    if len(paths) == 1 and not paths[0].is_dir():
+        return MissingShards(f"data_dir {names} is no folder; to make it of your text: {command}")
     return MissingShards(
-        f"data_dir {names} holds no {split} shards (.npy, .bin, .ds): give a folder that does, "
-        "let its sharding end, or make one of your text, by the tokenizer and the val_fraction "
-        "(above 0) of the others: python data/fineweb-edu.py --input YOUR_TEXT --local_dir FOLDER"
+        f"data_dir {names} holds no {split} shards (.npy, .bin, .ds); let the sharding end, or "
+        f"begin it: {command}, with a val_fraction above 0"
     )
 
 

@@ -104,11 +104,12 @@ def format_table(results: list[Result], size: str) -> str:
         )
 
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    has_content = [any(column[1:]) for column in zip(*rows, strict=True)]  # below the heading
     lines = []
     for row in rows:
-        cells = zip(row, ALIGNMENT, widths, strict=True)
+        cells = zip(row, ALIGNMENT, widths, has_content, strict=True)
         # the format {cell:<12} fills a cell up to 12 characters by spaces on the right
-        line = "  ".join(f"{cell:{side}{width}}" for cell, side, width in cells)
+        line = "  ".join(f"{cell:{side}{width}}" for cell, side, width, kept in cells if kept)
         lines.append(line.rstrip())
     lines += [f"{mark} {source}" for source, mark in marks.items()]
     if results and results[-1].task == "core":

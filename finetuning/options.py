@@ -46,8 +46,8 @@ class BatchOptions(OptimizerOptions):
     """Batch size, learning rate and AdamW."""
 
     batch_size: Count | None = None
-    """Dialogs (sft), pairs (dpo, reward) or prompts (grpo) per step of all processes; default: 32,
-    16, 8 or 4, as far as possible at most a sixteenth of the rows."""
+    """Dialogs (sft), pairs (dpo, reward) or prompts (grpo) per step of all processes; default: the
+    largest of 32, 16, 8 and 4 that is at most a sixteenth of the rows, else 4."""
     micro_batch_size: Count | None = None
     """Dialogs (sft), pairs (dpo, reward) or completions (grpo) per forward pass of a process; lower
     it where memory runs out. Default: 8, or 4, 2, 1 if 8 does not divide a process's share."""

@@ -305,8 +305,11 @@ def weights_to_hf(weights: dict[str, Tensor], config: GPTConfig) -> dict[str, Te
 def find_folder(name: str) -> Path:
     """Return the folder or file `name`, or the folder of the hub's repository of that name, which
     is downloaded unless the hub's cache has it."""
-    if Path(name).exists():
-        return Path(name)
+    path = Path(name)
+    if path.exists():
+        return path
+    if path.parent != Path() and path.parent.is_dir():  # runs/demi, and not OWNER/NAME of the hub
+        raise UserError(f"there is no {name}")
     # imported here, because only names of the hub need it
     from huggingface_hub import snapshot_download
 
@@ -317,7 +320,7 @@ def find_folder(name: str) -> Path:
     except (OSError, ValueError) as error:  # no such name, or no network
         raise UserError(
             f"{name} is no folder or file, and the Hugging Face hub did not provide a model of "
-            f"that name ({type(error).__name__}); check the name and the network"
+            "that name; check the name and the network"
         ) from error
 
 

@@ -34,7 +34,7 @@ def test_every_line_works_in_a_shell_without_an_environment(tmp_path, left_out):
 
 @pytest.mark.parametrize("name", ["train", "finetune", "sample", "evaluate", "convert", "plot"])
 def test_a_script_without_pytorch_says_what_to_type(name):
-    bad(["-S", f"{name}.py"], "has no package torch; type: ")  # -S: without what is installed
+    bad(["-S", f"{name}.py"], "has no package torch; type ")  # -S: without what is installed
 
 
 @pytest.mark.parametrize("given", [{}, {"GOMP_SPINCOUNT": "7"}, {"OMP_WAIT_POLICY": "active"}])

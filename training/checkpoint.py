@@ -306,8 +306,10 @@ def find_checkpoint(name: str | Path) -> Path | None:
     # a config.json of Hugging Face: a run's own is in its logs/
     if (path / "config.json").exists():
         return None
+    runs = sorted(str(x.parent) for x in Path("runs").rglob("checkpoints") if newest_first(x))
+    others = f", but {' '.join(runs)}," if runs else ""  # folders of --run_dir runs/NAME
     raise UserError(
-        f"{folder} holds no checkpoint and no model of Hugging Face's format; of nanoGPT, "
+        f"{folder} holds no checkpoint{others} and no model of Hugging Face's format; of nanoGPT, "
         "build-nanogpt and llm.c give the file"
     )
 

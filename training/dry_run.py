@@ -15,12 +15,13 @@ from training.communication import MFU, StepForecast, forecast_step, step_flops
 from training.plan import USABLE, Hardware, forecast_memory
 from training.run import check_folders
 from training.start import init_checksum, open_start
-from training.summary import describe_steps, start_shape
+from training.summary import describe_epochs, describe_steps, start_shape
 from utils.devices import seconds_on_cpu
 from utils.distributed import ALONE, launched
 from utils.throughput import NAMED_GPUS, NETWORK_BANDWIDTH
 
 DOLLARS_PER_GPU_HOUR = 2.50  # rent of an H100, used for all GPUs
+LONG_HOURS = 100  # above this a run on a CPU is hardly meant
 FEWEST_FITTED_TOKENS = 100_000_000  # shortest run that fitted_loss was fitted to
 
 
@@ -80,8 +81,11 @@ def print_forecast(
     flops_per_step = step_flops(options, model)  # on all devices together
     # MFU counts each FLOP of the model once, also if it is computed again.
     mfu = utilization * model.flops_per_token() * options.total_batch_size / flops_per_step
-    time = describe_time(flops_per_step * steps, hardware, utilization, mfu)
-    print(f"{model.flops_per_token() * tokens:.3g} FLOPs for {tokens_text}{time}")
+    if steps == 0:
+        print(f"the run is at its last step, {options.max_steps:,}: it would not go on")
+    else:
+        time = describe_time(flops_per_step * steps, hardware, utilization, mfu)
+        print(f"{model.flops_per_token() * tokens:.3g} FLOPs for {tokens_text}{time}")
 
     # Loss of a new model, if it resembles those of the fit: they had GPT-2's tokens, and no n-gram
     # embeddings, of whose many parameters a token uses few.
@@ -109,7 +113,7 @@ def open_data(options: ResolvedTrainConfig) -> dict[str, Mixture]:
         for split in ("train", "val"):
             data[split] = Mixture(options.data_dir, split, options.block_size)
         train_data = data["train"]
-        epochs = train_data.describe_epochs(options.max_steps * options.total_batch_size)
+        epochs = describe_epochs(options, train_data)
         print(f"{len(train_data.stream):,} train tokens: {epochs}")
     except MissingShards as error:
         # `describe_next` says how to make them
@@ -166,7 +170,8 @@ def describe_time(flops: float, hardware: Hardware, utilization: float, mfu: flo
     if hardware.device.type == "cpu":
         hours = seconds_on_cpu(flops, hardware.dtype) / 3600  # times a matmul
         # train.sh quotes the text between "about" and "on this processor"
-        return f": about {describe_hours(hours)} on this processor"
+        text = f": about {describe_hours(hours)} on this processor"
+        return text if hours < LONG_HOURS else f"{text}; bash train.sh demo takes minutes"
     if hardware.gpu is None:
         return ""
     peak = hardware.gpu.peak  # FLOP/s
@@ -186,6 +191,7 @@ def describe_hours(hours: float) -> str:
         return f"{max(0.1, 60 * hours):.1f} minutes"
     if hours < 48:
         return f"{hours:,.1f} hours"
+    hours = float(f"{hours:.2g}")  # two digits: it is a forecast
     return f"{hours:,.0f} hours ({hours / 24:,.0f} days)"
 
 
@@ -204,10 +210,7 @@ def describe_loss(parameters: int, tokens: int) -> str:
             f"loss to expect: {fit} knows no runs of under {FEWEST_FITTED_TOKENS / 1e6:.0f}M tokens"
         )
     loss = fitted_loss(parameters, tokens)
-    text = (
-        f"loss to expect: about {loss:.2f}, by {fit}; it knows C4 and AdamW, and neither other "
-        "text nor tokens that are read twice"
-    )
+    text = f"loss to expect: about {loss:.2f}, by {fit}, for text like C4, read once, with AdamW"
     # For a fixed product of both, the loss is lowest where the two terms of the fit are equal:
     # 521 / parameters^a = 1488 / tokens^a, with a = 0.3527.
     best_parameters = (521 / 1488) ** (0.5 / 0.3527) * (parameters * tokens) ** 0.5

@@ -65,6 +65,15 @@ def note_recipe(
         )
 
 
+def describe_epochs(options: ResolvedTrainConfig, train_data: Mixture) -> str:
+    """Return how often the run reads its data, with a warning above MOST_EPOCHS."""
+    run_tokens = options.max_steps * options.total_batch_size
+    text = train_data.describe_epochs(run_tokens)  # "0.53 epochs"
+    if run_tokens > MOST_EPOCHS * len(train_data.stream):
+        text += f" (more than {MOST_EPOCHS}: train fewer steps)"
+    return text
+
+
 def describe_steps(options: ResolvedTrainConfig, micro_steps: int, num_parts: int) -> str:
     """Return how the run is cut into steps, and a step into micro-batches, `micro_steps` for each
     of `num_parts` parts of the data."""
@@ -86,12 +95,9 @@ def print_summary(
     # logger.print writes above the progress bar, on the main process only
     for folder in train_data.stream.unfinished:
         run.logger.print(f"warning: {folder} holds a part of its text: run the sharding to its end")
-    run_tokens = options.max_steps * options.total_batch_size
-    if run_tokens > MOST_EPOCHS * len(train_data.stream):
-        run.logger.print(f"warning: more than {MOST_EPOCHS} epochs: train fewer steps")
     if options.warmup_steps > options.max_steps // 2:
         run.logger.print(f"warning: warmup ends after half of the {options.max_steps:,} steps")
-    epochs = train_data.describe_epochs(run_tokens)  # "0.53 epochs"
+    epochs = describe_epochs(options, train_data)
     text = (
         f"{model.num_parameters():,} parameters; {len(train_data.stream):,} train tokens; "
         f"{epochs}: {describe_steps(options, slicing.micro_steps, run.process.world_size)}"

@@ -21,9 +21,9 @@ if "OMP_WAIT_POLICY" not in os.environ:
 # These four are enough to check, as all packages are installed together.
 for package in ("torch", "numpy", "tyro", "yaml"):
     if find_spec(package) is None:  # searches the disk, imports nothing
-        command = "python -m pip install -r requirements.txt"
+        command = "bash train.sh demo, which installs it, or see Install in README.md"
         # sys.prefix is the folder of the environment that Python runs in
         if VENV.exists() and Path(sys.prefix) != VENV:
             command = f'. "{VENV}/bin/activate"'
-        sys.stderr.write(f"error: {sys.executable} has no package {package}; type: {command}\n")
+        sys.stderr.write(f"error: {sys.executable} has no package {package}; type {command}\n")
         sys.exit(2)

@@ -78,13 +78,16 @@ def test_a_broken_shard_is_named(tmp_path, name, content, message):
 def test_missing_and_empty_folders_say_what_to_do(tmp_path):
     write(tmp_path, "val", 0, range(10))
     (tmp_path / "empty").mkdir()
-    for path in (tmp_path / "nothing", tmp_path / "empty"):
+    for path, problem in {
+        tmp_path / "nothing": "is no folder",
+        tmp_path / "val_000000.npy": "is no folder",
+        tmp_path / "empty": "holds no val shards",
+    }.items():
         for folders in ([path], [tmp_path, path]):
-            with user_error(f"{path} holds no val shards.*python data/finew"):
+            with user_error(f"{path} {problem}.*python data/finew.*--local_dir {path}"):
                 open_folders(folders, "val")
-    for path in (tmp_path, tmp_path / "val_000000.npy"):
-        with user_error(f"{path} holds no train shards"):
-            open_folders([path], "train")
+    with user_error(f"{tmp_path} holds no train shards"):
+        open_folders([tmp_path], "train")
 
 
 def test_the_manifest_lists_the_shards_and_each_is_opened_when_it_is_first_read(tmp_path):

@@ -83,9 +83,9 @@ def test_what_a_run_without_shards_prints_makes_them(tmp_path):
     text.write_text("It was the best of times, it was the worst of times. " * 2000)
     said = script(*train_args(tmp_path / "none", tmp_path / "run", 2), code=2).stderr
     command = re.search(r"python data/fineweb-edu.py .*", said)[0]
-    command = command.replace("YOUR_TEXT", str(text)).replace("FOLDER", str(tmp_path / "shards"))
+    command = command.replace("YOUR_TEXT", str(text))
     execute(f"{command} --tokenizer bytes", tmp_path)
-    script(*train_args(tmp_path / "shards", tmp_path / "run", 2))
+    script(*train_args(tmp_path / "none", tmp_path / "run", 2))
 
 
 @pytest.mark.parametrize(

@@ -96,8 +96,13 @@ def test_without_a_path_the_best_else_the_newest_is_taken_and_named(
     with pytest.raises(FileNotFoundError):  # a misspelt checkpoint is no name on the hub
         sample_py.open_model("none.pt")
     folder.mkdir()
-    with user_error(f"{folder} holds no checkpoint"):
+    with user_error(f"{folder} holds no checkpoint and no model"):
         find_checkpoint(folder)
+    shutil.copytree(trained, "runs/own")
+    with user_error(f"{folder} holds no checkpoint, but runs/own, and no model"):
+        find_checkpoint(folder)
+    with user_error("there is no runs/owm$"):  # nor is it a name on the hub
+        sample_py.open_model("runs/owm")
     for name in ("model_last.pt", "model_best.pt"):  # the best is preferred once it is there
         shutil.copy(trained / "checkpoints" / name, folder / name)
         for path in (folder, tmp_path):  # a run's folder, too

@@ -95,6 +95,8 @@ def test_a_dry_run_of_a_resumed_run_counts_the_rest(shards, trained):
     out = script(*args, "--run_dir", trained, "--resume", "auto").stdout
     step, batch = re.search(r"after step (\d+): ", out)[1], re.search(r"steps of (\d+)", out)[1]
     assert 0 < int(step) < 30
+    finished = script(*args, "--max_steps", step, "--run_dir", trained, "--resume", "auto").stdout
+    assert f"the run is at its last step, {step}: it would not go on" in finished
     assert f" FLOPs for the {(30 - int(step)) * int(batch):,} tokens after" in out
     assert re.search(r"^[\d,]+ train tokens: [\d.]+ epochs$", out, re.M)
     assert out.endswith("\nnext: the same command of train.py without --dry_run\n")
@@ -106,7 +108,7 @@ def test_a_dry_run_of_a_resumed_run_counts_the_rest(shards, trained):
         (1e-9, "0.1 minutes"),
         (0.5, "30.0 minutes"),
         (1, "1.0 hours"),
-        (1200, "1,200 hours (50 days)"),
+        (1234, "1,200 hours (50 days)"),
     ],
 )
 def test_times_have_a_unit_in_which_they_are_no_zero(hours, text):
@@ -120,7 +122,7 @@ def test_times_have_a_unit_in_which_they_are_no_zero(hours, text):
             (),
             "about 3.04, .*; for the same compute it is lowest, 3.00, with 252M parameters",
         ),
-        (("--model_type", "gpt2-xl"), "about 2.61, .* are read twice$"),
+        (("--model_type", "gpt2-xl"), "about 2.61, .*, with AdamW$"),
         (
             ("--config", "configs/five_minutes.toml"),
             "the fit of .* knows no runs of under 100M tokens$",

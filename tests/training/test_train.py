@@ -136,7 +136,7 @@ def test_mistakes_are_one_sentence_and_write_nothing(shards, trained, tmp_path):
     np.save(tmp_path / "val_0.npy", np.load(foreign))
     of_bytes = ["--resume", trained / "checkpoints/model_last.pt"]
     for flags, message in (
-        (["--data_dir", tmp_path / "none"], "holds no train shards"),
+        (["--data_dir", tmp_path / "none"], "none is no folder; to make it"),
         (["--n_head", 5], "does not divide by"),
         (["--checkpoint_dir", shards / "manifest.json" / "x"], "x: Not a directory"),
         (["--block_size", 10_000, "--total_batch_size", 40_000], "too few for"),
