@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 from model.config import GPT3_SIZES, SIZES, GPTConfig
-from model.recipes import Recipe, ScheduleName
+from recipes import Recipe, ScheduleName
 from utils.cli import flag_value
 from utils.errors import UserError
 from utils.ranges import BelowOne, Count, Natural, NonNegative

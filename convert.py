@@ -18,13 +18,14 @@ import utils.environment  # noqa: F401 (first: it says what to type without PyTo
 import torch
 
 from data.export_tokenizer import save_tokenizer
+from data.open_model import open_model
 from data.tokenizer import CHAT_TEMPLATE, load_tokenizer
 from finetuning.chat import is_chat
 from model.config import SIZED
+from model.formats.checkpoint import find_checkpoint
+from model.formats.huggingface import EMBEDDING, HEAD, differences, nearest_gpt2, save_pretrained
 from model.gpt import GPT
-from model.huggingface import EMBEDDING, HEAD, differences, nearest_gpt2, save_pretrained
-from training.checkpoint import find_checkpoint, open_model
-from training.parts import copy_state
+from training.parallel.own_rows import copy_state
 from training.run import TrainState
 from training.writer import save_checkpoint
 from utils.cli import start_script

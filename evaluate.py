@@ -22,18 +22,18 @@ import utils.environment  # noqa: F401 (first: it says what to type without PyTo
 from tqdm import tqdm
 
 from data.loader import Mixture
+from data.open_model import open_model
 from data.tokenizer import load_tokenizer
 from evaluation.benchmarks import BENCHMARKS
 from evaluation.core import FewShotTasks
-from evaluation.evaluator import open_benchmark
-from evaluation.scoring import ItemScorer
+from evaluation.scoring import ItemScorer, open_benchmark
 from evaluation.table import format_table, openai_size
 from evaluation.tasks import Benchmark, Result, TaskScores, evenly_spread, exponential
 from finetuning.answers import score_questions
 from finetuning.chat import is_chat
 from finetuning.examples import TextEncoder, read_jsonl
+from model.formats.checkpoint import find_checkpoint
 from model.inference import prepare_for_inference
-from training.checkpoint import find_checkpoint, open_model
 from utils import distributed
 from utils.cli import start_script
 from utils.devices import pick_dtype

@@ -22,7 +22,6 @@ from torch.optim import Optimizer
 
 from data.loader import step_sequences
 from data.tokenizer import load_tokenizer
-from evaluation.evaluator import is_due
 from finetuning.examples import TextEncoder, read_lines
 from finetuning.grpo import GroupRelativePolicy
 from finetuning.methods import (
@@ -35,13 +34,14 @@ from finetuning.methods import (
 from finetuning.options import FinetuneConfig, ResolvedFinetuneConfig, resolve_options
 from finetuning.rewards import RewardModel, load_reward_function
 from model.execution import Execution, uncompiled
+from model.formats.checkpoint import REWARD_HEAD, Checkpoint, check_head, find_checkpoint
 from model.gpt import GPT, build_without_weights
-from model.recipes import Recipe
 from model.rows import Rows
-from training.checkpoint import REWARD_HEAD, Checkpoint, check_head, find_checkpoint
+from recipes import Recipe
+from training.evaluator import is_due
 from training.options import read_options, resolve_compile, resolve_dtype
-from training.parallel import clip_grad_norm, sync_gradients
-from training.parts import fill_model
+from training.parallel.data_parallel import clip_grad_norm, sync_gradients
+from training.parallel.own_rows import fill_model
 from training.run import Run, StepResult, reason_to_skip, seed_step, start_process
 from training.saver import Saver, finish_writing
 from training.schedule import set_rates

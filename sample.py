@@ -20,13 +20,13 @@ import utils.environment  # noqa: F401 (first: it says what to type without PyTo
 import torch
 
 from data.named_tokenizer import Tokenizer
+from data.open_model import open_model
 from data.tokenizer import load_tokenizer
 from finetuning.chat import Messages, encode_prompt, fit_history, is_chat
 from finetuning.completions import decode_completion
 from model.generate import Sampling, generate
 from model.gpt import GPT
 from model.inference import prepare_for_inference
-from training.checkpoint import open_model
 from utils.cli import start_script
 from utils.devices import autocast, pick_device, pick_dtype
 from utils.errors import UserError, check_text

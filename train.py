@@ -26,15 +26,15 @@ from torch import Tensor
 
 from config import ResolvedTrainConfig, TrainConfig
 from data.loader import Mixture, Slicing, TokenStream, prefetch, train_batches
-from evaluation.evaluator import Evaluator
 from model.execution import Execution
+from model.formats.checkpoint import Checkpoint
 from model.gpt import GPT, build_without_weights
-from model.recipes import Recipe
 from model.rows import Rows
-from training.checkpoint import Checkpoint
-from training.dry_run import print_forecast
+from recipes import Recipe
+from training.evaluator import Evaluator
+from training.forecast.dry_run import print_forecast
 from training.options import read_options, resolve_on_device, resolve_options
-from training.parallel import clip_grad_norm, sync_gradients
+from training.parallel.data_parallel import clip_grad_norm, sync_gradients
 from training.run import Run, StepResult, reason_to_skip, seed_step, start_process
 from training.saver import Saver, finish_writing
 from training.schedule import set_rates

@@ -9,10 +9,11 @@ not here: tasks.py chooses, evaluator.py and evaluate.py decide what is scored.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -20,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from data.named_tokenizer import Tokenizer
-from evaluation.tasks import Continuation, Item, Score, Task, batched
+from evaluation.tasks import Benchmark, Continuation, Item, Score, ScoreTask, Task, batched
 from evaluation.validation import Scorer
 from model.loss import chunk_bytes, rows_within
 from utils.devices import autocast
@@ -236,3 +237,18 @@ class ItemScorer(Scorer):
                 )
                 start = end
         return score_of_place
+
+
+def open_benchmark(
+    benchmark: Benchmark,
+    path: Path | None,
+    limit: int | None,
+    scorer: ItemScorer,
+    protocols: Sequence[str],
+) -> ScoreTask:
+    """Read a benchmark's file, or download it, and return the function that scores it. Raises
+    UserError for what cannot be read or scored, now and not in the middle of a run."""
+    block_size = scorer.model.config.block_size
+    read = partial(benchmark.read, path, limit, scorer.tokenizer, block_size)
+    rows = scorer.process.read_on_all(read)  # dicts, or for CORE pairs of a task and its rows
+    return partial(benchmark.score, rows, scorer.score, protocols)

@@ -17,7 +17,7 @@ from typing import Any
 from data.named_tokenizer import TOKENIZERS, Tokenizer
 from data.tokenizer import FileTokenizer, load_tokenizer
 from evaluation.tasks import get_field
-from training.checkpoint import Checkpoint
+from model.formats.checkpoint import Checkpoint
 
 # "role", "content", and further fields that a chat template may read
 Message = dict[str, Any]

@@ -15,7 +15,7 @@ from config import (
     log_folder,
     resolve,
 )
-from model.recipes import ScheduleName
+from recipes import ScheduleName
 from utils.cli import flag_value
 from utils.errors import UserError
 from utils.ranges import BelowOne, Count, Natural, NonNegative

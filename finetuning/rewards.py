@@ -20,8 +20,8 @@ from finetuning.completions import Completion, is_exact
 from finetuning.examples import Batch, TextEncoder, collate_padded
 from model.config import GPTConfig
 from model.execution import Execution
+from model.formats.checkpoint import find_checkpoint, load_model
 from model.gpt import GPT
-from training.checkpoint import find_checkpoint, load_model
 from utils.devices import autocast
 from utils.distributed import Process
 from utils.errors import UserError

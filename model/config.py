@@ -1,6 +1,6 @@
 """GPTConfig: the architecture of a model, and the named sizes of GPT-2 and GPT-3.
 
-How a model is trained is no part of it: that stands in config.py and model/recipes.py.
+How a model is trained is no part of it: that stands in config.py and recipes.py.
 """
 
 from dataclasses import dataclass

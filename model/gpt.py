@@ -373,7 +373,7 @@ def build_without_weights(
     config: GPTConfig, execution: Execution | None = None, model_class: type[GPT] = GPT
 ) -> GPT:
     """Return a model on the device "meta", with shapes and no memory: to count its parameters, or
-    for weights that `load_state_dict(..., assign=True)` or training/parts.py gives it."""
+    for weights that `load_state_dict(..., assign=True)` or fill_model gives it."""
     with torch.device("meta"), SkipInit():
         return model_class(config, execution)
 

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from model.execution import compile_static
 
-# Sizes in bytes. training/plan.py forecasts memory from LOGITS_BYTES and SOFTMAX_BYTES.
+# Sizes in bytes. training/forecast/memory.py forecasts memory from LOGITS_BYTES and SOFTMAX_BYTES.
 # Up to this size of a batch's float32 logits, a single F.cross_entropy is faster than chunks.
 PLAIN_BYTES = 2**22
 # Largest float32 logits of a chunk.

@@ -2,7 +2,7 @@
 
     python scripts/bench.py --use_torch_compile --peer ../nanoGPT
 
-training/measure.py says how. The last line of the output is the comparison as JSON.
+scripts/measure.py says how. The last line of the output is the comparison as JSON.
 """
 
 import json
@@ -24,9 +24,9 @@ from data.named_tokenizer import GPT2Tokenizer
 from model.config import GPTConfig
 from model.execution import Execution
 from model.gpt import GPT, build_without_weights
-from model.recipes import parse_recipe
-from training.measure import MeasureOptions, Program, measure_in_turn
-from training.optim import make_optimizers
+from recipes import parse_recipe
+from scripts.measure import MeasureOptions, Program, measure_in_turn
+from training.optimizers import make_optimizers
 from utils.cli import start_script
 from utils.devices import describe, pick_device, pick_dtype
 from utils.errors import UserError
@@ -63,7 +63,7 @@ class BenchConfig(MachineOptions, ShapeOptions, BenchOptions):
 
 def build_ours(config: BenchConfig) -> Program:
     """Return this project's model, optimizers and dtype, as train.py makes them. It runs in a
-    process of its own, which training/measure.py starts."""
+    process of its own, which scripts/measure.py starts."""
     device = pick_device(config.device)
     dtype = pick_dtype(config.dtype, device)
     recipe = parse_recipe(config.recipe)

@@ -23,7 +23,7 @@ import utils.environment  # noqa: F401 (first: it says what to type without PyTo
 import torch
 
 from evaluation.table import PUBLIC_RUN, PUBLISHED
-from training.communication import MFU
+from training.forecast.step_time import MFU
 from utils.cli import start_script
 from utils.errors import UserError
 from utils.logger import read_metrics

@@ -30,9 +30,9 @@ from evaluation.figure import WIDTH, save
 from model.config import GPTConfig
 from model.execution import Execution
 from model.gpt import GPT, rebuild
-from model.recipes import Recipe
-from training.measure import Measurement, MeasureOptions, Program, measure_in_turn
-from training.optim import make_optimizers
+from recipes import Recipe
+from scripts.measure import Measurement, MeasureOptions, Program, measure_in_turn
+from training.optimizers import make_optimizers
 from utils.cli import start_script
 from utils.devices import pick_device
 from utils.ranges import Count, NonNegative
@@ -137,7 +137,7 @@ class PlainAdamW(torch.optim.Optimizer):
 
 def build(rung: str, config: LadderConfig) -> Program:
     """Return the program of a rung: this project's model, with a plain part for each change that
-    comes later. It runs in a process of its own, which training/measure.py starts."""
+    comes later. It runs in a process of its own, which scripts/measure.py starts."""
     changes = RUNGS[: RUNGS.index(rung) + 1]  # this rung's change and all before
     shape = GPTConfig(
         block_size=config.block_size,
@@ -148,7 +148,7 @@ def build(rung: str, config: LadderConfig) -> Program:
     checkpointing = "block" if "activation checkpointing" in changes else "none"
     model = GPT(shape, Execution(checkpointing, "compile" in changes))
     if "padded vocabulary" not in changes:
-        # All rungs begin with the same weights, as training/measure.py seeds before. Here only the
+        # All rungs begin with the same weights, as scripts/measure.py seeds before. Here only the
         # rows of the padding are missing.
         model = rebuild(model, UnpaddedConfig(**vars(shape)))
     if "fused attention" not in changes:

@@ -27,7 +27,7 @@ from matplotlib import colormaps
 from config import TrainConfig, resolve_from_recipe
 from evaluation import figure
 from evaluation.figure import Run, comparable_loss, curve, read_run
-from model.recipes import parse_recipe
+from recipes import parse_recipe
 from training.options import list_changes, read_options
 from utils.cli import start_script
 from utils.errors import UserError

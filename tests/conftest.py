@@ -42,7 +42,7 @@ def read_page(path: str) -> str:
 def train_options(**options: object):
     """Return resolved options of train.py."""
     from config import TrainConfig, resolve_from_recipe
-    from model.recipes import parse_recipe
+    from recipes import parse_recipe
 
     given = TrainConfig(**options)
     return resolve_from_recipe(given, parse_recipe(given.recipe))
@@ -289,7 +289,7 @@ def gap(run: Path, other: Path) -> float:
 
 def weights(run: Path, name: str = "model_last.pt") -> dict:
     """Return the float32 weights of a run's checkpoint."""
-    from training.checkpoint import join_float32, load_checkpoint
+    from model.formats.checkpoint import join_float32, load_checkpoint
 
     state = load_checkpoint(run / "checkpoints" / name)
     return {k: join_float32(v, state["model_low"][k]) for k, v in state["model"].items()}

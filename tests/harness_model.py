@@ -15,8 +15,8 @@ import torch
 from data.export_tokenizer import save_tokenizer
 from data.tokenizer import load_tokenizer
 from model.config import GPTConfig
+from model.formats.huggingface import save_pretrained
 from model.gpt import GPT
-from model.huggingface import save_pretrained
 
 # frequent last words of LAMBADA passages, made likely so that the model is not always wrong
 LIKELY = (" Sarah", " Nick", " Ana", " Daniel", " Gabriel", " too")

@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 import yaml
 
+from data.open_model import open_model
 from data.tokenizer import load_tokenizer
-from training.checkpoint import open_model
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ from config import TrainConfig
 from finetuning.options import FinetuneConfig
 from model.config import GPTConfig
 from model.gpt import build_without_weights
-from model.recipes import parse_recipe
+from recipes import parse_recipe
 from training.options import model_shape
 from utils.cli import parse
 from utils.errors import UserError

@@ -117,8 +117,8 @@ def test_a_file_of_options_names_flags_that_all_its_scripts_have(path):
     "package", ["utils", "model", "data", "training", "evaluation", "finetuning"]
 )
 def test_other_files_below_the_scripts_name_no_flag(package):
-    for file in (ROOT / package).glob("*.py"):
-        path = f"{package}/{file.name}"
+    for file in (ROOT / package).rglob("*.py"):
+        path = str(file.relative_to(ROOT))
         if path not in [*SCRIPTS, *OPTIONS_FILES]:
             tree = ast.parse(file.read_text(encoding="utf-8"))
             wrong = {flag for text in strings(tree) for flag in wrong_flags(text, None)}

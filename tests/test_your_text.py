@@ -12,8 +12,8 @@ from pyarrow import parquet
 
 from data.tokenizer import load_tokenizer
 from model.config import GPTConfig
+from model.formats.huggingface import save_pretrained
 from model.gpt import GPT
-from model.huggingface import save_pretrained
 
 SMALLER = {"--max_steps": "3", "--eval_every": "2", "--total_batch_size": "1024"}
 

@@ -2,8 +2,8 @@
 
 Muon replaces the momentum of a matrix by the nearest orthogonal matrix, so that the update has
 about the same size in every direction. The orthogonal matrix is found by five Newton-Schulz
-iterations, which are matmuls. Embeddings, heads and vectors are AdamW's: training/optim.py divides
-them.
+iterations, which are matmuls. Embeddings, heads and vectors are AdamW's: training/optimizers.py
+divides them.
 
 Matrices of one shape, those of the layers, are stacked and go through each operation together: a
 GPU would wait longer for the launches of single ones than it computes. An iteration needs whole
@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from model.gpt import GPT
-from model.recipes import Recipe
-from training.tensor_parallel import group_size, stacked_layers
+from recipes import Recipe
+from training.parallel.tensor_parallel import group_size, stacked_layers
 
 # Jordan et al. 2024: a, b and c of the polynomial a s + b s^3 + c s^5 of a singular value s, chosen
 # steep at 0 so that small singular values grow to about 1 in five iterations.

@@ -23,17 +23,17 @@ from config import (
     resolve_from_recipe,
 )
 from model.config import GPTConfig
-from model.recipes import Recipe, parse_recipe
-from training.advice import choose_micro_batch
-from training.checkpoint import (
+from model.formats.checkpoint import (
     Checkpoint,
     checkpoint_folder,
     find_newest,
     load_checkpoint,
     run_position,
 )
-from training.plan import Hardware
-from training.tensor_parallel import check_divides
+from recipes import Recipe, parse_recipe
+from training.forecast.advice import choose_micro_batch
+from training.forecast.memory import Hardware
+from training.parallel.tensor_parallel import check_divides
 from utils.cli import expand_home, flag_value, named_flags, parse, to_flags
 from utils.devices import is_bfloat16_faster, missing_compiler, pick_device, pick_dtype
 from utils.distributed import Process, launched

@@ -3,7 +3,7 @@
 One run at a time holds a checkpoint folder and a log folder. A folder that holds another run, or a
 later step than the one that is resumed, is refused unless --overwrite. This file is not about the
 options of a run (training/options.py), its steps (train.py) or its checkpoints' format
-(training/checkpoint.py).
+(model/formats/checkpoint.py).
 """
 
 import json
@@ -25,10 +25,7 @@ from torch.amp import GradScaler
 from config import OTHER_RUN_REMEDY, MachineOptions, ResolvedOptions
 from data.tokenizer import tokenizer_identity
 from model.config import GPTConfig
-from model.gpt import GPT
-from model.recipes import Recipe
-from model.rows import Rows
-from training.checkpoint import (
+from model.formats.checkpoint import (
     BEST,
     Checkpoint,
     load_checkpoint,
@@ -37,9 +34,12 @@ from training.checkpoint import (
     run_position,
     verify,
 )
-from training.optim import MOMENTS, make_optimizers
-from training.parallel import wrap
-from training.parts import fill_optimizers
+from model.gpt import GPT
+from model.rows import Rows
+from recipes import Recipe
+from training.optimizers import MOMENTS, make_optimizers
+from training.parallel.data_parallel import wrap
+from training.parallel.own_rows import fill_optimizers
 from training.start import compare_processes, warn_of_order
 from training.weights_and_biases import open_wandb
 from utils import distributed

@@ -2,7 +2,7 @@
 
 Without sharding a thread of the main process writes a copy of the state while training goes on.
 Under sharding no process has all of the state: each writes what it holds into the one file, and
-training waits. The format of the file stands in training/checkpoint.py.
+training waits. The format of the file stands in model/formats/checkpoint.py.
 """
 
 import math
@@ -11,9 +11,9 @@ from dataclasses import asdict, dataclass, field
 
 import torch
 
+from model.formats.checkpoint import BEST, LAST, NUMBERED, load_checkpoint, numbered
 from model.gpt import GPT
-from training.checkpoint import BEST, LAST, NUMBERED, load_checkpoint, numbered
-from training.parts import Piece, copy_state
+from training.parallel.own_rows import Piece, copy_state
 from training.run import PATIENCE, Run
 from training.writer import save_checkpoint
 from utils.distributed import ALONE, Process

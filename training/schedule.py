@@ -67,7 +67,8 @@ def set_rates(
 ) -> float:
     """Set the learning rate of every parameter group for update `step`; return it, for the log.
 
-    A group's "lr_scale" (training/optim.py) multiplies it: recipes give embeddings their own rate.
+    A group's "lr_scale" (training/optimizers.py) multiplies it: recipes give embeddings their own
+    rate.
     """
     lr = learning_rate(step, options)
     for optimizer in optimizers:

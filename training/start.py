@@ -2,7 +2,8 @@
 whether all processes have the same.
 
 Weights of a checkpoint are read here for their checksum alone, by each process a part of the rows.
-Those of a new model are GPT.initial_weights of model/gpt.py; training/parts.py fills weights in.
+Those of a new model are GPT.initial_weights of model/gpt.py; training/parallel/own_rows.py fills
+weights in.
 """
 
 import json
@@ -12,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from config import RunOptions
+from data.open_model import open_pretrained
 from model.config import GPTConfig
-from model.rows import Rows
-from training.checkpoint import (
+from model.formats.checkpoint import (
     Checkpoint,
     check_head,
     checksum,
@@ -24,7 +25,7 @@ from training.checkpoint import (
     reading_checkpoint,
     verify,
 )
-from training.pretrained import open_pretrained
+from model.rows import Rows
 from utils.distributed import ALONE, Process
 from utils.errors import UserError
 

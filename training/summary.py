@@ -7,12 +7,12 @@ from data.loader import Mixture, Slicing, TokenStream
 from data.tokenizer import tokenizer_identity
 from model.config import GPTConfig
 from model.gpt import GPT
-from model.recipes import Recipe
-from training.communication import step_flops
+from recipes import Recipe
+from training.forecast.step_time import step_flops
 from training.options import model_shape
+from training.parallel.tensor_parallel import check_divides
 from training.run import Run
 from training.start import SavedModel
-from training.tensor_parallel import check_divides
 from utils.devices import seconds_on_cpu
 from utils.distributed import Process
 from utils.errors import UserError

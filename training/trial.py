@@ -1,8 +1,8 @@
 """Trial of the micro-batch that a forecast of memory gave --micro_batch_size auto.
 
-The forecast (training/plan.py) counts what PyTorch keeps, and cannot know of fragments, of what
-libraries take, or of other programs on a GPU. This file is not about the first choice
-(training/advice.py).
+The forecast (training/forecast/memory.py) counts what PyTorch keeps, and cannot know of fragments,
+of what libraries take, or of other programs on a GPU. This file is not about the first choice
+(training/forecast/advice.py).
 """
 
 from dataclasses import replace
@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from config import ResolvedTrainConfig
-from training.optim import MOMENTS
-from training.parallel import sync_gradients
+from training.optimizers import MOMENTS
+from training.parallel.data_parallel import sync_gradients
 from training.run import Run
 from utils.devices import autocast
 from utils.errors import UserError, is_out_of_memory

@@ -2,7 +2,7 @@
 
 No process has to hold the whole state: of several, the main process writes the file with gaps in
 the place of the tensors, and then each fills in the rows that it holds. When to save, and under
-which names, is training/saver.py's; the format of a file stands in training/checkpoint.py.
+which names, is training/saver.py's; the format of a file stands in model/formats/checkpoint.py.
 """
 
 import contextlib
@@ -17,8 +17,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from training.checkpoint import FORMAT_VERSION, flatten, split_float32, sum_rows
-from training.parts import Piece
+from model.formats.checkpoint import FORMAT_VERSION, flatten, split_float32, sum_rows
+from training.parallel.own_rows import Piece
 from utils.distributed import ALONE, Process
 from utils.errors import writing
 from utils.files import atomic_write, replace_file
@@ -52,7 +52,7 @@ def save_checkpoint(
         checksums[part] = sum(process.merge({process.number: total}).values())
 
     content = {
-        # the first key: `is_own` of training/checkpoint.py looks for it there
+        # the first key: `is_own` of model/formats/checkpoint.py looks for it there
         "format_version": FORMAT_VERSION,
         "versions": {"torch": str(torch.__version__)},
         **entries,

@@ -3,7 +3,7 @@
 torchrun starts one process for each device and numbers them in environment variables (RANK,
 WORLD_SIZE, ...). Every process trains the same model and calls the same collectives (all-reduce,
 ...) in the same order: a collective waits until all processes have called it. How weights and
-gradients are divided is the subject of training/parallel.py.
+gradients are divided is the subject of training/parallel/data_parallel.py.
 
 Nothing here watches for lost processes. When one dies, its connections close, the collectives of
 the others fail (of gloo at once; NCCL may wait until torchrun kills the others), and torchrun
@@ -99,7 +99,7 @@ class Process:
     stop: StopSignal | None = None
     """Signal handler of a run, which saves before it ends; None in scripts that just end."""
     tensor_parallel: int = 1
-    """Processes that share each block: training/tensor_parallel.py."""
+    """Processes that share each block: training/parallel/tensor_parallel.py."""
     tensor_rank: int = 0
     """Number of this process among them."""
 
@@ -198,6 +198,18 @@ class Process:
         # raise this process's own error, or else the first error of another process
         for text in texts.values():
             raise error or UserError(text)
+
+    def read_on_all(self, read: Callable[[], Output]) -> Output:
+        """Return the result of `read` on every process; raise an error on all if one of them
+        cannot. The main process reads first, and the others after it, so that a download happens
+        once and the others find it in the cache."""
+        for is_turn_of_main in (True, False):
+            # If one process left alone with an error, the others would wait forever. So each round
+            # ends on all processes together, and raises the error on all.
+            with self.together():
+                if self.is_main == is_turn_of_main:
+                    content = read()
+        return content
 
     def all_equal(self, number: int) -> bool:
         """Return whether every process has the same number, below 2^63."""

@@ -35,7 +35,7 @@ from evaluation.scoring import pack
 from evaluation.tasks import Item
 from finetuning.examples import TextEncoder, encode_completion, encode_messages
 from model.config import GPTConfig
-from model.recipes import Recipe
+from recipes import Recipe
 from sample import SampleConfig, Writer
 from training.summary import start_shape
 from utils.distributed import ALONE

@@ -18,8 +18,8 @@ from data.tokenizer import load_tokenizer
 from evaluation.scoring import ItemScorer
 from evaluation.table import openai_size
 from model.config import GPTConfig
+from model.formats.huggingface import load_pretrained, save_pretrained
 from model.gpt import GPT
-from model.huggingface import load_pretrained, save_pretrained
 from utils.distributed import Process
 from utils.errors import UserError
 

@@ -20,7 +20,7 @@ from evaluation.tasks import Item
 from evaluation.validation import weighted_mean
 from model.config import GPTConfig
 from model.gpt import GPT
-from model.recipes import parse_recipe
+from recipes import parse_recipe
 from utils.distributed import Process
 
 LAMBADA = BENCHMARKS["lambada"]

@@ -30,8 +30,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import train
 import training.run
 from data.manifest import Manifest, ShardEntry, write_manifest
-from model.recipes import parse_recipe
-from training.plan import Hardware, forecast_memory
+from recipes import parse_recipe
+from training.forecast.memory import Hardware, forecast_memory
 
 # flags, and tokens of a micro-batch
 MODELS = {

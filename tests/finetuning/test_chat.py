@@ -29,8 +29,8 @@ from finetuning.examples import (
     read_jsonl,
 )
 from model.config import GPTConfig
+from model.formats.huggingface import save_pretrained
 from model.gpt import GPT
-from model.huggingface import save_pretrained
 from utils.distributed import Process
 from utils.errors import UserError
 

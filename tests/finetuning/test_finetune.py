@@ -29,9 +29,9 @@ from finetuning.completions import Completion
 from finetuning.examples import TextEncoder
 from finetuning.rewards import load_reward_function
 from model.config import GPTConfig
+from model.formats.checkpoint import load_checkpoint, load_model
+from model.formats.huggingface import save_pretrained
 from model.gpt import GPT
-from model.huggingface import save_pretrained
-from training.checkpoint import load_checkpoint, load_model
 from utils.distributed import Process
 from utils.errors import UserError
 from utils.logger import read_metrics

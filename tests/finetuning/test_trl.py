@@ -14,8 +14,8 @@ from finetuning.methods import token_logprobs
 from finetuning.options import FinetuneConfig
 from finetuning.rewards import RewardModel
 from model.config import GPTConfig
+from model.formats.huggingface import model_from_hf, weights_to_hf
 from model.gpt import GPT
-from model.huggingface import model_from_hf, weights_to_hf
 
 TRL = json.loads(FILE.read_text())
 

@@ -9,7 +9,7 @@ from tiny import RECIPES, tiny_gpt
 from model.config import GPT2_SIZES, GPT3_SIZES, GPTConfig
 from model.gpt import build_without_weights, rebuild
 from model.layers import KVCache
-from model.recipes import Recipe
+from recipes import Recipe
 
 
 def tiny(*args, **changes):

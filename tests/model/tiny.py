@@ -4,7 +4,7 @@ import torch
 
 from model.config import GPTConfig
 from model.gpt import GPT
-from model.recipes import parse_recipe
+from recipes import parse_recipe
 
 RECIPES = ("gpt2", "modern", "speedrun", "llama,n_kv_head=1")
 

@@ -10,8 +10,8 @@ from tokenizers import processors
 from convert import ConvertConfig, main
 from data.export_tokenizer import to_engine
 from data.tokenizer import load_tokenizer, read_tokenizer
-from model.huggingface import load_pretrained
-from training.checkpoint import join_float32, load_checkpoint, load_model
+from model.formats.checkpoint import join_float32, load_checkpoint, load_model
+from model.formats.huggingface import load_pretrained
 
 LLAMAS = ("llama", "modern,qk_norm=False,n_kv_head=1")
 

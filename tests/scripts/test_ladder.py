@@ -2,7 +2,7 @@ import pytest
 
 from scripts import ladder
 from scripts.ladder import RUNGS, LadderConfig
-from training.measure import measure
+from scripts.measure import measure
 from utils.cli import parse, to_flags
 
 TINY = {"n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 64, "seconds": 0, "device": "cpu"}

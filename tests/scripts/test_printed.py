@@ -24,9 +24,9 @@ from conftest import (
     write_rows,
 )
 
-from model.recipes import Recipe
-from training.advice import advise
-from training.plan import USABLE, Hardware, forecast_memory
+from recipes import Recipe
+from training.forecast.advice import advise
+from training.forecast.memory import USABLE, Hardware, forecast_memory
 from utils.cli import to_flags
 
 TWO_PROCESSES = ("--standalone", "--nproc_per_node=2")

@@ -9,8 +9,8 @@ from conftest import script, user_error
 
 import sample as sample_py
 from data.named_tokenizer import ByteTokenizer
+from model.formats.checkpoint import find_checkpoint
 from model.generate import cut_at_end
-from training.checkpoint import find_checkpoint
 from utils.errors import UserError
 
 

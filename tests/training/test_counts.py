@@ -10,9 +10,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from model.execution import Execution
 from model.gpt import GPT
 from model.layers import rotary_angles
-from model.recipes import parse_recipe
-from training.communication import step_flops
-from training.plan import block_activations
+from recipes import parse_recipe
+from training.forecast.memory import block_activations
+from training.forecast.step_time import step_flops
 from utils.devices import autocast
 
 CPU = torch.device("cpu")

@@ -10,8 +10,8 @@ from config import TrainConfig
 from model import loss as loss_module
 from model.execution import Execution
 from model.gpt import GPT
-from model.recipes import parse_recipe
-from training.parallel import wrap
+from recipes import parse_recipe
+from training.parallel.data_parallel import wrap
 from utils.devices import autocast, pick_device
 from utils.distributed import Process
 

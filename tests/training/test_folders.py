@@ -24,7 +24,7 @@ from conftest import (
 from config import TrainConfig, log_folder
 from data.manifest import read_manifest, write_manifest
 from finetuning.options import FinetuneConfig
-from training.checkpoint import load_checkpoint
+from model.formats.checkpoint import load_checkpoint
 from training.options import read_options, resolve_options
 from utils.logger import read_metrics
 

@@ -21,11 +21,11 @@ from model import loss
 from model.config import GPTConfig
 from model.execution import Execution, compile_static
 from model.gpt import GPT, build_without_weights
-from model.recipes import parse_recipe
-from training import parallel
-from training.optim import make_optimizers
-from training.parallel import sync_gradients
-from training.plan import Hardware, block_activations, forecast_memory
+from recipes import parse_recipe
+from training.forecast.memory import Hardware, block_activations, forecast_memory
+from training.optimizers import make_optimizers
+from training.parallel import data_parallel as parallel
+from training.parallel.data_parallel import sync_gradients
 from utils.devices import autocast
 from utils.distributed import Process
 

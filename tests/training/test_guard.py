@@ -17,7 +17,7 @@ from conftest import (
     weights,
 )
 
-from training.checkpoint import load_checkpoint
+from model.formats.checkpoint import load_checkpoint
 from training.run import PATIENCE
 from utils.logger import read_metrics
 

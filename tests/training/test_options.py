@@ -9,9 +9,9 @@ import torch
 from conftest import ROOT, bad, folders, losses, script, train_args, without
 
 from config import TrainConfig
-from model.recipes import RECIPES
+from model.formats.checkpoint import load_checkpoint
+from recipes import RECIPES
 from training import options as options_module
-from training.checkpoint import load_checkpoint
 from training.options import find_recipe, read_options, resolve_options
 from utils.errors import UserError
 

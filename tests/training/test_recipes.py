@@ -18,9 +18,9 @@ from conftest import (
     user_error,
 )
 
-from model.recipes import RECIPES, Recipe, parse_recipe
+from recipes import RECIPES, Recipe, parse_recipe
 from train import build_model
-from training.parts import fill_model
+from training.parallel.own_rows import fill_model
 from utils.logger import read_metrics
 
 

@@ -28,7 +28,7 @@ from conftest import (
 )
 from hypothesis import given
 
-from training.checkpoint import load_checkpoint, load_model
+from model.formats.checkpoint import load_checkpoint, load_model
 from utils.distributed import StopSignal
 
 TORCHRUN = ("-m", "torch.distributed.run")

@@ -19,12 +19,12 @@ from hypothesis import strategies as st
 from torch.amp import GradScaler
 
 from model.config import GPTConfig
+from model.formats import checkpoint as ckpt
+from model.formats.checkpoint import BEST, LAST
 from model.gpt import GPT
-from model.recipes import Recipe
-from training import checkpoint as ckpt
+from recipes import Recipe
 from training import saver as saver_module
-from training.checkpoint import BEST, LAST
-from training.optim import make_optimizers
+from training.optimizers import make_optimizers
 from training.run import Run, TrainState, check_space
 from training.saver import Saver
 from utils.distributed import Process

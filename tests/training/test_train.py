@@ -30,8 +30,8 @@ from conftest import (
 
 from config import TrainConfig
 from data.loader import Mixture
+from model.formats.checkpoint import load_checkpoint
 from train import build_model
-from training.checkpoint import load_checkpoint
 from training.options import read_options, resolve_options
 from training.run import seed_step
 from training.start import open_start

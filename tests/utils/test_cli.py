@@ -8,7 +8,7 @@ import pytest
 from conftest import ROOT, user_error
 
 from config import TrainConfig
-from model.recipes import RECIPES
+from recipes import RECIPES
 from sample import SampleConfig
 from utils.cli import FLAGS_BY_NANOGPT_NAME, flag_value, parse, to_flags, user_message
 from utils.errors import UserError

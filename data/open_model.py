@@ -1,17 +1,17 @@
-"""Models of other projects, with their tokenizers.
+"""Open a model of any format, together with its tokenizer.
 
-training/checkpoint.py opens this project's own files, and this file the others: Hugging Face's
-format, and files of nanoGPT, build-nanogpt and llm.c. model/huggingface.py and model/peers.py know
-the names of weights, data/tokenizer.py the files of a tokenizer.
+model/formats/ knows what is in a file of weights, data/tokenizer.py what is in one of a tokenizer.
+This file stands above both: model/ knows no tokenizers.
 """
 
 from dataclasses import replace
 from pathlib import Path
 
 from data.tokenizer import count_tokens, pretrained_tokenizer, read_tokenizer
+from model.formats.checkpoint import Checkpoint, find_checkpoint, load_model
+from model.formats.huggingface import find_folder, load_pretrained
+from model.formats.peers import find_tokenizer, load_peer
 from model.gpt import GPT, rebuild
-from model.huggingface import find_folder, load_pretrained
-from model.peers import find_tokenizer, load_peer
 from utils.errors import UserError
 
 
@@ -43,3 +43,18 @@ def open_pretrained(name: str | Path) -> tuple[GPT, str]:
     if num_tokens < num_rows:
         model = rebuild(model, replace(model.config, vocab_size=num_tokens))
     return model, tokenizer_spec
+
+
+def open_model(name: str | Path, *, float32: bool = False) -> tuple[GPT, str, Checkpoint]:
+    """Return a model in evaluation mode, its tokenizer's spec, and the content of its checkpoint,
+    {} for a model of another project. `name` is a checkpoint of ours, of nanoGPT, build-nanogpt or
+    llm.c, a run's folder, or a Hugging Face folder or name. Of our checkpoints only the bfloat16
+    half is read, with `float32` all bits.
+    """
+    path = find_checkpoint(name)
+    if path is not None:
+        model, checkpoint = load_model(path, float32=float32)
+        return model, checkpoint["tokenizer"], checkpoint
+
+    model, tokenizer = open_pretrained(name)  # float32
+    return model.eval(), tokenizer, {}

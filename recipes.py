@@ -31,7 +31,7 @@ class Recipe:
     zero_init: bool = False
     """Initialize the projections into the residual stream to zero."""
     optimizer: Literal["adamw", "muon"] = "adamw"
-    """Optimizer of the blocks' matrices, in training/optim.py. AdamW trains the rest."""
+    """Optimizer of the blocks' matrices, in training/optimizers.py. AdamW trains the rest."""
     max_lr: NonNegative = 6e-4
     """Learning rate after warmup."""
     embedding_rate: NonNegative = 1.0

@@ -9,12 +9,12 @@ import torch
 
 from config import OptimizerOptions
 from model.gpt import GPT
-from model.recipes import Recipe
+from recipes import Recipe
 from training.muon import Muon, matrix_groups
-from training.tensor_parallel import by_mesh
+from training.parallel.tensor_parallel import by_mesh
 
 # Float32 numbers of state that an optimizer keeps for each entry of a matrix: two moments of AdamW,
-# the momentum of Muon. training/plan.py forecasts memory by them.
+# the momentum of Muon. training/forecast/memory.py forecasts memory by them.
 MOMENTS = {"adamw": 2, "muon": 1}
 
 

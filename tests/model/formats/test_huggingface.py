@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from data.export_tokenizer import save_tokenizer
+from data.open_model import open_model
 from data.tokenizer import load_tokenizer
 from model.config import GPTConfig
+from model.formats.huggingface import load_pretrained, save_pretrained
 from model.gpt import GPT
-from model.huggingface import load_pretrained, save_pretrained
-from model.recipes import parse_recipe
-from training.checkpoint import open_model
+from recipes import parse_recipe
 from utils.errors import UserError
 
 transformers = pytest.importorskip("transformers")

@@ -4,12 +4,14 @@ Each process of a tensor group computes some of the heads and some of the MLP's 
 these rows of c_attn and c_fc and these columns of the two c_proj, and the group adds up what they
 return. Everything outside of these four layers is computed alike by all processes of the group,
 which therefore read the same sequences, and drop the same of what all of them have. Sharding
-(training/parallel.py) then divides what a process holds among those of the other groups. Parameters
-of the four layers are DTensors on a mesh with a dimension "tensor", all others on a mesh without.
+(training/parallel/data_parallel.py) then divides what a process holds among those of the other
+groups. Parameters of the four layers are DTensors on a mesh with a dimension "tensor", all others
+on a mesh without.
 
 c_attn stacks queries, keys and values, and c_fc of SwiGLU gate and value. A process needs its part
 of each, so that the rows of such a layer are reordered: [Q; K; V] becomes [Q0; K0; V0; Q1; K1; V1].
-Checkpoints have the order of the model: training/parts.py fills in and gathers by model_rows.
+Checkpoints have the order of the model: training/parallel/own_rows.py fills in and gathers by
+model_rows.
 """
 
 import logging
@@ -122,7 +124,8 @@ def parallelize(model: GPT, mesh: DeviceMesh) -> None:
     model.transformer.drop = dropout
     for block in model.transformer.h:
         assert isinstance(block, Block)
-        # src_data_rank=None: nothing is sent; training/parts.py fills in each process's part.
+        # src_data_rank=None: nothing is sent; training/parallel/own_rows.py fills in each process's
+        # part.
         parallelize_module(block, mesh, plan, src_data_rank=None)
         block.attn.dropout = dropout
         block.mlp.dropout = dropout

@@ -4,9 +4,9 @@ from conftest import train_options
 
 from model.config import GPTConfig
 from model.gpt import GPT
-from model.recipes import Recipe, parse_recipe
+from recipes import Recipe, parse_recipe
 from training.muon import Muon
-from training.optim import make_optimizers
+from training.optimizers import make_optimizers
 
 SHAPE = {"block_size": 8, "vocab_size": 64, "n_layer": 2, "n_head": 2, "n_embd": 16}
 

@@ -5,11 +5,11 @@ import torch
 
 from config import TrainConfig
 from data.loader import Mixture
-from evaluation import evaluator
-from evaluation.evaluator import Evaluator, read_on_all
 from model.config import GPTConfig
 from model.generate import TOKENS_PER_CHECK
 from model.gpt import GPT
+from training import evaluator
+from training.evaluator import Evaluator
 from utils.distributed import Process, Stopped
 from utils.errors import UserError
 
@@ -124,4 +124,4 @@ def test_without_a_tokenizer_the_validation_is_left(make, monkeypatch, capsys):
 def test_all_processes_refuse_what_another_cannot_read(monkeypatch):
     monkeypatch.setattr(Process, "merge", lambda self, errors: {1: "no such file"})
     with pytest.raises(UserError, match="no such file"):
-        read_on_all(lambda: 1, ALONE)
+        ALONE.read_on_all(lambda: 1)

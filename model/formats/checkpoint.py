@@ -27,7 +27,6 @@ from torch import Tensor
 from model.config import GPTConfig
 from model.gpt import GPT, build_without_weights
 from model.rows import Rows, is_vector
-from training.pretrained import open_pretrained
 from utils.distributed import ALONE, Process, launched
 from utils.errors import UserError, reading
 
@@ -312,18 +311,3 @@ def find_checkpoint(name: str | Path) -> Path | None:
         f"{folder} holds no checkpoint{others} and no model of Hugging Face's format; of nanoGPT, "
         "build-nanogpt and llm.c give the file"
     )
-
-
-def open_model(name: str | Path, *, float32: bool = False) -> tuple[GPT, str, Checkpoint]:
-    """Return a model in evaluation mode, its tokenizer's spec, and the content of its checkpoint,
-    {} for a model of another project. `name` is a checkpoint of ours, of nanoGPT, build-nanogpt or
-    llm.c, a run's folder, or a Hugging Face folder or name. Of our checkpoints only the bfloat16
-    half is read, with `float32` all bits.
-    """
-    path = find_checkpoint(name)
-    if path is not None:
-        model, checkpoint = load_model(path, float32=float32)
-        return model, checkpoint["tokenizer"], checkpoint
-
-    model, tokenizer = open_pretrained(name)  # float32
-    return model.eval(), tokenizer, {}

@@ -7,12 +7,12 @@ from conftest import bad, environment, script, train_args, train_options, user_e
 
 from model.config import GPTConfig
 from model.gpt import GPT, build_without_weights
-from model.recipes import Recipe, parse_recipe
-from training.advice import advise, choose_micro_batch
-from training.communication import forecast_step
-from training.dry_run import describe_hours
-from training.optim import make_optimizers
-from training.plan import Hardware, forecast_memory
+from recipes import Recipe, parse_recipe
+from training.forecast.advice import advise, choose_micro_batch
+from training.forecast.dry_run import describe_hours
+from training.forecast.memory import Hardware, forecast_memory
+from training.forecast.step_time import forecast_step
+from training.optimizers import make_optimizers
 from utils.throughput import find_gpu
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")

@@ -11,7 +11,7 @@ Every process trains on its own part of the batch, and gradients are averaged. W
 zero1 to zero3 are FSDP2 (torch.distributed.fsdp.fully_shard), named as in Rajbhandari et al. 2020,
 "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models". FSDP2 keeps each parameter
 as a DTensor, of which a process holds some rows. Tensor parallelism, which divides the blocks
-before, is training/tensor_parallel.py; pipeline parallelism is not here.
+before, is training/parallel/tensor_parallel.py; pipeline parallelism is not here.
 """
 
 import functools
@@ -35,8 +35,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from model.gpt import GPT
 from model.rows import Rows
-from training.parts import fill_model
-from training.tensor_parallel import by_mesh, parallelize
+from training.parallel.own_rows import fill_model
+from training.parallel.tensor_parallel import by_mesh, parallelize
 from utils.distributed import Process
 
 

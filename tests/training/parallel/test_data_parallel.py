@@ -6,10 +6,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from model.config import GPTConfig
 from model.gpt import GPT
-from model.recipes import Recipe
-from training.optim import make_optimizers
-from training.parallel import clip_grad_norm, sync_gradients
-from training.parts import copy_state, fill_optimizers
+from recipes import Recipe
+from training.optimizers import make_optimizers
+from training.parallel.data_parallel import clip_grad_norm, sync_gradients
+from training.parallel.own_rows import copy_state, fill_optimizers
 from utils.distributed import ALONE
 
 CONFIG = GPTConfig(block_size=8, vocab_size=64, n_layer=1, n_head=1, n_embd=8)

@@ -5,8 +5,8 @@ import torch
 from conftest import run_ranks, script, slow, torchrun, train_args
 
 from model.config import GPTConfig
+from model.formats.checkpoint import Float32Rows, checksum, load_checkpoint, split_float32
 from model.gpt import GPT, build_without_weights
-from training.checkpoint import Float32Rows, checksum, load_checkpoint, split_float32
 from utils.distributed import Process
 
 PEAK = """

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from config import ResolvedTrainConfig
 from model.gpt import GPT
-from training.plan import FLOAT32_BYTES, Hardware, checkpointing, count_weights
+from training.forecast.memory import FLOAT32_BYTES, Hardware, checkpointing, count_weights
 from utils.throughput import NETWORK_BANDWIDTH
 
 # MFU of llm.c's 124M on eight H100: 140 ms for 524,288 tokens (modded-nanogpt, 2024-10-13).

@@ -6,13 +6,13 @@ from config import ResolvedTrainConfig
 from data.loader import Mixture
 from data.named_tokenizer import TOKENIZERS
 from data.shards import MissingShards
-from evaluation.evaluator import Evaluator
+from model.formats.checkpoint import Checkpoint
 from model.gpt import build_without_weights
-from model.recipes import Recipe
-from training.advice import advise, choose_micro_batch
-from training.checkpoint import Checkpoint
-from training.communication import MFU, StepForecast, forecast_step, step_flops
-from training.plan import USABLE, Hardware, forecast_memory
+from recipes import Recipe
+from training.evaluator import Evaluator
+from training.forecast.advice import advise, choose_micro_batch
+from training.forecast.memory import USABLE, Hardware, forecast_memory
+from training.forecast.step_time import MFU, StepForecast, forecast_step, step_flops
 from training.run import check_folders
 from training.start import init_checksum, open_start
 from training.summary import describe_epochs, describe_steps, start_shape

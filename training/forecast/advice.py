@@ -7,10 +7,10 @@ from dataclasses import replace
 from config import ResolvedTrainConfig
 from model.config import GPTConfig
 from model.gpt import build_without_weights
-from model.recipes import Recipe
-from training.communication import forecast_step
-from training.plan import USABLE, Hardware, forecast_memory
-from training.tensor_parallel import check_divides
+from recipes import Recipe
+from training.forecast.memory import USABLE, Hardware, forecast_memory
+from training.forecast.step_time import forecast_step
+from training.parallel.tensor_parallel import check_divides
 from utils.cli import to_flags
 from utils.errors import UserError
 

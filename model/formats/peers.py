@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.serialization import safe_globals
 
 from model.config import GPTConfig
+from model.formats.huggingface import EMBEDDING, model_from_hf
 from model.gpt import GPT, build_without_weights
-from model.huggingface import EMBEDDING, model_from_hf
 from utils.errors import reading
 
 META = "meta.pkl"  # the characters of a data set of nanoGPT, with their ids

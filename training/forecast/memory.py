@@ -3,7 +3,8 @@
 Weights, gradients and optimizer state are counted (not NorMuon's, of one number a row).
 Activations, cast weights and logits are sums of terms, one for each tensor that is alive at the
 peak; docs/SCALING.md says how far they are off. Nothing is allocated: models here are on the device
-"meta". What a process sends is training/communication.py, and what fits training/advice.py.
+"meta". What a process sends is training/forecast/step_time.py, and what fits
+training/forecast/advice.py.
 """
 
 import functools
@@ -15,8 +16,8 @@ from config import MachineOptions, ResolvedTrainConfig
 from model import loss
 from model.config import GPTConfig
 from model.gpt import build_without_weights
-from model.recipes import Recipe
-from training.optim import MOMENTS
+from recipes import Recipe
+from training.optimizers import MOMENTS
 from utils.devices import host_memory, pick_device, pick_dtype
 from utils.distributed import count_shards, launched
 from utils.throughput import GPU, NAMED_GPUS, gpu_of

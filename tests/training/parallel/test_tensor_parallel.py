@@ -15,7 +15,7 @@ from conftest import (
 
 from model.config import GPTConfig
 from training.muon import orthogonalize
-from training.tensor_parallel import row_order, stacked_layers
+from training.parallel.tensor_parallel import row_order, stacked_layers
 from utils.logger import read_metrics
 
 # four micro-steps of one process are two of two parts of the data; every gradient is clipped

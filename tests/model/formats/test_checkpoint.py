@@ -8,9 +8,9 @@ import torch
 from conftest import bad, train_args
 
 from data.shards import inspect_shard
-from model import huggingface
 from model.config import GPTConfig
-from training.checkpoint import (
+from model.formats import huggingface
+from model.formats.checkpoint import (
     BEST,
     NUMBERED,
     find_newest,

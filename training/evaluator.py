@@ -5,9 +5,8 @@ protocols and examples of a benchmark; here one protocol and, without --eval_ful
 examples give a curve. How scores are computed is in validation.py, scoring.py and benchmarks.py.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -16,8 +15,8 @@ from config import TrainConfig
 from data.loader import Mixture
 from data.tokenizer import load_tokenizer
 from evaluation.benchmarks import BENCHMARKS
-from evaluation.scoring import ItemScorer
-from evaluation.tasks import Benchmark, ScoreTask
+from evaluation.scoring import ItemScorer, open_benchmark
+from evaluation.tasks import ScoreTask
 from evaluation.validation import Scorer
 from model.execution import uncompiled
 from model.generate import Sampling, complete
@@ -38,36 +37,6 @@ def is_due(every: int, step: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def read_on_all(read: Callable[[], Content], process: Process) -> Content:
-    """Return the result of `read` on every process; raise an error on all if one of them cannot.
-
-    The main process reads first, and the others after it, so that a download happens once and the
-    others find it in the cache.
-    """
-    for is_turn_of_main in (True, False):
-        # If one process left alone with an error, the others would wait forever. So each round ends
-        # on all processes together, and raises the error on all.
-        with process.together():
-            if process.is_main == is_turn_of_main:
-                content = read()
-    return content
-
-
-def open_benchmark(
-    benchmark: Benchmark,
-    path: Path | None,
-    limit: int | None,
-    scorer: ItemScorer,
-    protocols: Sequence[str],
-) -> ScoreTask:
-    """Read a benchmark's file, or download it, and return the function that scores it. Raises
-    UserError for what cannot be read or scored, now and not in the middle of a run."""
-    block_size = scorer.model.config.block_size
-    read = partial(benchmark.read, path, limit, scorer.tokenizer, block_size)
-    rows = read_on_all(read, scorer.process)  # dicts, or for CORE pairs of a task and its rows
-    return partial(benchmark.score, rows, scorer.score, protocols)
-
-
 class Evaluator:
     """Evaluate a model while it trains, at the intervals of its TrainConfig and at the last step.
     All processes call each method at the same steps and get the same figures. Without a tokenizer,
@@ -85,7 +54,7 @@ class Evaluator:
         # machine without network goes on.
         try:
             # val.stream.tokenizer is the spec of the tokenizer that made the shards
-            tokenizer = read_on_all(partial(load_tokenizer, val.stream.tokenizer), process)
+            tokenizer = process.read_on_all(partial(load_tokenizer, val.stream.tokenizer))
         except UserError as error:
             process.print(f"{error}; so there are no samples and benchmarks")
             self.scorer = Scorer(model, process, dtype, batch_size)  # validation loss only

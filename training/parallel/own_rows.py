@@ -5,8 +5,8 @@ model. A process holds all of a tensor, or as a DTensor some of its rows, and of
 tensor parallelism some of its columns. It reads no more than that from a file and writes no more
 than that to it, so that no process needs memory for a whole model.
 
-How tensors are divided stands in training/parallel.py and training/tensor_parallel.py, the format
-of a file in training/checkpoint.py.
+How tensors are divided stands in training/parallel/data_parallel.py and
+training/parallel/tensor_parallel.py, the format of a file in model/formats/checkpoint.py.
 """
 
 from collections.abc import Mapping
@@ -20,13 +20,13 @@ from torch.distributed.tensor.placement_types import Placement
 
 from model.gpt import GPT
 from model.rows import Rows, is_vector
-from training.tensor_parallel import model_rows
+from training.parallel.tensor_parallel import model_rows
 from utils.distributed import Process
 
 
 def placements_of(x: DTensor) -> dict[str, Placement]:
     """Return how a tensor is divided along each dimension of its mesh, by the dimension's name:
-    "replicate", "shard" or "tensor" (training/parallel.py)."""
+    "replicate", "shard" or "tensor" (training/parallel/data_parallel.py)."""
     names = x.device_mesh.mesh_dim_names
     assert names is not None
     return dict(zip(names, x.placements, strict=True))

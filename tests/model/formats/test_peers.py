@@ -15,12 +15,12 @@ from transformers import AutoTokenizer
 
 import __main__
 from convert import to_nanogpt
+from data.open_model import open_model
 from data.tokenizer import load_tokenizer
 from model.config import SIZED, GPTConfig
+from model.formats.huggingface import load_pretrained
+from model.formats.peers import load_peer
 from model.gpt import GPT
-from model.huggingface import load_pretrained
-from model.peers import load_peer
-from training.checkpoint import open_model
 
 LLM_C_KINDS = "ln_1 attn.c_attn attn.c_proj ln_2 mlp.c_fc mlp.c_proj".split()
 EXACT = {"activation": "gelu_exact"}
