@@ -23,7 +23,8 @@ from data.tokenizer import CHAT_TEMPLATE, load_tokenizer
 from finetuning.chat import is_chat
 from model.config import SIZED
 from model.formats.checkpoint import find_checkpoint
-from model.formats.huggingface import EMBEDDING, HEAD, differences, nearest_gpt2, save_pretrained
+from model.formats.huggingface import save_pretrained
+from model.formats.huggingface_weights import EMBEDDING, HEAD, differences, nearest_gpt2
 from model.gpt import GPT
 from training.parallel.own_rows import copy_state
 from training.run import TrainState

@@ -33,9 +33,10 @@ from finetuning.methods import (
 )
 from finetuning.options import FinetuneConfig, ResolvedFinetuneConfig, resolve_options
 from finetuning.rewards import RewardModel, load_reward_function
-from model.execution import Execution, uncompiled
+from model.execution import Execution, execute, uncompiled
 from model.formats.checkpoint import REWARD_HEAD, Checkpoint, check_head, find_checkpoint
-from model.gpt import GPT, build_without_weights
+from model.gpt import GPT
+from model.initial_weights import build_without_weights
 from model.rows import Rows
 from recipes import Recipe
 from training.evaluator import is_due
@@ -261,13 +262,17 @@ def build_model(options: FinetuneConfig, start: SavedModel) -> tuple[GPT, dict[s
     execution = Execution(options.activation_checkpointing, options.use_torch_compile)
     weights = dict(start.weights)  # a copy, changed below
     if not is_reward:
-        return build_without_weights(shape, execution), weights
+        model = build_without_weights(GPT, shape)
+        execute(model, execution)
+        return model, weights
     # A resumed reward model has a head. A new one gets zeros, so that all rewards begin at 0.
     weights.setdefault(REWARD_HEAD, torch.zeros(1, shape.n_embd))
     # Rewards need no logits, so an untied model loses its lm_head, which nothing would train.
     weights.pop("lm_head.weight", None)
     shape = replace(shape, tied=True)
-    return build_without_weights(shape, execution, RewardModel), weights
+    reward_model = build_without_weights(RewardModel, shape)
+    execute(reward_model, execution)
+    return reward_model, weights
 
 
 def checkpoint_entries(
@@ -324,8 +329,8 @@ def open_data(
         if checkpoint is not None:
             weights = open_original(options, checkpoint, process)
         # compiled if the trained model is: both then round alike
-        execution = Execution(compiled=options.use_torch_compile)
-        reference = build_without_weights(model.config, execution)
+        reference = build_without_weights(GPT, model.config)
+        execute(reference, Execution(compiled=options.use_torch_compile))
         # every process holds the whole reference, also if --sharding divides the trained model
         fill_model(reference, weights, process.device)
         reference.eval().requires_grad_(False)

@@ -26,9 +26,10 @@ from torch import Tensor
 
 from config import ResolvedTrainConfig, TrainConfig
 from data.loader import Mixture, Slicing, TokenStream, prefetch, train_batches
-from model.execution import Execution
+from model.execution import Execution, execute
 from model.formats.checkpoint import Checkpoint
-from model.gpt import GPT, build_without_weights
+from model.gpt import GPT
+from model.initial_weights import build_without_weights, initial_weights
 from model.rows import Rows
 from recipes import Recipe
 from training.evaluator import Evaluator
@@ -198,14 +199,14 @@ def build_model(
     """Return the model of the run, without memory yet, and the weights that it begins with: those
     of `start`, or new ones from the seed. Raises UserError for weights of another architecture or
     tokenizer than the run's."""
-    execution = Execution(options.activation_checkpointing, options.use_torch_compile)
     # also takes over the tokenizer of `start`, in place, as stream.tokenizer
     shape = start_shape(options, recipe, stream, start)
-    model = build_without_weights(shape, execution)
+    model = build_without_weights(GPT, shape)
+    execute(model, Execution(options.activation_checkpointing, options.use_torch_compile))
     if start is not None:
         return model, start.weights
     # random numbers, drawn when their rows are read
-    return model, model.initial_weights(options.seed, zero_init=recipe.zero_init)
+    return model, initial_weights(model, shape, options.seed, zero_init=recipe.zero_init)
 
 
 def checkpoint_entries(

@@ -9,9 +9,11 @@ from pathlib import Path
 
 from data.tokenizer import count_tokens, pretrained_tokenizer, read_tokenizer
 from model.formats.checkpoint import Checkpoint, find_checkpoint, load_model
-from model.formats.huggingface import find_folder, load_pretrained
+from model.formats.huggingface import load_pretrained
+from model.formats.huggingface_weights import find_folder
 from model.formats.peers import find_tokenizer, load_peer
-from model.gpt import GPT, rebuild
+from model.gpt import GPT
+from model.initial_weights import rebuild
 from utils.errors import UserError
 
 

@@ -19,7 +19,6 @@ from finetuning.chat import is_chat
 from finetuning.completions import Completion, is_exact
 from finetuning.examples import Batch, TextEncoder, collate_padded
 from model.config import GPTConfig
-from model.execution import Execution
 from model.formats.checkpoint import find_checkpoint, load_model
 from model.gpt import GPT
 from utils.devices import autocast
@@ -34,8 +33,8 @@ class RewardModel(GPT):
     """GPT whose head gives the reward of the text so far in place of logits. `config` is tied, so
     that there is no other head."""
 
-    def __init__(self, config: GPTConfig, execution: Execution | None = None) -> None:
-        super().__init__(config, execution)
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__(config)
         self.reward_head = nn.Linear(config.n_embd, 1, bias=False)  # weight (1, C)
         nn.init.zeros_(self.reward_head.weight)  # all rewards begin at 0
 

@@ -1,8 +1,8 @@
-"""How the blocks of a model run in training: activation checkpointing and torch.compile.
+"""How a GPT is executed in training: activation checkpointing and torch.compile.
 
 One trades speed for memory, the other start-up for speed; neither changes more than rounding.
-`Block` of model/gpt.py has the `if` statements that choose between them by an Execution; this file
-has what PyTorch needs.
+`execute` applies both to a model that is built, before it is divided among processes: model/gpt.py
+knows nothing of them.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,11 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint as recompute
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
+
+from model.gpt import GPT, Block
+from model.loss import cross_entropy_
 
 # Operations whose outputs "cheap" checkpointing keeps: matmuls without and with bias, and attention
 # by each kernel, which take nearly all of the time. The list follows torchtitan's selective
@@ -25,14 +29,13 @@ SAVED_OPS = [
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
 ]
-# `context_fn` for torch.utils.checkpoint.checkpoint: keep the outputs of SAVED_OPS, recompute
-# everything else
+# `context_fn` of `recompute`: keep the outputs of SAVED_OPS, recompute everything else
 keep_matmuls = partial(create_selective_checkpoint_contexts, SAVED_OPS)
 
 
 @dataclass(frozen=True)
 class Execution:
-    """How to run the blocks of a GPT; the default is plain PyTorch."""
+    """How to execute a GPT; the default is plain PyTorch."""
 
     checkpointing: str = "none"
     """Activations that the backward pass computes again: "none", "cheap" (all but the outputs of
@@ -40,6 +43,60 @@ class Execution:
     the input of each block; up to a quarter more compute)."""
     compiled: bool = False
     """Compile the blocks, which share one graph, and on GPUs the loss."""
+
+
+class RecomputedBlock(Block):
+    """Block of which autograd keeps the inputs alone: the backward pass computes it again."""
+
+    plain_forward = Block.forward
+
+    def forward(self, *inputs) -> Tensor:
+        """Return what Block.forward returns."""
+        # PyTorch recommends use_reentrant=False
+        return recompute(self.plain_forward, *inputs, use_reentrant=False)
+
+
+class CheaplyRecomputedBlock(RecomputedBlock):
+    """Block of which autograd also keeps the outputs of matmuls and attention, which take nearly
+    all of the time, and the backward pass computes everything else again."""
+
+    def forward(self, *inputs) -> Tensor:
+        """Return what Block.forward returns."""
+        return recompute(self.plain_forward, *inputs, use_reentrant=False, context_fn=keep_matmuls)
+
+
+def execute(model: GPT, execution: Execution) -> None:
+    """Apply an execution to a model, in place. Names and hooks of its modules stay as they are.
+
+    Call it before training/parallel/ divides the model: FSDP2 gathers the weights of a block before
+    its `forward` and frees them after it, so graphs and recomputation have to begin in there.
+    """
+    block_class = choose_block(execution, model.config.dropout)
+    if execution.compiled:
+        configure_compiler(execution)  # before the first block is compiled
+        # used on GPUs alone; on a CPU the compiled function would be slower
+        model.loss.cross_entropy_ = compile_static(cross_entropy_)
+    for block in model.transformer.h:
+        block.__class__ = block_class  # the same modules and weights, with another forward
+        if execution.compiled:
+            # An attribute of this block, which hides the method of its class. torch.compile caches
+            # graphs by the code of a function: the first block compiles it, and the other blocks
+            # use its graph.
+            block.forward = compile_static(block.forward)
+
+
+def choose_block(execution: Execution, dropout: float) -> type[Block]:
+    """Return the class of a model's blocks, whose dropout probability is `dropout`."""
+    checkpointing = execution.checkpointing
+    # When compiled, "cheap" is left to the compiler: see configure_compiler.
+    if checkpointing == "none" or (checkpointing == "cheap" and execution.compiled):
+        return Block
+    # With dropout, "cheap" is the same as "block". If the output of attention were kept, the
+    # backward pass would not draw its random numbers again, and every later dropout would get
+    # another mask than in the forward pass.
+    if checkpointing == "block" or dropout > 0:
+        return RecomputedBlock
+    return CheaplyRecomputedBlock
 
 
 def compile_static(function: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -37,6 +37,16 @@ class OneDNNLinear(nn.Module):
         return onednn._linear_pointwise(x.to(self.dtype), self.weight, self.bias, "none", [], "")
 
 
+class OneDNNHeadGPT(GPT):
+    """GPT whose head is a OneDNNLinear without padded rows."""
+
+    inference_head: OneDNNLinear
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Return the logits (B, T, V) of hidden states (B, T, C)."""
+        return self.inference_head(x)
+
+
 def prepare_for_inference(
     model: GPT, device: torch.device, dtype: torch.dtype, rows: int = 1
 ) -> GPT:
@@ -53,12 +63,12 @@ def prepare_for_inference(
         # a list, as modules are replaced during the loop
         for name, module in list(blocks.named_modules()):
             if isinstance(module, nn.Linear):
-                packed = OneDNNLinear(module.weight, module.bias, dtype, rows)
-                blocks.set_submodule(name, packed)
-        # The head's weight may be the embedding, which stays float32. So GPT.logits calls a copy of
-        # the head, which needs no padded rows.
+                replacement = OneDNNLinear(module.weight, module.bias, dtype, rows)
+                blocks.set_submodule(name, replacement)
+        # The head's weight may be the embedding, which stays float32: the head becomes a copy.
         head_weight = model.head_weight[: model.config.vocab_size]
         model.inference_head = OneDNNLinear(head_weight, None, dtype, rows)
+        model.__class__ = OneDNNHeadGPT  # the same modules and weights, with other logits
     elif device.type == "cuda":
         # Cast in place: autocast then has to cast only the inputs of these layers.
         for module in blocks.modules():

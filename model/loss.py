@@ -19,8 +19,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from model.execution import compile_static
-
 # Sizes in bytes. training/forecast/memory.py forecasts memory from LOGITS_BYTES and SOFTMAX_BYTES.
 # Up to this size of a batch's float32 logits, a single F.cross_entropy is faster than chunks.
 PLAIN_BYTES = 2**22
@@ -211,13 +209,11 @@ def add_matmul_(total: Tensor, a: Tensor, b: Tensor) -> None:
 class HeadCrossEntropy(nn.Module):
     """Cross-entropy of the head's logits, in chunks that bound its memory."""
 
-    def __init__(self, vocab_size: int, compiled: bool = False) -> None:
+    def __init__(self, vocab_size: int) -> None:
         super().__init__()
         self.vocab_size = vocab_size  # V, without padding
-        # used on GPUs alone; on a CPU the compiled function would be slower
+        # used on GPUs; model/execution.py replaces it by `cross_entropy_`, compiled
         self.cross_entropy_ = cross_entropy_by_rows_
-        if compiled:
-            self.cross_entropy_ = compile_static(cross_entropy_)
 
     def forward(
         self, x: Tensor, weight: Tensor, targets: Tensor, reduction: str = "mean"

@@ -22,8 +22,9 @@ import torch
 from config import MachineOptions, ModelOptions, OptimizerOptions
 from data.named_tokenizer import GPT2Tokenizer
 from model.config import GPTConfig
-from model.execution import Execution
-from model.gpt import GPT, build_without_weights
+from model.execution import Execution, execute
+from model.gpt import GPT
+from model.initial_weights import build_without_weights
 from recipes import parse_recipe
 from scripts.measure import MeasureOptions, Program, measure_in_turn
 from training.optimizers import make_optimizers
@@ -69,7 +70,8 @@ def build_ours(config: BenchConfig) -> Program:
     recipe = parse_recipe(config.recipe)
     execution = Execution(config.activation_checkpointing, config.use_torch_compile)
     # Random weights: their values do not change the time of a step.
-    model = GPT(config.shape, execution).to(device)
+    model = GPT(config.shape).to(device)
+    execute(model, execution)
     # Nor do the learning rates, which stay at the optimizers' defaults.
     options = OptimizerOptions(weight_decay=recipe.weight_decay)
     return model, make_optimizers(model, options, recipe, dtype), dtype
@@ -125,7 +127,7 @@ def main(config: BenchConfig) -> None:
     device = pick_device(config.device)
     gpu = gpu_of(device, pick_dtype(config.dtype, device))  # None if its peak is not known
     # nanoGPT's model has the same matmuls as this project's.
-    flops_per_token = build_without_weights(config.shape).flops_per_token()
+    flops_per_token = build_without_weights(GPT, config.shape).flops_per_token()
     measured = {}
     for side, median in medians.items():
         rate = config.micro_batch_size * config.block_size / median.step_seconds  # tokens/s

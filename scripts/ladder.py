@@ -28,8 +28,9 @@ from config import OptimizerOptions
 from data.named_tokenizer import GPT2Tokenizer
 from evaluation.figure import WIDTH, save
 from model.config import GPTConfig
-from model.execution import Execution
-from model.gpt import GPT, rebuild
+from model.execution import Execution, execute
+from model.gpt import GPT
+from model.initial_weights import rebuild
 from recipes import Recipe
 from scripts.measure import Measurement, MeasureOptions, Program, measure_in_turn
 from training.optimizers import make_optimizers
@@ -146,11 +147,12 @@ def build(rung: str, config: LadderConfig) -> Program:
         n_embd=config.n_embd,
     )
     checkpointing = "block" if "activation checkpointing" in changes else "none"
-    model = GPT(shape, Execution(checkpointing, "compile" in changes))
+    model = GPT(shape)
     if "padded vocabulary" not in changes:
         # All rungs begin with the same weights, as scripts/measure.py seeds before. Here only the
         # rows of the padding are missing.
         model = rebuild(model, UnpaddedConfig(**vars(shape)))
+    execute(model, Execution(checkpointing, "compile" in changes))
     if "fused attention" not in changes:
         for block in model.transformer.h:
             block.set_submodule("attn.attend", PlainAttention())

@@ -3,7 +3,6 @@
 of a process, whose memory is full with more."""
 
 import os
-from functools import partial
 
 import torch
 
@@ -35,5 +34,5 @@ class FaultyGPT(GPT):
         return loss
 
 
-train.build_without_weights = partial(train.build_without_weights, model_class=FaultyGPT)
+train.GPT = FaultyGPT
 call_and_exit(train.main)

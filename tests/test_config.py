@@ -8,7 +8,8 @@ from conftest import ROOT, bad, script, train_options
 from config import TrainConfig
 from finetuning.options import FinetuneConfig
 from model.config import GPTConfig
-from model.gpt import build_without_weights
+from model.gpt import GPT
+from model.initial_weights import build_without_weights
 from recipes import parse_recipe
 from training.options import model_shape
 from utils.cli import parse
@@ -98,7 +99,7 @@ def test_the_architecture_of_other_weights_is_adopted_or_a_contradiction_named()
 
 
 def test_flops_follow_the_palm_formula_and_peaks_are_of_the_very_chip():
-    model = build_without_weights(GPTConfig())
+    model = build_without_weights(GPT, GPTConfig())
     assert model.flops_per_token() == 6 * 123_653_376 + 12 * 12 * 768 * 1024
     assert gpu_of(torch.device("cpu"), torch.bfloat16) is None
     for name, peak in {

@@ -25,7 +25,8 @@ import torch
 from torch import Tensor
 
 from model.config import GPTConfig
-from model.gpt import GPT, build_without_weights
+from model.gpt import GPT
+from model.initial_weights import build_without_weights
 from model.rows import Rows, is_vector
 from utils.distributed import ALONE, Process, launched
 from utils.errors import UserError, reading
@@ -227,7 +228,7 @@ def load_model(
     check_head(path, checkpoint, model_class is not GPT)
     with reading_checkpoint(path):
         shape = GPTConfig(**checkpoint["model_config"])
-        model = build_without_weights(shape, model_class=model_class)
+        model = build_without_weights(model_class, shape)
         verify(checkpoint, "model")
         weights = checkpoint["model"]  # bfloat16, mapped from disk
         if float32:

@@ -22,8 +22,9 @@ from torch import Tensor
 from torch.serialization import safe_globals
 
 from model.config import GPTConfig
-from model.formats.huggingface import EMBEDDING, model_from_hf
-from model.gpt import GPT, build_without_weights
+from model.formats.huggingface_weights import EMBEDDING, model_from_hf
+from model.gpt import GPT
+from model.initial_weights import build_without_weights
 from utils.errors import reading
 
 META = "meta.pkl"  # the characters of a data set of nanoGPT, with their ids
@@ -51,7 +52,7 @@ def load_peer(path: Path) -> GPT:
                 config = GPTConfig(**vars(content["config"]))
         # The names are the same as in transformers' GPT-2. The matrices are laid out as (out, in),
         # like nn.Linear's, so that none is transposed.
-        return model_from_hf(weights, config, transposed=())
+        return model_from_hf(GPT, weights, config, transposed=())
 
 
 def read_torch(path: Path) -> dict[str, Any]:
@@ -89,7 +90,7 @@ def read_llm_c(data: Tensor) -> tuple[GPTConfig, dict[str, Tensor]]:
 
     # The order of the weights: embeddings, each kind of weight of a block ("ln_1.weight", ...) for
     # all layers, final norm. The kinds follow each other as in this project's blocks.
-    model = build_without_weights(config)
+    model = build_without_weights(GPT, config)
     names = [EMBEDDING, "transformer.wpe.weight"]
     for kind in model.get_submodule("transformer.h.0").state_dict():
         names += [f"transformer.h.{layer}.{kind}" for layer in range(config.n_layer)]

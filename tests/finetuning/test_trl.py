@@ -14,7 +14,7 @@ from finetuning.methods import token_logprobs
 from finetuning.options import FinetuneConfig
 from finetuning.rewards import RewardModel
 from model.config import GPTConfig
-from model.formats.huggingface import model_from_hf, weights_to_hf
+from model.formats.huggingface_weights import model_from_hf, weights_to_hf
 from model.gpt import GPT
 
 TRL = json.loads(FILE.read_text())
@@ -29,7 +29,7 @@ def make_model(phase, kind=GPT):
     weights = filled(shapes, phase)
     head = {"reward_head.weight": weights.pop("score.weight")} if kind is RewardModel else {}
     model = kind(config)
-    model.load_state_dict(model_from_hf(weights, config).state_dict() | head)
+    model.load_state_dict(model_from_hf(GPT, weights, config).state_dict() | head)
     return model
 
 

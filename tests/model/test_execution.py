@@ -54,7 +54,7 @@ def test_recomputation_changes_no_gradient(checkpointing, dtype, dropout, recipe
 def test_all_blocks_run_one_graph_which_gives_the_gradients_of_plain_ones(mode, monkeypatch):
     counter = CompileCounterWithBackend("aot_eager")
     options = {"fullgraph": True, "dynamic": False, "backend": counter}
-    monkeypatch.setattr("model.gpt.compile_static", partial(torch.compile, **options))
+    monkeypatch.setattr("model.execution.compile_static", partial(torch.compile, **options))
     monkeypatch.setattr("model.loss.PLAIN_BYTES", 0)  # the loss of large models
     torch._dynamo.reset()
     expected = gradients("modern", Execution("none"))

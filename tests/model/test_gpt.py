@@ -7,7 +7,8 @@ from conftest import train_options, user_error
 from tiny import RECIPES, tiny_gpt
 
 from model.config import GPT2_SIZES, GPT3_SIZES, GPTConfig
-from model.gpt import build_without_weights, rebuild
+from model.gpt import GPT
+from model.initial_weights import build_without_weights, rebuild
 from model.layers import KVCache
 from recipes import Recipe
 
@@ -20,7 +21,7 @@ def tiny(*args, **changes):
 def named(name, **options):
     """Return the model of a --model_type, without weights."""
     config = train_options(model_type=name, **options).model_config(Recipe(), 50257)
-    return build_without_weights(config)
+    return build_without_weights(GPT, config)
 
 
 COUNTS = (124_439_808, 354_823_168, 774_030_080, 1_557_611_200)

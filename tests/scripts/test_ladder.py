@@ -13,8 +13,8 @@ def test_all_rungs_stand_in_a_table_with_equal_losses(tmp_path, monkeypatch, cap
         return {rung: measure(build, options) for rung, build in programs.items()}
 
     monkeypatch.setattr(ladder, "measure_in_turn", measure_here)
-    for module in ("gpt", "loss"):  # test_execution.py compiles; it takes half a minute
-        monkeypatch.setattr(f"model.{module}.compile_static", lambda function: function)
+    # test_execution.py compiles; it takes half a minute
+    monkeypatch.setattr("model.execution.compile_static", lambda function: function)
     ladder.main(parse(LadderConfig, to_flags(TINY | {"out": tmp_path / "ladder.svg"})))
 
     lines = capsys.readouterr().out.splitlines()

@@ -7,7 +7,7 @@ from conftest import train_options
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils.flop_counter import FlopCounterMode
 
-from model.execution import Execution
+from model.execution import Execution, execute
 from model.gpt import GPT
 from model.layers import rotary_angles
 from recipes import parse_recipe
@@ -67,7 +67,9 @@ def build(recipe, mode="none", **given):
         recipe=recipe, total_batch_size=B * T, activation_checkpointing=mode, **sizes, **given
     )
     shape = options.model_config(parse_recipe(recipe), 64 * 64)  # without padding
-    return options, GPT(shape, Execution(mode, options.use_torch_compile))
+    model = GPT(shape)
+    execute(model, Execution(mode, options.use_torch_compile))
+    return options, model
 
 
 def attention_flops(query, *args, **kwargs):

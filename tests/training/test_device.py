@@ -8,7 +8,7 @@ from conftest import gap, script, train_args
 
 from config import TrainConfig
 from model import loss as loss_module
-from model.execution import Execution
+from model.execution import Execution, execute
 from model.gpt import GPT
 from recipes import parse_recipe
 from training.parallel.data_parallel import wrap
@@ -36,7 +36,8 @@ def models(recipe, device, **options):
     exact = GPT(config).to("cpu")
     for p in exact.parameters():
         p.data = 0.1 * torch.randn(p.shape, generator=generator, device="cpu") + (p.dim() < 2)
-    model = GPT(config, Execution(**options))
+    model = GPT(config)
+    execute(model, Execution(**options))
     model.load_state_dict(exact.state_dict())
     model.to(device)
     return exact.double(), model

@@ -19,8 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from model import loss
 from model.config import GPTConfig
-from model.execution import Execution, compile_static
-from model.gpt import GPT, build_without_weights
+from model.execution import Execution, compile_static, execute
+from model.gpt import GPT
+from model.initial_weights import build_without_weights, initial_weights
 from recipes import parse_recipe
 from training.forecast.memory import Hardware, block_activations, forecast_memory
 from training.optimizers import make_optimizers
@@ -99,9 +100,10 @@ def test_a_step_of_124M_has_one_graph_for_all_blocks_and_keeps_what_is_forecast(
     compiled_loss = compile_static(loss.cross_entropy_)
     monkeypatch.setattr(loss, "cross_entropy_by_rows_", compiled_loss)
     shape = train_options(recipe=recipe).model_config(parse_recipe(recipe), VOCABULARY)
-    monkeypatch.setattr(GPT, "draw_weights", lambda model: None)  # they have no values
+    monkeypatch.setattr("model.gpt.draw_weights", lambda *_: None)  # they have no values
     with FakeTensorMode():
-        model = GPT(shape, Execution(checkpointing, compiled=True))
+        model = GPT(shape)
+        execute(model, Execution(checkpointing, compiled=True))
         idx = torch.zeros(64, 1024, dtype=torch.long)
         with autocast(CPU, torch.bfloat16, keep_weights=False):
             nats = model(idx, idx)
@@ -127,8 +129,9 @@ def test_sharded_blocks_run_one_graph_in_every_layer_and_micro_step(
 ):
     fake_ranks(8)
     counter, residual_dtypes = compile_with(CompileCounter()), set()
-    model = build_without_weights(GPTConfig(16, 257, 3, 4, 64), Execution(compiled=True))
-    weights = model.initial_weights(seed=0)
+    model = build_without_weights(GPT, GPTConfig(16, 257, 3, 4, 64))
+    execute(model, Execution(compiled=True))
+    weights = initial_weights(model, model.config, seed=0)
     wrapped = parallel.wrap(model, weights, Process(0, 8, CPU), sharding, torch.bfloat16)
 
     def note_dtype(module, inputs):
@@ -191,7 +194,8 @@ def test_eight_machines_of_eight_send_and_hold_what_docs_scaling_says(
     # fake weights are not drawn
     monkeypatch.setattr(parallel, "fill_model", lambda model, *_: model.to_empty(device="cpu"))
     with FakeTensorMode():
-        model = build_without_weights(shape, Execution(config.activation_checkpointing))
+        model = build_without_weights(GPT, shape)
+        execute(model, Execution(config.activation_checkpointing))
         parallel.wrap(model, {}, Process(0, 64, CPU, copies=8), sharding, dtype)
         optimizers = make_optimizers(model, config, recipe, dtype)
         idx = torch.zeros(batch, 1024, dtype=torch.long)

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from config import ResolvedTrainConfig
 from model.config import GPTConfig
-from model.gpt import build_without_weights
+from model.gpt import GPT
+from model.initial_weights import build_without_weights
 from recipes import Recipe
 from training.forecast.memory import USABLE, Hardware, forecast_memory
 from training.forecast.step_time import forecast_step
@@ -65,7 +66,7 @@ def advise(
     by forecast. Of equally fast ones, which on devices of unknown speed are all, the first counts:
     the run's own flags with another micro-batch, then the plainest. Return what else would help if
     none fits, and "" if no flags make the numbers of the run divide."""
-    model = build_without_weights(shape)  # forecast_step counts its FLOPs
+    model = build_without_weights(GPT, shape)  # forecast_step counts its FLOPs
     num_processes = hardware.num_processes
     # values of --shard_across: the processes of two machines, of three, ...
     several_machines = range(2 * hardware.per_machine, num_processes + 1, hardware.per_machine)

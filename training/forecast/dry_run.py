@@ -7,7 +7,8 @@ from data.loader import Mixture
 from data.named_tokenizer import TOKENIZERS
 from data.shards import MissingShards
 from model.formats.checkpoint import Checkpoint
-from model.gpt import build_without_weights
+from model.gpt import GPT
+from model.initial_weights import build_without_weights
 from recipes import Recipe
 from training.evaluator import Evaluator
 from training.forecast.advice import advise, choose_micro_batch
@@ -49,7 +50,7 @@ def print_forecast(
         options = replace(options, micro_batch_size=size)
 
     # what is trained, on what
-    model = build_without_weights(shape)
+    model = build_without_weights(GPT, shape)
     is_named_gpu = options.device in NAMED_GPUS  # such as h100
     num_parts, _ = hardware.count_parts(options)  # parts of the data
     steps_text = describe_steps(options, hardware.count_micro_steps(options), num_parts)

@@ -15,7 +15,8 @@ import torch
 from config import MachineOptions, ResolvedTrainConfig
 from model import loss
 from model.config import GPTConfig
-from model.gpt import build_without_weights
+from model.gpt import GPT
+from model.initial_weights import build_without_weights
 from recipes import Recipe
 from training.optimizers import MOMENTS
 from utils.devices import host_memory, pick_device, pick_dtype
@@ -173,7 +174,7 @@ def head_memory(shape: GPTConfig, tokens: int, hardware: Hardware, compiled: boo
 def count_weights(shape: GPTConfig) -> tuple[int, int]:
     """Return the number of weights in the matrices of the blocks, which a recipe's optimizer
     trains, and of all others: embeddings, head, biases and gains."""
-    model = build_without_weights(shape)
+    model = build_without_weights(GPT, shape)
     num_weights = sum(p.numel() for p in model.parameters())
     num_matrix_weights = sum(p.numel() for p in model.transformer.h.parameters() if p.dim() >= 2)
     return num_matrix_weights, num_weights - num_matrix_weights

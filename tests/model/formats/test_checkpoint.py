@@ -9,7 +9,7 @@ from conftest import bad, train_args
 
 from data.shards import inspect_shard
 from model.config import GPTConfig
-from model.formats import huggingface
+from model.formats import huggingface_weights
 from model.formats.checkpoint import (
     BEST,
     NUMBERED,
@@ -20,6 +20,7 @@ from model.formats.checkpoint import (
     numbered,
     split_float32,
 )
+from model.formats.huggingface import load_pretrained
 from utils.errors import UserError
 
 
@@ -102,12 +103,12 @@ def test_a_machine_without_memory_or_rights_does_not_damage_a_file(trained, monk
         raise error
 
     monkeypatch.setattr(torch, "load", fail)
-    monkeypatch.setattr(huggingface, "read_weights", fail)
-    monkeypatch.setattr(huggingface, "config_from_hf", lambda values: GPTConfig())
+    monkeypatch.setattr(huggingface_weights, "read_weights", fail)
+    monkeypatch.setattr(huggingface_weights, "config_from_hf", lambda values: GPTConfig())
     monkeypatch.setattr(numpy, "load", fail)
     for read, name in (
         (load_checkpoint, "checkpoints/model_last.pt"),
-        (huggingface.load_pretrained, "logs"),
+        (load_pretrained, "logs"),
         (inspect_shard, "logs/train.npy"),
     ):
         with pytest.raises(type(error)) as raised:

@@ -6,7 +6,8 @@ from conftest import run_ranks, script, slow, torchrun, train_args
 
 from model.config import GPTConfig
 from model.formats.checkpoint import Float32Rows, checksum, load_checkpoint, split_float32
-from model.gpt import GPT, build_without_weights
+from model.gpt import GPT
+from model.initial_weights import build_without_weights, initial_weights
 from utils.distributed import Process
 
 PEAK = """
@@ -41,7 +42,7 @@ def test_a_start_takes_the_memory_of_a_share_and_not_of_the_model(shards, tmp_pa
     shape = ("--n_layer", 24, "--n_embd", 512, "--sharding", "zero3")
     args = train_args(shards, tmp_path, 2, *shape)
     config = GPTConfig(n_layer=24, n_embd=512, n_head=2, vocab_size=257, block_size=32)
-    model_bytes = 4 * build_without_weights(config).num_parameters()  # 300 MB
+    model_bytes = 4 * build_without_weights(GPT, config).num_parameters()  # 300 MB
     for rank in run_ranks([[program, *args[1:]]] * 2):
         (line,) = [line for line in rank.stdout.splitlines() if line.startswith("grown by")]
         assert 0.3 * model_bytes < int(line.split()[-1]) < 0.7 * model_bytes
@@ -69,12 +70,12 @@ def test_processes_begin_with_the_weights_of_one_and_write_its_file(
 def test_any_rows_of_a_new_weight_can_be_drawn_alone():
     config = GPTConfig(n_layer=2, n_embd=16, n_head=2, vocab_size=300, block_size=32)
     model = GPT(config)
-    weights = model.initial_weights(seed=3)
+    weights = initial_weights(model, config, seed=3)
     name = "transformer.wte.weight"
     whole = weights[name][torch.arange(320)]
     rows = torch.tensor([319, 0, 100, 101, 63, 64])
     assert torch.equal(weights[name][rows], whole[rows])
-    assert not torch.equal(whole, model.initial_weights(seed=4)[name][torch.arange(320)])
+    assert not torch.equal(whole, initial_weights(model, config, seed=4)[name][torch.arange(320)])
     assert 0.019 < whole.std() < 0.021
     # GPT-2's scale of the matrices that add to the residual stream
     first, second = (

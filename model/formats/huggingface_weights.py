@@ -1,0 +1,363 @@
+"""Names and shapes of weights in Hugging Face's format, without importing transformers.
+
+The functions named _from_hf and _to_hf convert a config.json and the tensors of a file. read_model
+reads a folder of transformers, and model_from_hf accounts for each of its tensors. A model that is
+no GPT-2 is a LLaMA, with QK-norm a Qwen3. This file does not know the class GPT, which is passed
+in, as GPT.from_pretrained calls it.
+In each function `hf` in a name stands for transformers' side, everything else is this project's.
+"""
+
+import json
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from model.config import SIZED, GPTConfig
+from model.initial_weights import Model, build_without_weights
+from utils.errors import UserError, reading
+
+# Fields of config.json, by the names of the same fields in GPTConfig.
+GPT2_FIELDS = {
+    "vocab_size": "vocab_size",
+    "n_layer": "n_layer",
+    "n_head": "n_head",
+    "n_embd": "n_embd",
+    "block_size": "n_positions",
+    "tied": "tie_word_embeddings",
+}
+LLAMA_FIELDS = {
+    "block_size": "max_position_embeddings",
+    "vocab_size": "vocab_size",
+    "n_layer": "num_hidden_layers",
+    "n_head": "num_attention_heads",
+    "n_embd": "hidden_size",
+    "n_kv_head": "num_key_value_heads",
+    "n_inner": "intermediate_size",
+    "rope_base": "rope_theta",
+    "norm_eps": "rms_norm_eps",
+    "tied": "tie_word_embeddings",
+}
+# Defaults of transformers' GPT2Config and LlamaConfig for fields that a config.json may leave out.
+GPT2_DEFAULTS = {"tie_word_embeddings": True}
+LLAMA_DEFAULTS = {"rms_norm_eps": 1e-6, "rope_theta": 10_000.0, "tie_word_embeddings": False}
+# `activation_function` of a GPT-2's config.json, by GPTConfig.activation.
+GPT2_ACTIVATIONS = {"gelu": "gelu_new", "gelu_exact": "gelu"}
+# Fields of config.json with the one value that this project computes. Exports write them, and a
+# file with another value is refused.
+GPT2_CONSTANTS = {
+    "layer_norm_epsilon": 1e-5,
+    "scale_attn_weights": True,
+    "scale_attn_by_inverse_layer_idx": False,
+    "add_cross_attention": False,
+}
+LLAMA_CONSTANTS = {
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "use_sliding_window": False,
+    "rope_scaling": None,
+}
+
+# LLaMA's names of weights, by the names of this project. Both leave out ".weight" and the prefix of
+# a block, "model.layers.N." or "transformer.h.N.". Several weights are one stacked weight here.
+LLAMA_WEIGHTS = {
+    "transformer.wte": ["model.embed_tokens"],
+    "transformer.ln_f": ["model.norm"],
+    "lm_head": ["lm_head"],
+    "ln_1": ["input_layernorm"],
+    "ln_2": ["post_attention_layernorm"],
+    "attn.c_attn": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
+    "attn.c_proj": ["self_attn.o_proj"],
+    "mlp.c_fc": ["mlp.gate_proj", "mlp.up_proj"],
+    "mlp.c_proj": ["mlp.down_proj"],
+}
+EMBEDDING = "transformer.wte.weight"
+LLAMA_EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"  # the same name in all formats; files may leave out a tied head
+TABLES = (EMBEDDING, HEAD)  # weights with a row for each token
+# OpenAI's code computes x @ W, so its matrices of a block are (in, out); nn.Linear's are (out, in).
+TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
+
+
+def differences(config: GPTConfig, other: GPTConfig) -> dict:
+    """Return the fields of an architecture, sizes and dropout aside, that differ from another's, by
+    name with their values."""
+    differing = {}
+    for name, value in vars(config).items():
+        if name not in SIZED and value != getattr(other, name):
+            differing[name] = value
+    return differing
+
+
+def nearest_gpt2(config: GPTConfig) -> GPTConfig:
+    """Return the GPT-2 of transformers that is most like an architecture, sizes aside: with its
+    GELU, biases and head. What still differs, transformers' GPT-2 lacks."""
+    activation = config.activation
+    if activation not in GPT2_ACTIVATIONS:
+        activation = "gelu"
+    return GPTConfig(activation=activation, bias=config.bias, tied=config.tied)
+
+
+def as_llama(config: GPTConfig) -> GPTConfig:
+    """Return an architecture with what is the same in every LLaMA. What differs from `config`,
+    transformers' LLaMA lacks."""
+    return replace(config, position="rotary", norm="rms", bias=False, activation="swiglu", ngrams=1)
+
+
+def has_gpt2_names(config: GPTConfig) -> bool:
+    """Return True for weights under GPT-2's names, False for those of a LLaMA."""
+    return config.position == "learned"
+
+
+def config_from_hf(hf_config: dict) -> GPTConfig:
+    """Return the GPTConfig of a config.json; raise ValueError naming a value that would give
+    another config.json if the model was exported again."""
+    # transformers 5 writes fields of RoPE as one dict, transformers 4 beside the others
+    rope = hf_config.get("rope_parameters") or {}
+    if rope.get("rope_type", "default") != "default":
+        # refused below, as LLAMA_CONSTANTS allows only None
+        hf_config = hf_config | {"rope_scaling": rope}
+
+    model_type = hf_config["model_type"]
+    if model_type not in ("gpt2", "llama", "qwen3"):
+        raise ValueError(f"model_type {model_type!r}; only gpt2, llama and qwen3 are supported")
+    hf_names = GPT2_FIELDS
+    defaults = GPT2_DEFAULTS
+    is_llama = model_type != "gpt2"
+    if is_llama:
+        hf_names = LLAMA_FIELDS
+        defaults = LLAMA_DEFAULTS | rope  # with the "rope_theta" of transformers 5
+    # A null stands for transformers' default, like a missing field.
+    not_null = {name: value for name, value in hf_config.items() if value is not None}
+    hf_config = defaults | not_null
+    # A missing num_key_value_heads gives None, which is also the default of n_kv_head.
+    fields: dict = {name: hf_config.get(hf_name) for name, hf_name in hf_names.items()}
+    config = GPTConfig(**fields)
+    if is_llama:
+        # config.json does not state what all LLaMAs have in common
+        config = replace(as_llama(config), qk_norm=model_type == "qwen3")
+    elif hf_config.get("activation_function") == GPT2_ACTIVATIONS["gelu_exact"]:
+        config = replace(config, activation="gelu_exact")
+
+    # Export the architecture again: a field that differs is one that this project ignores.
+    for hf_name, value in config_to_hf(config).items():
+        # the class and the context change no logits, and dropout is for training
+        is_checked = hf_name not in ("architectures", "n_ctx") and "drop" not in hf_name
+        if is_checked and hf_config.get(hf_name) not in (value, None):
+            raise ValueError(  # load_pretrained adds the path
+                f"config.json has {hf_name} {hf_config[hf_name]!r}; only {value} is supported"
+            )
+    return config
+
+
+def config_to_hf(config: GPTConfig) -> dict:
+    """Return the config.json of transformers' GPT2LMHeadModel, LlamaForCausalLM or
+    Qwen3ForCausalLM; raise UserError naming the fields that none of them supports."""
+    gpt2_misfits = differences(config, nearest_gpt2(config))
+    if not gpt2_misfits:
+        hf_config = {hf_name: getattr(config, name) for name, hf_name in GPT2_FIELDS.items()}
+        return hf_config | {
+            "architectures": ["GPT2LMHeadModel"],
+            "model_type": "gpt2",
+            "n_ctx": config.block_size,
+            "n_inner": config.inner,
+            "resid_pdrop": config.dropout,
+            "embd_pdrop": config.dropout,
+            "attn_pdrop": config.dropout,
+            "activation_function": GPT2_ACTIVATIONS[config.activation],
+            **GPT2_CONSTANTS,
+        }
+    # empty if the architecture is a LLaMA
+    llama_misfits = differences(config, as_llama(config))
+    if llama_misfits:
+        # report the class that the model is closer to
+        misfits = min(gpt2_misfits, llama_misfits, key=len)
+        assignments = ", ".join(f"{name}={value}" for name, value in misfits.items())
+        raise UserError(
+            f"transformers has no class for a model with {assignments}: export one of "
+            "train.py --recipe gpt2, modern or llama (the demo's: bash train.sh demo "
+            "--recipe modern --overwrite)"
+        )
+    # A LLaMA with QK-norm is called Qwen3 in transformers.
+    class_name = "Qwen3" if config.qk_norm else "Llama"
+    hf_config = {hf_name: getattr(config, name) for name, hf_name in LLAMA_FIELDS.items()}
+    return hf_config | {
+        "architectures": [f"{class_name}ForCausalLM"],
+        "model_type": class_name.lower(),
+        # resolved numbers, because n_inner and n_kv_head may be None
+        "intermediate_size": config.inner,
+        "num_key_value_heads": config.kv_heads,
+        "head_dim": config.head_size,
+        "attention_dropout": config.dropout,
+        **LLAMA_CONSTANTS,
+    }
+
+
+def model_from_hf(
+    model_class: type[Model],
+    hf_weights: dict[str, Tensor],
+    config: GPTConfig,
+    transposed: tuple[str, ...] = TRANSPOSED,
+) -> Model:
+    """Return the float32 model that transformers' weights of a GPT-2, LLaMA or Qwen3 give. The
+    matrices of a GPT-2 whose names end in `transposed` are stored as (in, out).
+
+    Each tensor fills one parameter, or is redundant: a copy of one, or no weight. All others are
+    named by an error, and so is a parameter without a tensor. A head unlike the embedding makes
+    the model untied, whatever config.json says, as in transformers 5.
+    """
+    # a copy, from which each tensor that is used is popped; the rest is checked at the end
+    hf_weights = dict(hf_weights)
+    if config.tied and HEAD in hf_weights:
+        embedding_name = EMBEDDING if has_gpt2_names(config) else LLAMA_EMBEDDING
+        # safetensors.torch.save_model writes a tied tensor once, under the name of the head
+        embedding = hf_weights.setdefault(embedding_name, hf_weights[HEAD])
+        if torch.equal(hf_weights[HEAD].float(), embedding.float()):
+            del hf_weights[HEAD]
+        else:
+            config = replace(config, tied=False)
+
+    # weight_to_hf, the export, tells which tensors make up each parameter. A failed assert becomes
+    # a UserError: read_model and load_peer call this function within `reading`.
+    model = build_without_weights(model_class, config)
+    weights: dict[str, Tensor] = {}
+    for name, parameter in model.state_dict().items():
+        stacked: list[Tensor] = []
+        # `parameter` and `expected` are on the device "meta": they have shapes, but no values
+        for hf_name, expected in weight_to_hf(name, parameter, config, transposed).items():
+            assert hf_name in hf_weights, f"it has no {hf_name}"
+            x = hf_weights.pop(hf_name)
+            # Integers would be quantized weights, whose scales are not read.
+            is_expected = x.shape == expected.shape and x.is_floating_point()
+            assert is_expected, f"{hf_name} is {x.dtype} {[*x.shape]}, not {[*expected.shape]}"
+            stacked.append(x.float())
+        x = torch.cat(stacked)
+        if has_gpt2_names(config) and name.endswith(transposed):
+            x = x.T.contiguous()  # (in, out) -> (out, in)
+        if name in TABLES:  # append the padded rows: (V, C) -> (padded V, C)
+            x = F.pad(x, (0, 0, 0, config.padded_vocab_size - config.vocab_size))
+        weights[name] = x
+    # tensors that filled no parameter
+    for hf_name, x in hf_weights.items():
+        assert is_redundant(hf_name, x, config), f"it has {hf_name}, which this model lacks"
+    model.load_state_dict(weights, assign=True)  # replaces parameters on "meta"
+    return model
+
+
+def is_redundant(hf_name: str, x: Tensor, config: GPTConfig) -> bool:
+    """Return whether a model computes the same without a tensor `x` of its file."""
+    if config.qk_norm and hf_name.endswith("_norm.weight"):
+        # Qwen3's QK-norm has gains, which this project's does not have.
+        return torch.equal(x.float(), torch.ones(config.head_size))
+    # Buffers that nanoGPT and older versions of transformers saved, and newer versions ignore:
+    # causal mask, value of masked logits, rotation in radians per token.
+    return hf_name.endswith((".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq"))
+
+
+def weight_to_hf(
+    name: str, x: Tensor, config: GPTConfig, transposed: tuple[str, ...] = TRANSPOSED
+) -> dict[str, Tensor]:
+    """Return transformers' weights that our weight `x`, called `name`, is a stack of, by their
+    names. `x` may be on the device "meta"."""
+    if name in TABLES:
+        x = x[: config.vocab_size]  # without padding
+    if has_gpt2_names(config):
+        return {name: x.T if name.endswith(transposed) else x}
+
+    # transformer.h.3.mlp.c_fc.weight -> model.layers.3.mlp.gate_proj.weight, ...
+    # LLaMA has no biases, so all names end in ".weight".
+    module = name.removesuffix(".weight")
+    prefix = ""
+    if module.startswith("transformer.h."):
+        _, _, layer, module = module.split(".", 3)  # "3", "mlp.c_fc"
+        prefix = f"model.layers.{layer}."
+    num_rows = [len(x)]  # rows of each stacked weight
+    if module == "attn.c_attn":
+        kv_rows = config.kv_heads * config.head_size
+        num_rows = [config.n_embd, kv_rows, kv_rows]  # queries, keys, values
+    elif module == "mlp.c_fc":
+        num_rows = [config.inner, config.inner]  # gate, input
+    hf_modules = zip(LLAMA_WEIGHTS[module], x.split(num_rows), strict=True)
+    return {f"{prefix}{hf_module}.weight": hf_x for hf_module, hf_x in hf_modules}
+
+
+def weights_to_hf(weights: dict[str, Tensor], config: GPTConfig) -> dict[str, Tensor]:
+    """Return the state dict of transformers' GPT2LMHeadModel, LlamaForCausalLM or Qwen3ForCausalLM,
+    without padding of the vocabulary."""
+    hf_weights: dict[str, Tensor] = {}
+    for name, x in weights.items():
+        hf_weights |= weight_to_hf(name, x, config)
+        # GPT2LMHeadModel has biases in all layers but the head: write zeros for a model without
+        is_norm_or_linear = name.startswith(("transformer.h.", "transformer.ln_f."))
+        if has_gpt2_names(config) and not config.bias and is_norm_or_linear:
+            hf_weights[name.removesuffix("weight") + "bias"] = torch.zeros(len(x))
+    if config.qk_norm:  # Qwen3's QK-norm has gains
+        for layer in range(config.n_layer):
+            for norm in ("q_norm", "k_norm"):
+                gain = torch.ones(config.head_size)
+                hf_weights[f"model.layers.{layer}.self_attn.{norm}.weight"] = gain
+    return hf_weights
+
+
+# cached, because open_pretrained and read_model both ask for the same name
+@cache
+def find_folder(name: str) -> Path:
+    """Return the folder or file `name`, or the folder of the hub's repository of that name, which
+    is downloaded unless the hub's cache has it."""
+    path = Path(name)
+    if path.exists():
+        return path
+    if path.parent != Path() and path.parent.is_dir():  # runs/demi, and not OWNER/NAME of the hub
+        raise UserError(f"there is no {name}")
+    # imported here, because only names of the hub need it
+    from huggingface_hub import snapshot_download
+
+    # skip weights in other formats, which many repositories also hold
+    patterns = ["*.json", "*.jinja", "*.txt", "tokenizer.model", "*.safetensors"]
+    try:
+        return Path(snapshot_download(name, allow_patterns=patterns))
+    except (OSError, ValueError) as error:  # no such name, or no network
+        raise UserError(
+            f"{name} is no folder or file, and the Hugging Face hub did not provide a model of "
+            "that name; check the name and the network"
+        ) from error
+
+
+def read_weights(folder: Path) -> dict[str, Tensor]:
+    """Return the tensors of a folder's model.safetensors, or of the files that it is cut into, by
+    transformers' names."""
+    from safetensors.torch import load_file  # here, because training does without it
+
+    # If there are both a single file and an index, as after an export over a larger model,
+    # transformers reads the single file.
+    file_names = ["model.safetensors"]
+    index = folder / "model.safetensors.index.json"
+    if not (folder / file_names[0]).is_file() and index.is_file():
+        # maps each tensor to its file, such as model-00001-of-00003.safetensors
+        file_of_tensor = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        file_names = sorted(set(file_of_tensor.values()))
+    hf_weights: dict[str, Tensor] = {}
+    for file_name in file_names:
+        # also fails for a folder with only pytorch_model.bin, a format that is not read
+        assert (folder / file_name).is_file(), f"it has no {file_name}"
+        hf_weights |= load_file(folder / file_name)
+    return hf_weights
+
+
+def read_model(model_class: type[Model], name_or_folder: str | Path) -> Model:
+    """Return the model of a Hugging Face name ("gpt2", "user/model") or folder: a GPT-2, LLaMA or
+    Qwen3 of a shape that save_pretrained writes. Raise UserError naming what does not fit."""
+    folder = find_folder(str(name_or_folder))
+    # turns errors in the content of the files into a UserError that names the folder
+    with reading(name_or_folder, "a GPT-2, LLaMA or Qwen3 of Hugging Face's format"):
+        config = config_from_hf(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+        hf_weights = read_weights(folder)
+        # OpenAI's files on the hub are of a GPT2Model, without the prefix of a GPT2LMHeadModel
+        has_prefix = any(hf_name.startswith("transformer.") for hf_name in hf_weights)
+        if has_gpt2_names(config) and not has_prefix:
+            hf_weights = {f"transformer.{hf_name}": x for hf_name, x in hf_weights.items()}
+        return model_from_hf(model_class, hf_weights, config)
