@@ -2,8 +2,8 @@
 
 An option is declared once, as a field with its type, default, unit and help. The groups RunOptions,
 OptimizerOptions, SaveOptions and MachineOptions are finetune.py's, too, and scripts/bench.py takes
-ModelOptions and MachineOptions; other scripts declare their options themselves. This file is not
-about files, checkpoints or processes.
+ModelOptions and MachineOptions; other scripts declare their options themselves. SamplingConfig says
+how text is written. This file is not about files, checkpoints or processes.
 
 Options are frozen, and go one way: flags -> options, in which None stands for what nobody gave ->
 resolved options, which training/options.py completes from the recipe and the machine.
@@ -13,7 +13,7 @@ import os
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 from model.config import GPT3_SIZES, SIZES, GPTConfig
 from recipes import Recipe, ScheduleName
@@ -283,6 +283,25 @@ class StepOptions:
     """Check options, shards, folders and benchmarks, print model, memory, time and, for GPUs, cost,
     and exit. --device then takes a GPU that need not be there, too: a100, h100, h200, b200, t4,
     ..., whose run has other folders."""
+
+
+@dataclass(frozen=True)
+class SamplingConfig:
+    """How text is written: options of sample.py, and of every other place that writes text."""
+
+    max_new_tokens: Natural = 200
+    """Most tokens of a continuation; end of text ends it, a full context drops its older half."""
+    temperature: NonNegative = 0.8
+    """Divisor of the logits: below 1 unlikely tokens, which are mostly errors of a small model, get
+    rarer; 0: always the likeliest token."""
+    top_k: Count | None = None
+    """Sample from the k likeliest tokens, exactly k where some are tied."""
+    top_p: Annotated[float, "above 0 and at most 1"] | None = None
+    """Sample from the likeliest tokens that together have this probability."""
+    num_samples: Count = 1
+    """Texts that sample.py writes; the first is shown while it is generated."""
+    seed: Natural = 1337
+    """Seed; sample i depends on (seed, i) alone."""
 
 
 @dataclass(frozen=True)

@@ -11,31 +11,31 @@ first is printed while it is generated, the others after it. The same seed gives
 import contextlib
 import io
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
 import utils.environment  # noqa: F401 (first: it says what to type without PyTorch)
 
 import torch
 
+from config import SamplingConfig
 from data.named_tokenizer import Tokenizer
 from data.open_model import open_model
 from data.tokenizer import load_tokenizer
 from finetuning.chat import Messages, encode_prompt, fit_history, is_chat
 from finetuning.completions import decode_completion
-from model.generate import Sampling, generate
+from model.generate import generate
 from model.gpt import GPT
 from model.inference import prepare_for_inference
 from utils.cli import start_script
 from utils.devices import autocast, pick_device, pick_dtype
 from utils.errors import UserError, check_text
-from utils.ranges import Count, Natural, NonNegative
 
 
-@dataclass
-class SampleConfig:
-    """Write text with a trained model."""
+@dataclass(frozen=True)
+class PromptOptions:
+    """Model, prompt and device."""
 
     checkpoint: Path = Path("checkpoints")
     """Checkpoint of train.py or finetune.py, or a folder: its best one, else its newest."""
@@ -45,24 +45,17 @@ class SampleConfig:
     prompt: str = ""
     """Beginning of a text, to continue; - reads standard input. BOS, or end of text if the
     tokenizer has none, stands before it, as in training."""
-    num_samples: Count = 1
-    """Texts to write; the first is shown while it is generated."""
     chat: bool = False
     """Answer as the assistant of a chat; without --prompt, talk with the keyboard."""
-    max_new_tokens: Natural = 200
-    """Most tokens of a continuation; end of text ends it, a full context drops its older half."""
-    temperature: NonNegative = 0.8
-    """Sampling temperature; 0: always the likeliest token."""
-    top_k: Count | None = None
-    """Sample from the k likeliest tokens."""
-    top_p: Annotated[float, "above 0 and at most 1"] | None = None
-    """Sample from the likeliest tokens that together have this probability."""
-    seed: Natural = 1337
-    """Seed; sample i depends on (seed, i) alone."""
     device: str = "auto"
     """auto, cpu, cuda, cuda:1, mps."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Dtype of matmuls. auto: bfloat16 where it is faster, float16 on old GPUs."""
+
+
+@dataclass(frozen=True)
+class SampleOptions(SamplingConfig, PromptOptions):
+    """Write text with a trained model."""
 
 
 @dataclass
@@ -71,7 +64,7 @@ class Writer:
 
     model: GPT
     tokenizer: Tokenizer
-    config: SampleConfig
+    config: SampleOptions
 
     def write(self, prompt: str, history: Messages, seed: int) -> str:
         """Continue a prompt, or with --chat answer it as the newest message after `history`, which
@@ -82,9 +75,7 @@ class Writer:
         config = self.config
         prompt_ids = self.encode(prompt, history)
         heading = "" if config.chat else prompt  # an answer is shown without its question
-        sampling = Sampling(
-            config.max_new_tokens, config.temperature, config.top_k, config.top_p, seed
-        )
+        sampling = replace(config, seed=seed)
         # One batch: row i draws its random numbers from (seed, i).
         prompts = [prompt_ids] * config.num_samples
         texts: list[list[int]] = [[] for _ in prompts]  # token ids up to end of text
@@ -174,7 +165,7 @@ def show(text: str) -> None:
     print(text, end="", flush=True)
 
 
-def main(config: SampleConfig) -> None:
+def main(config: SampleOptions) -> None:
     device = pick_device(config.device)
     dtype = pick_dtype(config.dtype, device)
     # --model wins, as --checkpoint has a default.
@@ -199,4 +190,4 @@ def main(config: SampleConfig) -> None:
 
 
 if __name__ == "__main__":
-    start_script(main, SampleConfig)
+    start_script(main, SampleOptions)

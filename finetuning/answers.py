@@ -6,11 +6,11 @@ decoding), and an answer is right if it is the row's, white space aside.
 
 from itertools import chain
 
+from config import SamplingConfig
 from evaluation.scoring import ItemScorer
 from evaluation.tasks import TaskScores, batched, mean_result
 from finetuning.completions import Completion, complete_questions, is_exact
 from finetuning.examples import Question, TextEncoder
-from model.generate import Sampling
 
 
 def score_questions(
@@ -23,7 +23,7 @@ def score_questions(
     """Return one result, the share of exact answers to the questions of the file `name`, and a row
     for each question, for --dump. `scorer` has the model, its process and the batch size; processes
     share the questions in batches, and all of them return the same."""
-    sampling = Sampling(max_new_tokens, temperature=0)  # greedy
+    sampling = SamplingConfig(max_new_tokens, temperature=0)  # greedy
 
     def answer(batch: list[Question]) -> list[Completion]:
         return complete_questions(

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
+from config import SamplingConfig
 from data.named_tokenizer import Tokenizer
 from finetuning.examples import Example, Question, TextEncoder
-from model.generate import Sampling, complete
+from model.generate import complete
 from model.gpt import GPT
 from utils.devices import autocast
 from utils.distributed import Process
@@ -44,12 +45,14 @@ def complete_questions(
     model: GPT,
     questions: list[Question],
     encoder: TextEncoder,
-    sampling: Sampling,
+    sampling: SamplingConfig,
     process: Process,
     dtype: torch.dtype,
+    first_row: int = 0,
 ) -> list[Completion]:
-    """Return a completion of each question; `dtype` is the autocast dtype of matmuls. Every
-    process must call it, with at least one question. Raises Stopped after a signal."""
+    """Return a completion of each question; `dtype` is the autocast dtype of matmuls, `first_row`
+    that of `generate`. Every process must call it, with at least one question. Raises Stopped after
+    a signal."""
     tokenizer = encoder.tokenizer
     prompts = [question.prompt_ids for question in questions]
     model.eval()
@@ -57,7 +60,8 @@ def complete_questions(
     # Stopped after a signal, so that a run ends within seconds.
     with autocast(process.device, dtype):
         # A text has the `tokens` before its end and an `end_id`, None if max_new_tokens came first.
-        texts = complete(model, prompts, tokenizer.end_ids, sampling, process.all_done)
+        end_ids = tokenizer.end_ids
+        texts = complete(model, prompts, end_ids, sampling, process.all_done, first_row)
     model.train()  # a training step may follow
     completions: list[Completion] = []
     for question, text in zip(questions, texts, strict=True):

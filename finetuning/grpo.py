@@ -15,11 +15,11 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
+from config import SamplingConfig
 from finetuning.completions import Completion, complete_questions
 from finetuning.examples import Batch, Example, Question
 from finetuning.methods import Method, PreparedStep, Sums, token_logprobs
 from finetuning.rewards import RewardFunction
-from model.generate import Sampling
 from model.gpt import GPT
 from utils.devices import autocast
 from utils.seeds import hash_seed
@@ -57,9 +57,9 @@ class GroupRelativePolicy(Method):
             # the same question for each place of a group
             questions = [self.examples[example_ids[place // group_size]] for place in places]
             # The random numbers of a completion depend on seed, step and place alone, so that any
-            # number of processes samples the same: row i is place first_row + i.
-            sampling = Sampling(self.config.max_new_tokens, seed=seed, first_row=places[0])
-            return self.complete_and_reward(model, questions, sampling)
+            # number of processes samples the same.
+            sampling = SamplingConfig(self.config.max_new_tokens, temperature=1.0, seed=seed)
+            return self.complete_and_reward(model, questions, sampling, first_row=places[0])
 
         # the places of the whole step, as a group can have completions from several processes
         places = list(range(len(example_ids) * group_size))
@@ -91,11 +91,11 @@ class GroupRelativePolicy(Method):
         return PreparedStep(batches, len(completions), metrics, sample)
 
     def complete_and_reward(
-        self, model: GPT, questions: list[Question], sampling: Sampling
+        self, model: GPT, questions: list[Question], sampling: SamplingConfig, first_row: int = 0
     ) -> list[Completion]:
         """Return a completion of each question, with its reward. Every process must call it."""
         completions = complete_questions(
-            model, questions, self.encoder, sampling, self.process, self.dtype
+            model, questions, self.encoder, sampling, self.process, self.dtype, first_row
         )
         with self.process.together():  # an error of one process ends the run on all
             rewards = self.reward_function(completions)
@@ -132,7 +132,7 @@ class GroupRelativePolicy(Method):
     def held_out_sums(self, model: GPT, questions: list[Question]) -> Sums:
         """Return the sum of the rewards of the likeliest completions, one for each question. There
         is no loss: it does not tell how good completions are."""
-        sampling = Sampling(self.config.max_new_tokens, temperature=0)  # greedy
+        sampling = SamplingConfig(self.config.max_new_tokens, temperature=0)  # greedy
         rewards = [x.reward for x in self.complete_and_reward(model, questions, sampling)]
         return {"reward": torch.tensor(rewards, dtype=torch.float64).sum()}
 

@@ -7,6 +7,7 @@ of different lengths are padded on the left, so that all rows end in the same co
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -20,21 +21,19 @@ from utils.seeds import hash_seed
 TOKENS_PER_CHECK = 16
 
 
-@dataclass(frozen=True)
-class Sampling:
-    """How to continue prompts. Row i draws its random numbers from (seed, first_row + i) alone."""
+class Sampling(Protocol):
+    """How to continue prompts; config.SamplingConfig, defined above model/, describes it."""
 
-    max_new_tokens: int
-    """Tokens of each continuation, unless its reader stops before."""
-    temperature: float = 1.0
-    """Divisor of the logits; 0 takes the likeliest token."""
-    top_k: int | None = None
-    """Draw from the k likeliest tokens, exactly k where some are tied."""
-    top_p: float | None = None
-    """Draw from the smallest set of tokens that reaches this probability (Holtzman et al. 2020)."""
-    seed: int = 0
-    first_row: int = 0
-    """Number of the first prompt, where these are a part of all prompts."""
+    @property
+    def max_new_tokens(self) -> int: ...
+    @property
+    def temperature(self) -> float: ...
+    @property
+    def top_k(self) -> int | None: ...
+    @property
+    def top_p(self) -> float | None: ...
+    @property
+    def seed(self) -> int: ...
 
 
 def sample_token(logits: Tensor, uniform: Tensor, sampling: Sampling) -> Tensor:
@@ -49,7 +48,8 @@ def sample_token(logits: Tensor, uniform: Tensor, sampling: Sampling) -> Tensor:
         logits, ids = logits.topk(min(sampling.top_k or V, V))  # (B, k), likeliest first
     probabilities = (logits.float() / sampling.temperature).softmax(-1)  # (B, V), or (B, k)
     if sampling.top_p is not None:
-        # Keep a token if the likelier tokens sum to less than top_p. The likeliest always stays.
+        # Keep a token if the likelier tokens sum to less than top_p (Holtzman et al. 2020). The
+        # likeliest always stays.
         sum_before = probabilities.cumsum(-1) - probabilities
         probabilities = probabilities * (sum_before < sampling.top_p)
 
@@ -67,16 +67,19 @@ def sample_token(logits: Tensor, uniform: Tensor, sampling: Sampling) -> Tensor:
 
 
 @torch.no_grad()
-def generate(model: GPT, prompts: list[list[int]], sampling: Sampling) -> Iterator[Tensor]:
+def generate(
+    model: GPT, prompts: list[list[int]], sampling: Sampling, first_row: int = 0
+) -> Iterator[Tensor]:
     """Yield the next token ids (B,) of B prompts, on the model's device. A prompt has at least one
-    token, and at most the context.
+    token, and at most the context. Prompt i draws its random numbers from (seed, first_row + i)
+    alone; `first_row` is above 0 where these are a part of all prompts.
 
     Where the context is full, its older half is dropped and the newer one read again. With prompts
     of one length the loop does not wait for the GPU to finish a token.
     """
     block_size = model.config.block_size
     device = model.transformer.wte.weight.device
-    uniforms = draw_uniforms(len(prompts), sampling).to(device)  # (B, max_new_tokens)
+    uniforms = draw_uniforms(len(prompts), sampling, first_row).to(device)  # (B, max_new_tokens)
     lengths = [len(prompt) for prompt in prompts]  # tokens of each row, without padding
     longest = max(lengths)
     assert longest <= block_size, f"a prompt of {longest} tokens is too long"
@@ -115,12 +118,12 @@ def generate(model: GPT, prompts: list[list[int]], sampling: Sampling) -> Iterat
         lengths = [length + 1 for length in lengths]
 
 
-def draw_uniforms(num_rows: int, sampling: Sampling) -> Tensor:
+def draw_uniforms(num_rows: int, sampling: Sampling, first_row: int = 0) -> Tensor:
     """Return random numbers in [0, 1) (num_rows, max_new_tokens), on the CPU: equal everywhere."""
     # Longer seeds are hashed to 32 bits: PyTorch takes at most 64, those of the product below.
     seed = sampling.seed if sampling.seed < 2**32 else hash_seed(f"{sampling.seed}")
     # far apart, so that the rows of seed 1 are not those of seed 0, moved up by one
-    first_seed = seed * 1_000_003 + sampling.first_row
+    first_seed = seed * 1_000_003 + first_row
     rows = []
     for row in range(num_rows):
         # one generator per row, so that its numbers do not depend on the size of the batch
@@ -151,7 +154,7 @@ class GeneratedTokens:
     tokens: list[int]
     """Without the one that ended it."""
     end_id: int | None
-    """The token that ended it; None: it was cut at Sampling.max_new_tokens."""
+    """The token that ended it; None: it was cut at max_new_tokens."""
 
 
 def complete(
@@ -160,15 +163,17 @@ def complete(
     end_ids: frozenset[int],
     sampling: Sampling,
     all_done: Callable[[bool], bool] = bool,
+    first_row: int = 0,
 ) -> list[GeneratedTokens]:
-    """Return what follows each prompt up to the first of `end_ids`.
+    """Return what follows each prompt up to the first of `end_ids`; `first_row` is that of
+    `generate`.
 
     `all_done` gets True when all texts have ended and returns True when those of all processes
     have: under FSDP2 a forward pass needs every process. It raises Stopped after a signal. By
     default there is one process.
     """
     texts: list[list[int]] = [[] for _ in prompts]  # token ids
-    steps = generate(model, prompts, sampling)
+    steps = generate(model, prompts, sampling, first_row)
     while True:
         # up to TOKENS_PER_CHECK tensors (B,) of token ids; none after max_new_tokens
         columns = list(islice(steps, TOKENS_PER_CHECK))

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import torch
 
-from config import TrainConfig
+from config import SamplingConfig, TrainConfig
 from data.loader import Mixture
 from data.tokenizer import load_tokenizer
 from evaluation.benchmarks import BENCHMARKS
@@ -19,7 +19,7 @@ from evaluation.scoring import ItemScorer, open_benchmark
 from evaluation.tasks import ScoreTask
 from evaluation.validation import Scorer
 from model.execution import uncompiled
-from model.generate import Sampling, complete
+from model.generate import complete
 from model.gpt import GPT
 from utils.devices import autocast
 from utils.distributed import Process
@@ -29,7 +29,6 @@ Content = TypeVar("Content")
 
 SUBSET_EXAMPLES = 500  # examples of each benchmark without --eval_full
 SAMPLE_TOKENS = 128
-SAMPLE_TEMPERATURE = 0.8  # below 1: unlikely tokens of a small model are mostly errors
 
 
 def is_due(every: int, step: int) -> bool:
@@ -118,7 +117,7 @@ class Evaluator:
         model = scorer.model
         num_tokens = min(SAMPLE_TOKENS, model.config.block_size)
         # a new seed for each step, so that samples.txt does not repeat one text
-        sampling = Sampling(num_tokens, SAMPLE_TEMPERATURE, seed=self.config.seed + step)
+        sampling = SamplingConfig(num_tokens, seed=self.config.seed + step)
         prompts = [list(scorer.tokenizer.start_ids)]  # what begins a document in the shards
         end_ids = scorer.tokenizer.end_ids
         model.eval()

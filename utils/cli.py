@@ -54,7 +54,7 @@ def parse(config_class: type[Config], args: list[str] | None = None) -> Config:
     value, a word without a flag, and one that is not UTF-8 text.
 
     --help shows a group of flags for each dataclass that `config_class` inherits from, named after
-    it without "Options"; the last one comes first.
+    it without "Options" or "Config"; the last one comes first.
     """
     # train.py and finetune.py give flags, with those of a file or a checkpoint in front, which a
     # flag of the same name replaces: there, and there alone, one may stand twice.
@@ -97,7 +97,7 @@ def parse(config_class: type[Config], args: list[str] | None = None) -> Config:
     # that a backslash continues on the next line
     commands = re.findall(r"^ *(python .*[^\\])$", sys.modules["__main__"].__doc__ or "", re.M)
     description = "\n  ".join([inspect.cleandoc(config_class.__doc__ or "")] + commands[:2])
-    # empty for SampleConfig and other classes that declare their options themselves
+    # empty for EvalConfig and other classes that declare their options themselves
     groups = [base for base in reversed(config_class.__bases__) if is_dataclass(base)]
     if not groups:
         options = call_tyro(config_class, args, description)
@@ -106,7 +106,7 @@ def parse(config_class: type[Config], args: list[str] | None = None) -> Config:
         # such field for each group, and take them apart again
         group_fields = []
         for group in groups:
-            label = group.__name__.removesuffix("Options").lower()  # "machine"
+            label = re.sub("Options$|Config$", "", group.__name__).lower()  # "machine"
             # `config_class` may have another default than the group it inherits from
             default = group(**{option.name: defaults[option.name] for option in fields(group)})
             group_fields.append((label, group, field(default=default)))

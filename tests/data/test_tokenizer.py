@@ -36,7 +36,7 @@ from evaluation.tasks import Item
 from finetuning.examples import TextEncoder, encode_completion, encode_messages
 from model.config import GPTConfig
 from recipes import Recipe
-from sample import SampleConfig, Writer
+from sample import SampleOptions, Writer
 from training.summary import start_shape
 from utils.distributed import ALONE
 from utils.errors import UserError
@@ -186,7 +186,7 @@ def test_what_a_tokenizer_writes_before_a_text_stands_there_for_all_and_in_expor
     bos = [engine.token_to_id(token) for token in before]
     start, ids = bos or [tokenizer.eot], tokenizer.encode(text).tolist()
     document = fineweb_edu.tokenize(tokenizer, 0, text)
-    writer = Writer(SimpleNamespace(config=GPTConfig()), tokenizer, SampleConfig())
+    writer = Writer(SimpleNamespace(config=GPTConfig()), tokenizer, SampleOptions())
     question = TextEncoder(tokenizer, False, 99).question({"prompt": text}, 1, has_answer=False)
     for prompt in (document.tokens.tolist(), writer.encode(text, []), question.prompt_ids):
         assert prompt == [*start, *ids]

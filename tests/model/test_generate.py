@@ -2,7 +2,8 @@ import pytest
 import torch
 from tiny import RECIPES, tiny_gpt
 
-from model.generate import Sampling, complete, draw_uniforms, generate, sample_token
+from config import SamplingConfig
+from model.generate import complete, draw_uniforms, generate, sample_token
 
 OPTIONS = [{"temperature": 0}, {"seed": 3}, {"seed": 3, "top_k": 5}]
 
@@ -16,16 +17,20 @@ def model(request):
     return model
 
 
-def tokens(model, prompts, n, **options):
-    steps = list(generate(model, prompts, Sampling(n, **options)))
+def sampling_of(n, **options):
+    return SamplingConfig(n, **{"temperature": 1.0, "seed": 0, **options})
+
+
+def tokens(model, prompts, n, first_row=0, **options):
+    steps = list(generate(model, prompts, sampling_of(n, **options), first_row))
     return torch.stack(steps, 1).tolist()
 
 
 @torch.no_grad()
-def tokens_without_cache(model, prompts, n, **options):
+def tokens_without_cache(model, prompts, n, first_row, **options):
     """Read the whole context for each token."""
-    sampling, context, steps = Sampling(n, **options), torch.tensor(prompts), []
-    for uniform in draw_uniforms(len(prompts), sampling).unbind(1):
+    sampling, context, steps = sampling_of(n, **options), torch.tensor(prompts), []
+    for uniform in draw_uniforms(len(prompts), sampling, first_row).unbind(1):
         if context.size(1) > 16:
             context = context[:, -8:]
         steps.append(sample_token(model(context)[:, -1], uniform, sampling))
@@ -54,13 +59,13 @@ def test_a_sample_depends_on_its_seed_and_not_on_its_neighbours(model):
 
 def test_seeds_of_any_size_give_numbers_of_their_own():
     seeds = [2**bits + i for bits in (0, 31, 32, 44, 63, 64, 65, 200) for i in (0, 1, 1337)]
-    drawn = [draw_uniforms(1, Sampling(8, seed=seed)) for seed in seeds]
+    drawn = [draw_uniforms(1, sampling_of(8, seed=seed)) for seed in seeds]
     assert len(torch.cat(drawn).unique(dim=0)) == len(seeds)
 
 
 def draw(logits, n=20_000, **options):
     uniform = (torch.arange(n) + 0.5) / n
-    ids = sample_token(logits.expand(n, -1), uniform, Sampling(1, **options))
+    ids = sample_token(logits.expand(n, -1), uniform, sampling_of(1, **options))
     return torch.bincount(ids, minlength=logits.numel()) / n
 
 
@@ -90,11 +95,11 @@ def test_no_uniform_number_falls_off_the_end():
     logits = torch.randn(4, 50257)
     top = torch.full((4,), 1 - 2**-24)
     for top_p in (None, 0.9):
-        assert (sample_token(logits, top, Sampling(1, top_p=top_p)) < 50257).all()
+        assert (sample_token(logits, top, sampling_of(1, top_p=top_p)) < 50257).all()
 
 
 def test_a_text_ends_before_the_first_of_several_end_tokens(model):
-    sampling = Sampling(30, seed=2)
+    sampling = sampling_of(30, seed=2)
     (free,) = complete(model, [[3]], frozenset(), sampling)
     assert len(free.tokens) == 30 and free.end_id is None
     ends = {free.tokens[10], free.tokens[20]}

@@ -52,7 +52,7 @@ class TemplateTokenizer(ByteTokenizer):
 def test_texts_are_shown_as_they_are_decoded_whole(monkeypatch, capsys, tokenizer, chat):
     """With bytes that are no UTF-8, ends of text, and characters that are cut."""
     rng = random.Random(0)
-    config = sample_py.SampleConfig(num_samples=2, chat=chat)
+    config = sample_py.SampleOptions(num_samples=2, chat=chat)
     writer = sample_py.Writer(None, tokenizer, config)
     monkeypatch.setattr(writer, "encode", lambda *_: [0])
     for _ in range(200):
@@ -84,7 +84,7 @@ def test_float32_samples_use_the_whole_weights_and_bfloat16_ones_their_half(monk
     monkeypatch.setattr(sample_py, "open_model", open_model)
     for dtype in ("float32", "float16", "bfloat16"):
         with pytest.raises(UserError):
-            sample_py.main(sample_py.SampleConfig(dtype=dtype, device="cpu"))
+            sample_py.main(sample_py.SampleOptions(dtype=dtype, device="cpu"))
     assert asked == [True, True, False]
 
 
@@ -92,7 +92,7 @@ def test_without_a_path_the_best_else_the_newest_is_taken_and_named(
     trained, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.chdir(tmp_path)
-    folder = sample_py.SampleConfig().checkpoint
+    folder = sample_py.SampleOptions().checkpoint
     with pytest.raises(FileNotFoundError):  # a misspelt checkpoint is no name on the hub
         sample_py.open_model("none.pt")
     folder.mkdir()

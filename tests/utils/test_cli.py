@@ -9,7 +9,7 @@ from conftest import ROOT, user_error
 
 from config import TrainConfig
 from recipes import RECIPES
-from sample import SampleConfig
+from sample import SampleOptions
 from utils.cli import FLAGS_BY_NANOGPT_NAME, flag_value, parse, to_flags, user_message
 from utils.errors import UserError
 
@@ -93,13 +93,13 @@ def test_a_flag_of_nanogpt_is_answered_by_its_name_here():
     for name, flag in FLAGS_BY_NANOGPT_NAME.items():
         assert name in table and f"--{flag}" in table
         with pytest.raises(UserError, match=f"there is no --{name}, but --{flag};"):
-            parse(SampleConfig if flag == "prompt" else TrainConfig, [f"--{name}=1"])
+            parse(SampleOptions if flag == "prompt" else TrainConfig, [f"--{name}=1"])
     with pytest.raises(UserError, match="but --max_lr; .*--no_use_torch_compile; --help"):
         parse(TrainConfig, ["--learning_rate=1", "--compile=False"])
     with pytest.raises(UserError, match="config/x.py stands without a flag; --help lists"):
         parse(TrainConfig, ["config/x.py"])
     with pytest.raises(UserError, match="without a flag; perhaps --checkpoint .*conftest.py$"):
-        parse(SampleConfig, [str(ROOT / "tests/conftest.py")])
+        parse(SampleOptions, [str(ROOT / "tests/conftest.py")])
 
 
 @pytest.mark.parametrize(
@@ -107,9 +107,9 @@ def test_a_flag_of_nanogpt_is_answered_by_its_name_here():
     [("top_k", 1, 0), ("temperature", 1e9, "inf"), ("top_p", 1, "nan"), ("seed", 0, -1)],
 )
 def test_a_number_out_of_the_range_in_the_type_of_its_field_is_refused(name, allowed, wrong):
-    assert getattr(parse(SampleConfig, [f"--{name}={allowed:.0f}"]), name) == allowed
+    assert getattr(parse(SampleOptions, [f"--{name}={allowed:.0f}"]), name) == allowed
     with pytest.raises(UserError, match=f"--{name} {wrong}.* must be "):
-        parse(SampleConfig, [f"--{name}={wrong}"])
+        parse(SampleOptions, [f"--{name}={wrong}"])
 
 
 @pytest.mark.parametrize("value", ["abc", "1e3", "1.5"])
