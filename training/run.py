@@ -15,6 +15,7 @@ import sys
 import uuid
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -325,12 +326,8 @@ class Run(Generic[Config]):
             total=options.max_steps,
             is_main=self.process.is_main,
             begins_empty=begins_empty,
+            open_wandb=partial(open_wandb, options, state.run_id) if options.wandb else None,
         )
-        # getattr, as finetune.py has no --wandb
-        if self.process.is_main and getattr(options, "wandb", False):
-            logger = self.logger
-            # None after an error: call_wandb prints a warning, and the run goes on
-            logger.wandb_run = logger.call_wandb(open_wandb, options, state.run_id)
         return self.logger
 
     def finish(self, next_commands: list[str]) -> None:
