@@ -64,11 +64,14 @@ class StepResult:
     """Outcome of one training step, the same on every process."""
 
     figures: dict[str, float]
-    """Row for the log, of the whole step: loss, lr, grad_norm, ..."""
+    """Row for the log, of the whole step: loss, lr, grad_norm, ...; "tokens" are those of the run,
+    this step included."""
     skip_reason: str | None
     """Why the update was not applied: a loss or gradient that is not finite. None if it was."""
     got_signal: bool
     """True if a process was told to stop: all of them then save and end."""
+    tokens: int
+    """Tokens of the step, on all processes."""
 
 
 @dataclass
@@ -97,11 +100,11 @@ class TrainState:
         # `parent` is not in older files.
         return cls(**{name: progress[name] for name in asdict(cls()) if name in progress})
 
-    def advance(self, tokens: int, skip_reason: str | None) -> None:
-        """Count one step of `tokens` tokens, and the steps in a row that were skipped."""
+    def advance(self, result: StepResult) -> None:
+        """Count a step, its tokens, and the steps in a row that were skipped."""
         self.step += 1  # also if skipped, so that a step always reads the same data
-        self.tokens += tokens
-        self.bad_steps = 0 if skip_reason is None else self.bad_steps + 1
+        self.tokens += result.tokens
+        self.bad_steps = 0 if result.skip_reason is None else self.bad_steps + 1
 
 
 def start_process(options: MachineOptions) -> Process:

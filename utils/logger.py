@@ -156,7 +156,7 @@ class Logger:
 
     def log_skip(self, reason: str, sequences: list[int], step: int) -> None:
         """Write and print why the update of a step was skipped; write the numbers of the sequences
-        (in fine-tuning of the examples) that it read."""
+        (in fine-tuning of the examples) that it read, to look at or to leave out."""
         self.log({"split": "skipped", "reason": reason, "sequences": sequences}, step)
         self.print(f"step {step} skipped: {reason}")
 
