@@ -27,7 +27,7 @@ from torch import Tensor
 from model.config import GPTConfig
 from model.gpt import GPT, build_without_weights
 from model.rows import Rows, is_vector
-from utils.distributed import ALONE, Process, launched
+from utils.distributed import ALONE, Process, is_main_process
 from utils.errors import UserError, reading
 
 FORMAT_VERSION = 6
@@ -305,7 +305,7 @@ def find_checkpoint(name: str | Path) -> Path | None:
     for file in files:
         if file.exists() and is_own(file):
             # Only the main process prints, and to stderr, as stdout is for results.
-            if launched("RANK") == 0:
+            if is_main_process():
                 step = load_checkpoint(file)["step"]  # 0: of a run that has just begun
                 print(f"reading {file}, of step {step:,}", file=sys.stderr)
             return file
