@@ -215,7 +215,7 @@ class OptimizerOptions:
 
 @dataclass(frozen=True)
 class SaveOptions:
-    """Evaluation, checkpoints and samples."""
+    """Evaluation, checkpoints, samples and Weights & Biases."""
 
     eval_every: Natural = 250
     """Steps between validations; 0: only after the last step."""
@@ -225,11 +225,13 @@ class SaveOptions:
     """Numbered checkpoints (model_step_005000.pt) to keep beside the last and the best."""
     sample_every: Natural = 500
     """Steps between samples in samples.txt; 0: none."""
+    wandb: bool = False
+    """Log to Weights & Biases as well; WANDB_PROJECT and WANDB_NAME name project and run."""
 
 
 @dataclass(frozen=True)
 class EvaluationOptions:
-    """Validation, benchmarks and Weights & Biases."""
+    """Validation and benchmarks."""
 
     val_tokens: Count = 10_485_760
     """Validation tokens, the same at every validation."""
@@ -247,8 +249,6 @@ class EvaluationOptions:
     """LAMBADA .jsonl in OpenAI's format; default: from the hub."""
     core_data: Path | None = None
     """Folder of CORE in the layout of nanochat's eval_bundle; default: downloaded, 160 MB."""
-    wandb: bool = False
-    """Log to Weights & Biases as well; WANDB_PROJECT and WANDB_NAME name project and run."""
 
 
 @dataclass(frozen=True)

@@ -114,15 +114,14 @@ def main() -> None:
                     break
 
                 # one step, then its log
-                tokens_before = state.tokens  # steps differ in their number of tokens
                 timer.start()  # with grpo, the time of a step includes sampling
                 # indices (batch_size,) of rows, a pure function of seed and step
                 example_ids = step_sequences(step, options.batch_size, num_rows, options.seed)
                 prepared = method.prepare(model, step, example_ids)
                 result = train_step(run, wrapped, optimizers, method, prepared)
-                speed = timer.stop(state.tokens - tokens_before)  # tokens_per_s, mfu, ms
+                state.advance(result)  # counts the step, also a skipped one
                 if result.skip_reason is None:
-                    run.logger.log_train(result.figures | speed, state.step)
+                    run.logger.log_train(result.figures | timer.stop(result.tokens), state.step)
                 else:
                     run.logger.log_skip(result.skip_reason, example_ids.tolist(), state.step)
                 if prepared.sample and is_due(options.sample_every, state.step):
@@ -174,9 +173,9 @@ def train_step(
     method: Method,
     prepared: PreparedStep,
 ) -> StepResult:
-    """Run and count one optimizer step on prepared batches. The figures for the log are the means
-    of the method's metrics over the step, "loss" among them, and what train.py logs beside its
-    loss. `wrapped` is what Run.distribute returned."""
+    """Run one optimizer step on prepared batches; the caller counts it. The figures for the log are
+    the means of the method's metrics over the step, "loss" among them, and what train.py logs
+    beside its loss. `wrapped` is what Run.distribute returned."""
     options = run.config
     process = run.process
     state = run.state
@@ -230,9 +229,9 @@ def train_step(
             optimizer.step()  # not scaler.step: the check for infinities is done
         optimizer.zero_grad(set_to_none=True)
     run.scaler.update()
-    state.advance(round(figures["tokens"]), skip_reason)  # summed as a float above
-    figures["tokens"] = state.tokens  # of all steps so far
-    return StepResult(figures, skip_reason, got_signal)
+    tokens = round(figures["tokens"])  # of this step, summed as a float above
+    figures["tokens"] = state.tokens + tokens  # of all steps so far
+    return StepResult(figures, skip_reason, got_signal, tokens)
 
 
 def build_model(options: FinetuneConfig, start: SavedModel) -> tuple[GPT, dict[str, Rows]]:

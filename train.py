@@ -112,11 +112,10 @@ def main() -> None:
                 # one step, then its log
                 timer.start()
                 result = train_step(run, wrapped, optimizers, batches, slicing.micro_steps)
-                figures = result.figures | timer.stop(options.total_batch_size)
+                state.advance(result)  # counts the step, also a skipped one
                 if result.skip_reason is None:
-                    run.logger.log_train(figures, state.step)
+                    run.logger.log_train(result.figures | timer.stop(result.tokens), state.step)
                 else:
-                    # The log names the sequences of a skipped step, to look at or to leave out.
                     ids = train_data.step_ids(step, num_sequences, options.seed)
                     run.logger.log_skip(result.skip_reason, ids.tolist(), state.step)
                 saver.end_after_patience()  # UserError after 5 skipped steps in a row
@@ -139,9 +138,9 @@ def train_step(
     batches: Iterator[tuple[Tensor, Tensor]],
     micro_steps: int,
 ) -> StepResult:
-    """Run and count one optimizer step on the next `micro_steps` of the batches, micro-batches of
-    this process. In a run of one process a signal raises Stopped between micro-steps, and the step
-    does not count; several processes end the step first, see StepResult.got_signal."""
+    """Run one optimizer step on the next `micro_steps` of the batches, micro-batches of this
+    process; the caller counts it. In a run of one process a signal raises Stopped between
+    micro-steps; several processes end the step first, see StepResult.got_signal."""
     options = run.config
     process = run.process
     state = run.state
@@ -188,9 +187,9 @@ def train_step(
         optimizer.zero_grad(set_to_none=True)
     # float16: a lower scale after infinities, a higher one after 2,000 steps without any
     run.scaler.update()
-    state.advance(options.total_batch_size, skip_reason)
-    figures["tokens"] = state.tokens  # all tokens of the run so far
-    return StepResult(figures, skip_reason, got_signal=share_of_signals > 0)
+    tokens = options.total_batch_size
+    figures["tokens"] = state.tokens + tokens  # all tokens of the run so far
+    return StepResult(figures, skip_reason, got_signal=share_of_signals > 0, tokens=tokens)
 
 
 def build_model(

@@ -46,6 +46,14 @@ class Evaluator:
     ) -> None:
         self.config = config
         self.val = val  # val.parts has the sequences of each corpus
+        self.intervals = {
+            "eval": config.eval_every,
+            "sample": config.sample_every,
+            "hellaswag": config.hellaswag_every,
+            "lambada": config.lambada_every,
+            "core": config.core_every,
+        }
+        """Steps between validations, samples and the scores of a benchmark; 0: none between."""
         batch_size = config.sequences_per_pass  # as in training, where it fits into memory
         self.score_tasks: list[tuple[str, ScoreTask]] = []
         """Name of each benchmark, and what scores it: the same rows each time."""
@@ -59,10 +67,15 @@ class Evaluator:
             self.scorer = Scorer(model, process, dtype, batch_size)  # validation loss only
             return
         self.scorer = ItemScorer(model, process, dtype, batch_size, tokenizer)
-        for name, benchmark in BENCHMARKS.items():
-            # hellaswag_every, lambada_every, core_every; others are not scored during training
-            if getattr(config, f"{name}_every", 0) > 0:
-                path = getattr(config, f"{name}_data")  # None: downloaded
+        # the files of the benchmarks that training scores; None: downloaded
+        paths = {
+            "hellaswag": config.hellaswag_data,
+            "lambada": config.lambada_data,
+            "core": config.core_data,
+        }
+        for name, path in paths.items():
+            if self.intervals[name] > 0:
+                benchmark = BENCHMARKS[name]
                 limit = None if config.eval_full else SUBSET_EXAMPLES
                 first = benchmark.protocols[:1]  # one is enough for a curve
                 try:
@@ -76,7 +89,7 @@ class Evaluator:
     def due(self, step: int, name: str = "eval") -> bool:
         """Return True if a validation ("eval"), a "sample" or a benchmark, by its name, is due
         after `step` steps."""
-        return step == self.config.max_steps or is_due(getattr(self.config, f"{name}_every"), step)
+        return step == self.config.max_steps or is_due(self.intervals[name], step)
 
     def validate(self) -> dict[str, float]:
         """Return the validation "loss" in nats per token, the number "n" of tokens and, where the

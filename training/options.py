@@ -36,7 +36,7 @@ from training.forecast.memory import Hardware
 from training.parallel.tensor_parallel import check_divides
 from utils.cli import expand_home, flag_value, named_flags, parse, to_flags
 from utils.devices import is_bfloat16_faster, missing_compiler, pick_device, pick_dtype
-from utils.distributed import Process, launched
+from utils.distributed import Process, is_main_process
 from utils.errors import UserError
 from utils.throughput import NAMED_GPUS
 
@@ -155,7 +155,7 @@ def find_resumed(config_class: type[Options], resume: str | None, flags: list[st
         # The flags are parsed later, together with the options of the checkpoint.
         folder = config_class.checkpoint_folder(flags)
         newest = find_newest(folder)
-        if newest is None and launched("RANK") == 0:
+        if newest is None and is_main_process():
             print(f"no checkpoint in {folder}: a new run")  # the folder may be misspelt
         return newest
     path = Path(resume)
@@ -176,7 +176,7 @@ def newest_of_branch(path: Path, folder: Path) -> Path:
     # check_folders of training/run.py refuses the folder of another run.
     if load_checkpoint(newest).get("parent") != run_position(load_checkpoint(path)):
         return path
-    if launched("RANK") == 0:
+    if is_main_process():
         print(f"{folder} holds this branch of {path} already, which goes on")
     return newest
 
@@ -242,7 +242,7 @@ def resolve_compile(options: Machine, derived: dict[str, str | None]) -> Machine
         advice = missing_compiler(on_gpu)  # None if none is missing
         if advice is not None:
             compiled = False
-            if launched("RANK") == 0:  # main process; there is no Process yet
+            if is_main_process():  # there is no Process yet
                 print(f"warning: training is not compiled: {advice}")
     return replace(options, use_torch_compile=compiled)
 

@@ -15,6 +15,7 @@ import sys
 import uuid
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -63,11 +64,14 @@ class StepResult:
     """Outcome of one training step, the same on every process."""
 
     figures: dict[str, float]
-    """Row for the log, of the whole step: loss, lr, grad_norm, ..."""
+    """Row for the log, of the whole step: loss, lr, grad_norm, ...; "tokens" are those of the run,
+    this step included."""
     skip_reason: str | None
     """Why the update was not applied: a loss or gradient that is not finite. None if it was."""
     got_signal: bool
     """True if a process was told to stop: all of them then save and end."""
+    tokens: int
+    """Tokens of the step, on all processes."""
 
 
 @dataclass
@@ -96,11 +100,11 @@ class TrainState:
         # `parent` is not in older files.
         return cls(**{name: progress[name] for name in asdict(cls()) if name in progress})
 
-    def advance(self, tokens: int, skip_reason: str | None) -> None:
-        """Count one step of `tokens` tokens, and the steps in a row that were skipped."""
+    def advance(self, result: StepResult) -> None:
+        """Count a step, its tokens, and the steps in a row that were skipped."""
         self.step += 1  # also if skipped, so that a step always reads the same data
-        self.tokens += tokens
-        self.bad_steps = 0 if skip_reason is None else self.bad_steps + 1
+        self.tokens += result.tokens
+        self.bad_steps = 0 if result.skip_reason is None else self.bad_steps + 1
 
 
 def start_process(options: MachineOptions) -> Process:
@@ -325,12 +329,8 @@ class Run(Generic[Config]):
             total=options.max_steps,
             is_main=self.process.is_main,
             begins_empty=begins_empty,
+            open_wandb=partial(open_wandb, options, state.run_id) if options.wandb else None,
         )
-        # getattr, as finetune.py has no --wandb
-        if self.process.is_main and getattr(options, "wandb", False):
-            logger = self.logger
-            # None after an error: call_wandb prints a warning, and the run goes on
-            logger.wandb_run = logger.call_wandb(open_wandb, options, state.run_id)
         return self.logger
 
     def finish(self, next_commands: list[str]) -> None:

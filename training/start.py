@@ -20,10 +20,8 @@ from model.formats.checkpoint import (
     check_head,
     checksum,
     find_checkpoint,
-    float32_weights,
     load_checkpoint,
-    reading_checkpoint,
-    verify,
+    open_weights,
 )
 from model.rows import Rows
 from utils.distributed import ALONE, Process
@@ -121,11 +119,7 @@ def saved_model(path: Path, checkpoint: Checkpoint, process: Process) -> SavedMo
     # FOLDER each machine picks one. The CRC-32 of its checksums identifies it.
     if not process.all_equal(digest(checkpoint["checksums"])):
         raise UserError(DIFFERENT)
-    with reading_checkpoint(path):
-        weights = float32_weights(checkpoint)  # reads nothing yet
-        verify(checkpoint, "model", process)
-        verify(checkpoint, "model_low", process)
-        shape = GPTConfig(**checkpoint["model_config"])
+    shape, weights = open_weights(path, checkpoint, process)
     return SavedModel(shape, weights, checkpoint["tokenizer"], checkpoint)
 
 

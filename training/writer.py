@@ -58,41 +58,50 @@ def save_checkpoint(
         **entries,
         "checksums": checksums,
     }
-    # several processes write into this file; it is renamed when it is complete
-    temporary = path.with_name(path.name + ".tmp")
-    # The main process puts the offsets of the tensors under its number, 0, for `merge` to send.
-    offsets: dict[int, dict[str, dict[str, int]]] = {}
     with writing(path):  # any error becomes a UserError that names the path
         if process.num_processes == 1:
             with atomic_write(path) as file:
                 # tree_map returns the same nested dicts, with a Tensor in place of each Piece
                 torch.save(content | tree_map(whole_tensor, parts), file)
-            return
-        try:
-            # `together` raises an error of one process on all, so that none waits for the others
-            with process.together():
-                if process.is_main:
-                    offsets[0] = lay_out(temporary, parts, content)
-            offsets = process.merge(offsets)
-            # In a thread, while all processes call short collectives: in a single one, those
-            # without rows would wait for the others, and fail after TIMEOUT.
-            with process.together(), ThreadPoolExecutor() as pool:
-                written = pool.submit(write_pieces, temporary, parts, offsets[0])
-                process.wait_until(written.done)
-                written.result()  # raises the error of write_pieces
-            if process.is_main:
-                replace_file(temporary, path)
-        except Exception:
-            if process.is_main:
-                # an error of `unlink` would hide why the save failed
-                with contextlib.suppress(OSError):
-                    temporary.unlink()
-            raise
+        else:
+            write_together(path, parts, content, process)
 
 
 def whole_tensor(piece: Piece) -> Tensor:
     """Return the tensor of a piece that has all of its rows."""
     return piece.values.view(piece.shape)
+
+
+# several processes
+
+
+def write_together(path: Path, parts: dict[str, dict], content: dict, process: Process) -> None:
+    """Write a checkpoint atomically, of which each process has some rows. `parts` has the Pieces of
+    this process, `content` everything beside tensors. Every process must call it."""
+    # all of them write into this file; it is renamed when it is complete
+    temporary = path.with_name(path.name + ".tmp")
+    # The main process puts the offsets of the tensors under its number, 0, for `merge` to send.
+    offsets: dict[int, dict[str, dict[str, int]]] = {}
+    try:
+        # `together` raises an error of one process on all, so that none waits for the others
+        with process.together():
+            if process.is_main:
+                offsets[0] = lay_out(temporary, parts, content)
+        offsets = process.merge(offsets)
+        # In a thread, while all processes call short collectives: in a single one, those without
+        # rows would wait for the others, and fail after TIMEOUT.
+        with process.together(), ThreadPoolExecutor() as pool:
+            written = pool.submit(write_pieces, temporary, parts, offsets[0])
+            process.wait_until(written.done)
+            written.result()  # raises the error of write_pieces
+        if process.is_main:
+            replace_file(temporary, path)
+    except Exception:
+        if process.is_main:
+            # an error of `unlink` would hide why the save failed
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+        raise
 
 
 def lay_out(path: Path, parts: dict[str, dict], content: dict) -> dict[str, dict[str, int]]:

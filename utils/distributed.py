@@ -68,7 +68,7 @@ class StopSignal:
         if self.signal == 0:
             # only remembered: the run ends at a place where its state is consistent
             self.signal = number
-            if launched("RANK") == 0:
+            if is_main_process():
                 # os.write, because the signal may have interrupted a print, which is not reentrant.
                 # It raises OSError if nobody reads standard error any more, for example after
                 # Ctrl-C to `train | tee`.
@@ -254,6 +254,11 @@ ALONE = Process(0, 1, torch.device("cpu"))
 def launched(name: str, default: int = 0) -> int:
     """Return a number that the launcher has set in the environment, as RANK or WORLD_SIZE."""
     return int(os.environ.get(name, default))
+
+
+def is_main_process() -> bool:
+    """Return whether this is the main process, also before `start` has made a Process."""
+    return launched("RANK") == 0  # 0 without a launcher, too
 
 
 def launcher() -> str:

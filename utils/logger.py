@@ -37,8 +37,8 @@ class Logger:
     """Write the log of a run that begins after the step `start` and ends at the step `total`.
 
     It does nothing unless `is_main`. With `begins_empty`, as for a new run, the files are emptied;
-    otherwise a row marks where an existing log continues. Numbers go to `wandb_run`, too, where a
-    run of Weights & Biases is open. As a context it closes the log however the block ends; `print`
+    otherwise a row marks where an existing log continues. Numbers go to the run of Weights & Biases
+    that `open_wandb` returns, too. As a context it closes the log however the block ends; `print`
     works after that, too.
     """
 
@@ -50,11 +50,12 @@ class Logger:
         total: int,
         is_main: bool,
         begins_empty: bool = False,
+        open_wandb: Callable[[], Any] | None = None,
     ) -> None:
         self.is_main = is_main
         if not is_main:
             return
-        self.wandb_run: Any = None  # training/run.py sets it with --wandb
+        self.wandb_run: Any = None  # opened below, when a warning can be printed
         self.last_line_seconds = float("-inf")  # time.monotonic() of the last line
         self.forecast_step = start + STEPS_BEFORE_FORECAST  # first one that shows the time left
         folder.mkdir(parents=True, exist_ok=True)
@@ -80,6 +81,8 @@ class Logger:
             disable=None,
             bar_format=BAR_WITHOUT_FORECAST,
         )
+        if open_wandb is not None:
+            self.wandb_run = self.call_wandb(open_wandb)  # None after an error
 
     def log(self, row: dict, step: int) -> None:
         """Write one row, which has its "split", and send its numbers to Weights & Biases."""
@@ -153,7 +156,7 @@ class Logger:
 
     def log_skip(self, reason: str, sequences: list[int], step: int) -> None:
         """Write and print why the update of a step was skipped; write the numbers of the sequences
-        (in fine-tuning of the examples) that it read."""
+        (in fine-tuning of the examples) that it read, to look at or to leave out."""
         self.log({"split": "skipped", "reason": reason, "sequences": sequences}, step)
         self.print(f"step {step} skipped: {reason}")
 

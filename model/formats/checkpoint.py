@@ -28,7 +28,7 @@ from model.config import GPTConfig
 from model.gpt import GPT
 from model.initial_weights import build_without_weights
 from model.rows import Rows, is_vector
-from utils.distributed import ALONE, Process, launched
+from utils.distributed import ALONE, Process, is_main_process
 from utils.errors import UserError, reading
 
 FORMAT_VERSION = 6
@@ -121,12 +121,6 @@ class Float32Rows:
         return join_float32(self.high[rows], self.low[rows])
 
 
-def float32_weights(checkpoint: Checkpoint) -> dict[str, Rows]:
-    """Return the float32 weights of a file by name; nothing is read before their rows are."""
-    low = checkpoint["model_low"]
-    return {name: Float32Rows(high, low[name]) for name, high in checkpoint["model"].items()}
-
-
 def flatten(part: Mapping) -> dict:
     """Return the tensors of a part of a file, or Pieces of them, by one name: optimizer state has
     two, the parameter's and its own, such as "exp_avg"."""
@@ -217,6 +211,23 @@ def check_head(path: Path, checkpoint: Checkpoint, is_reward_model: bool) -> Non
         raise UserError(f"{path} is no reward model; finetune.py --method reward trains one")
 
 
+def open_weights(
+    path: Path, checkpoint: Checkpoint, process: Process = ALONE, *, float32: bool = True
+) -> tuple[GPTConfig, Mapping[str, Rows]]:
+    """Return the architecture in an open file, and its weights by name, mapped from disk: float32,
+    or their bfloat16 half alone. Raises UserError for weights without their checksums. Of several
+    processes all must call it, as for `checksum`."""
+    with reading_checkpoint(path):
+        config = GPTConfig(**checkpoint["model_config"])
+        high = checkpoint["model"]  # bfloat16
+        verify(checkpoint, "model", process)
+        if not float32:
+            return config, high
+        low = checkpoint["model_low"]
+        verify(checkpoint, "model_low", process)
+        return config, {name: Float32Rows(x, low[name]) for name, x in high.items()}
+
+
 def load_model(
     path: Path, model_class: type[GPT] = GPT, *, float32: bool = False
 ) -> tuple[GPT, Checkpoint]:
@@ -226,16 +237,12 @@ def load_model(
     checkpoint = load_checkpoint(path)
     # the only other class is RewardModel
     check_head(path, checkpoint, model_class is not GPT)
+    config, weights = open_weights(path, checkpoint, float32=float32)
     with reading_checkpoint(path):
-        shape = GPTConfig(**checkpoint["model_config"])
-        model = build_without_weights(model_class, shape)
-        verify(checkpoint, "model")
-        weights = checkpoint["model"]  # bfloat16, mapped from disk
-        if float32:
-            verify(checkpoint, "model_low")
-            weights = {name: rows[:] for name, rows in float32_weights(checkpoint).items()}
+        model = build_without_weights(model_class, config)
         # assign: a model on the device "meta" has no memory to copy into
-        model.load_state_dict(weights, strict=True, assign=True)
+        whole = {name: rows[:] for name, rows in weights.items()}
+        model.load_state_dict(whole, strict=True, assign=True)
     return model.eval(), checkpoint
 
 
@@ -299,7 +306,7 @@ def find_checkpoint(name: str | Path) -> Path | None:
     for file in files:
         if file.exists() and is_own(file):
             # Only the main process prints, and to stderr, as stdout is for results.
-            if launched("RANK") == 0:
+            if is_main_process():
                 step = load_checkpoint(file)["step"]  # 0: of a run that has just begun
                 print(f"reading {file}, of step {step:,}", file=sys.stderr)
             return file

@@ -152,7 +152,7 @@ def measure(row, folder):
         syncs_before = count_syncs(1)
         result = train_step(run, model, *arguments)
         config = run.config
-        if run.state.step < config.max_steps:
+        if run.state.step + 1 < config.max_steps:
             return result
 
         cells.append(f"{count_syncs(1) - syncs_before}")

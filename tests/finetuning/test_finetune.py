@@ -133,6 +133,21 @@ def assert_close(run, other, tolerance):
     torch.testing.assert_close(weights(run), weights(other), atol=tolerance, rtol=0)
 
 
+def test_a_run_sends_its_log_to_wandb(base, tmp_path):
+    arrived = tmp_path / "arrived"
+    (tmp_path / "wandb.py").write_text(
+        f"""
+from unittest.mock import MagicMock
+init = MagicMock()
+init.return_value.log = lambda row: open({str(arrived)!r}, "a").write(" ".join(row) + chr(10))
+"""
+    )
+    args = finetune_args(base, tmp_path, "sft", "--max_steps", 1, "--wandb")
+    script(*args, env={"PYTHONPATH": f"{ROOT}:{tmp_path}"})
+    (row,) = arrived.read_text().splitlines()
+    assert {"step", "train/loss", "train/tokens_per_s"} <= set(row.split())
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_a_resumed_run_continues_to_the_last_digit(base, whole, tmp_path, method):
     """Completions, losses and weights equal those of a run that was never stopped."""

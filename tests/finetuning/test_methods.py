@@ -139,6 +139,7 @@ def test_steps_in_a_row_that_are_not_finite_count_and_change_no_weight(make):
         prepared = replace(method.prepare(model, 0, np.arange(8)), divisor=divisor)
         before = model.head_weight.clone()
         result = train_step(run, model, [optimizer], method, prepared)
+        state.advance(result)
         assert (result.skip_reason is not None) == before.equal(model.head_weight) == (divisor == 0)
     assert (state.step, state.bad_steps) == (4, 2)
     assert TrainState.start(asdict(state)) == state

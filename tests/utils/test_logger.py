@@ -1,4 +1,5 @@
 import sys
+from functools import partial
 from unittest.mock import MagicMock, call
 
 import pytest
@@ -9,12 +10,11 @@ from utils.errors import UserError
 from utils.logger import Logger, logged_run, read_metrics
 
 ROW = {"loss": 1.0, "lr": 1e-3, "grad_norm": 1.0, "tokens_per_s": 1.0, "ms": 1.0, "mfu": None}
+OPEN_WANDB = partial(open_wandb, train_options(), "run")
 
 
-def write(folder, start, steps, loss, wandb=False, **options):
+def write(folder, start, steps, loss, **options):
     with Logger(folder, start=start, total=9, is_main=True, **options) as logger:
-        if wandb:
-            logger.wandb_run = logger.call_wandb(open_wandb, train_options(), "run")
         for step in steps:
             logger.log_train({**ROW, "loss": loss}, step)
 
@@ -53,7 +53,7 @@ def wandb(monkeypatch):
 def test_wandb_gets_every_number_also_of_steps_that_are_done_again(tmp_path, monkeypatch, wandb):
     monkeypatch.setenv("WANDB_PROJECT", "mine")
     for start in (0, 1):
-        write(tmp_path, start, range(start + 1, 3), 1.5, wandb=True)
+        write(tmp_path, start, range(start + 1, 3), 1.5, open_wandb=OPEN_WANDB)
     run, options = wandb.init.return_value, wandb.init.call_args.kwargs
     # wandb's own `step`, a second argument, only grows: it would lose steps that are done again
     rows = [row for (row,), _ in run.log.call_args_list if "train/loss" in row]
@@ -69,7 +69,7 @@ def test_wandb_gets_every_number_also_of_steps_that_are_done_again(tmp_path, mon
 def test_a_run_outlives_wandb(tmp_path, capsys, wandb, call_that_fails):
     """Without a login, or after its helper process has died."""
     wandb.configure_mock(**{f"{call_that_fails}.side_effect": ConnectionResetError})
-    write(tmp_path, 0, [1, 2], 1.5, wandb=True)
+    write(tmp_path, 0, [1, 2], 1.5, open_wandb=OPEN_WANDB)
     assert len(read_metrics(tmp_path)["train"]) == 2
     assert capsys.readouterr().out.count("goes on without Weights & Biases") == 1
 

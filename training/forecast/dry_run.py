@@ -18,7 +18,7 @@ from training.run import check_folders
 from training.start import init_checksum, open_start
 from training.summary import describe_epochs, describe_steps, start_shape
 from utils.devices import seconds_on_cpu
-from utils.distributed import ALONE, launched
+from utils.distributed import ALONE, is_main_process
 from utils.throughput import NAMED_GPUS, NETWORK_BANDWIDTH
 
 DOLLARS_PER_GPU_HOUR = 2.50  # rent of an H100, used for all GPUs
@@ -33,7 +33,7 @@ def print_forecast(
     that of --resume, None for a new run. Raises UserError for what the run would refuse, as far as
     it lies on this machine."""
     # Not Process.is_main: a dry run does not connect the processes of torchrun.
-    if launched("RANK") > 0:
+    if not is_main_process():
         return
     hardware = Hardware.of(options)
     # ALONE: only the main process gets here.

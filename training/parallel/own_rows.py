@@ -122,35 +122,47 @@ class Piece:
 @torch.no_grad()
 def copy_piece(model: GPT, name: str, x: Tensor, process: Process) -> Piece:
     """Return a copy of what this process writes of the parameter `name`, or of `x` of its optimizer
-    state. Of several processes that hold the same rows, one writes them. Every process must call
-    it where tensors are divided."""
-    is_writer = process.is_main  # of plain tensors, which every process has whole
-    vector = is_vector(x.shape)  # True for a number, too, such as AdamW's "step"
+    state. Every process must call it where tensors are divided."""
     if isinstance(x, DTensor):
-        # Gather columns, so that rows are whole, and vectors, which are small. Rows stay divided.
-        placements: list[Placement] = []
-        for placement in x.placements:
-            placements.append(Replicate() if vector or placement.is_shard(1) else placement)
-        x = x.redistribute(placements=placements)
-        # If several processes hold the same rows, the first one writes: rank 0 along each dimension
-        # that replicates. Parameters outside the four linear layers of a block have a mesh without
-        # "tensor": all processes that share the block hold the same rows.
-        is_writer = "tensor" in placements_of(x) or process.tensor_rank == 0
-        for dimension, placement in placements_of(x).items():
-            if placement.is_replicate() and x.device_mesh.get_local_rank(dimension) > 0:
-                is_writer = False
-    rows = held_rows(model, name, x) if x.dim() > 0 else torch.zeros(1, dtype=torch.int64)
-    shape = x.shape  # of a DTensor, the shape of the whole tensor
-    values = x.to_local() if isinstance(x, DTensor) else x
+        rows, values = rows_to_write(model, name, x, process)
+    else:
+        # Every process has all rows of a plain tensor, and the main one writes them. A vector is
+        # one row, and so is a number, such as AdamW's "step".
+        values = x.view(1, -1) if is_vector(x.shape) else x
+        if not process.is_main:
+            values = values[:0]
+        rows = torch.arange(len(values))
+    # copy=True: on a CPU, too, training goes on while a thread writes
+    return Piece(x.shape, rows, values.to("cpu", copy=True))  # a DTensor has the whole shape
+
+
+def rows_to_write(model: GPT, name: str, x: DTensor, process: Process) -> tuple[Tensor, Tensor]:
+    """Return the indices, int64 (r,), and the values (r, columns) of the rows that this process
+    writes of a divided tensor: of several processes that hold the same rows, one writes them. The
+    arguments are those of copy_piece. Every process must call it."""
+    vector = is_vector(x.shape)
+    # Gather columns, so that rows are whole, and vectors, which are small. Rows stay divided.
+    placements: list[Placement] = []
+    for placement in x.placements:
+        placements.append(Replicate() if vector or placement.is_shard(1) else placement)
+    x = x.redistribute(placements=placements)
+    rows = held_rows(model, name, x)
+    values = x.to_local()
     if vector:
         # one row (1, n); argsort inverts the order of tensor parallelism
         values = values.view(1, -1)[:, rows.argsort().to(values.device)]
         rows = torch.zeros(1, dtype=torch.int64)
-    if not is_writer:
-        rows = rows[:0]
-        values = values[:0]
-    # copy=True: on a CPU, too, training goes on while a thread writes
-    return Piece(shape, rows, values.to("cpu", copy=True))
+
+    # If several processes hold the same rows, the first one writes: rank 0 along each dimension
+    # that replicates. Parameters outside the four linear layers of a block have a mesh without
+    # "tensor": all processes that share the block hold the same rows.
+    is_writer = "tensor" in placements_of(x) or process.tensor_rank == 0
+    for dimension, placement in placements_of(x).items():
+        if placement.is_replicate() and x.device_mesh.get_local_rank(dimension) > 0:
+            is_writer = False
+    if is_writer:
+        return rows, values
+    return rows[:0], values[:0]
 
 
 def copy_state(
