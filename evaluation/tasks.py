@@ -91,7 +91,7 @@ class Result:
 # results, and one row per example for --dump
 TaskScores = tuple[list[Result], list[dict]]
 ScoreTask = Callable[[], TaskScores]  # scores a task whose data has been read
-# ItemScorer.score: takes items and their task, gives a Score for each choice of each item
+# takes items and their task, gives a Score for each choice of each item (scoring.py: score_items)
 ScoreItems = Callable[[list[Item], "Task"], list[list[Score]]]
 
 
@@ -207,8 +207,7 @@ class Benchmark(ABC):
 
     @abstractmethod
     def score(self, rows: list, score_items: ScoreItems, protocols: Sequence[str]) -> TaskScores:
-        """Score what `read` returned; `score_items` is ItemScorer.score. The last Result is that
-        of the whole benchmark."""
+        """Score what `read` returned. The last Result is that of the whole benchmark."""
 
 
 class Task(Benchmark):

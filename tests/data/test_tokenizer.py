@@ -253,9 +253,10 @@ def test_end_of_text_is_part_of_a_tokenizer_and_another_one_is_refused(tmp_path,
         TokenStream(folders)
     tokenizer = load_tokenizer(folders[0].tokenizer)
     model = SimpleNamespace(config=GPTConfig())
-    scorer = SimpleNamespace(model=model, process=ALONE, tokenizer=tokenizer)
+    scorer = SimpleNamespace(model=model, process=ALONE)
+    config = evaluate.EvalConfig(data_dir=(tmp_path / "b",))
     with user_error(r"with \[UNK\], the model takes those of .* with </s>"):
-        evaluate.score_validation(evaluate.EvalConfig(data_dir=(tmp_path / "b",)), scorer)
+        evaluate.score_validation(config, scorer, tokenizer)
     with user_error(r"x takes tokens of .* with </s>, .* with \[UNK\]"):
         start = SimpleNamespace(shape=GPTConfig(), tokenizer=folders[0].tokenizer)
         start_shape(train_options(init_from="x"), Recipe(), TokenStream(folders[1:]), start)
