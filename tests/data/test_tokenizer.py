@@ -347,9 +347,6 @@ def test_only_the_whole_definition_gives_a_tokenizer_its_name(tmp_path_factory, 
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     tokenizer = load_tokenizer(spec)
     assert load_tokenizer(pretrained_tokenizer(folder, 258)).identity == tokenizer.identity
-    fields = {"end_ids": [], "chat_template": None, "template_tokens": {}}  # of earlier versions
-    old_spec = json.dumps({"eot": "<|endoftext|>", "tokenizer.json": content, **fields})
-    assert load_tokenizer(old_spec).identity == tokenizer.identity
     text = "e\u0301 12\r\nab 🙂"
     ids = tokenizer.encode(text).tolist()
     assert ids == AutoTokenizer.from_pretrained(folder)(text, add_special_tokens=False).input_ids
