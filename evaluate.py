@@ -22,13 +22,15 @@ import utils.environment  # noqa: F401 (first: it says what to type without PyTo
 from tqdm import tqdm
 
 from data.loader import Mixture
+from data.named_tokenizer import Tokenizer
 from data.open_model import open_model
 from data.tokenizer import load_tokenizer
 from evaluation.benchmarks import BENCHMARKS
 from evaluation.core import FewShotTasks
-from evaluation.scoring import ItemScorer, open_benchmark
+from evaluation.scoring import open_benchmark
 from evaluation.table import format_table, openai_size
 from evaluation.tasks import Benchmark, Result, TaskScores, evenly_spread, exponential
+from evaluation.validation import Scorer
 from finetuning.answers import score_questions
 from finetuning.chat import is_chat
 from finetuning.examples import TextEncoder, read_jsonl
@@ -133,7 +135,7 @@ def output_paths(config: EvalConfig, name: str, checkpoint: Path | None) -> dict
     return {task: Path(f"{stem}_{Path(task).stem}.json") for task in config.tasks}
 
 
-def score_validation(config: EvalConfig, scorer: ItemScorer) -> TaskScores:
+def score_validation(config: EvalConfig, scorer: Scorer, tokenizer: Tokenizer) -> TaskScores:
     """Return loss, bits per byte and perplexity of each corpus of --data_dir, and of several the
     weighted mean. The corpus stands in the place of the protocol."""
     if not config.data_dir:
@@ -142,10 +144,10 @@ def score_validation(config: EvalConfig, scorer: ItemScorer) -> TaskScores:
         # sequences of the model's context length
         val = Mixture(config.data_dir, "val", scorer.model.config.block_size)
     # With the ids of another tokenizer the loss would mean nothing.
-    if val.stream.tokenizer_identity != scorer.tokenizer.identity:
+    if val.stream.tokenizer_identity != tokenizer.identity:
         raise UserError(
             f"{config.data_dir[0]} holds tokens of {val.stream.tokenizer_identity}, the model "
-            f"takes those of {scorer.tokenizer.identity}"
+            f"takes those of {tokenizer.identity}"
         )
     # for each corpus "loss" in nats per token, the number "n" of targets, perhaps bits_per_byte
     corpora = scorer.corpus_scores(val, config.val_tokens)
@@ -158,10 +160,12 @@ def score_validation(config: EvalConfig, scorer: ItemScorer) -> TaskScores:
     return results, []  # no examples for --dump
 
 
-def score_question_file(path: Path, config: EvalConfig, scorer: ItemScorer) -> TaskScores:
+def score_question_file(
+    path: Path, config: EvalConfig, scorer: Scorer, tokenizer: Tokenizer
+) -> TaskScores:
     """Ask the questions of a file, and return the share of exact answers."""
     # prompts are encoded as in fine-tuning, so that the model sees the tokens that it has learned
-    encoder = TextEncoder(scorer.tokenizer, config.chat, scorer.model.config.block_size)
+    encoder = TextEncoder(tokenizer, config.chat, scorer.model.config.block_size)
     # Each row becomes a Question, with its prompt as ids. read_jsonl raises UserError for a row
     # without an answer to compare with, or whose prompt leaves no room for max_new_tokens.
     encode = partial(encoder.question, max_new_tokens=config.max_new_tokens, has_answer=True)
@@ -170,19 +174,22 @@ def score_question_file(path: Path, config: EvalConfig, scorer: ItemScorer) -> T
     return score_questions(path.stem, questions, encoder, config.max_new_tokens, scorer)
 
 
-def score_task(task: str, path: Path | None, config: EvalConfig, scorer: ItemScorer) -> TaskScores:
+def score_task(
+    task: str, path: Path | None, config: EvalConfig, scorer: Scorer, tokenizer: Tokenizer
+) -> TaskScores:
     """Open the data of one of --tasks and score it. A benchmark's data is at `path`; None: it is
     downloaded. Raise UserError if the task cannot be scored. Every process must call it."""
     if Path(task).is_file():
-        return score_question_file(Path(task), config, scorer)
+        return score_question_file(Path(task), config, scorer, tokenizer)
     if is_path(task):  # a folder of the user's own tasks
         path = Path(task)
         benchmark: Benchmark = FewShotTasks(path.resolve().name)
     elif task == "val":
-        return score_validation(config, scorer)
+        return score_validation(config, scorer, tokenizer)
     else:
         benchmark = BENCHMARKS[task]
-    score = open_benchmark(benchmark, path, config.limit, scorer, benchmark.protocols)
+    protocols = benchmark.protocols
+    score = open_benchmark(benchmark, path, config.limit, scorer, tokenizer, protocols)
     return score()
 
 
@@ -221,7 +228,7 @@ def main(config: EvalConfig) -> None:
     bar = tqdm(unit="row", disable=None if process.is_main else True)
     tokenizer = load_tokenizer(tokenizer_spec)
     # bar.update is called with the number of rows of each forward pass
-    scorer = ItemScorer(model, process, dtype, config.batch_size, tokenizer, bar.update)
+    scorer = Scorer(model, process, dtype, config.batch_size, bar.update)
 
     outputs = output_paths(config, name, checkpoint_path)
     header = {
@@ -238,7 +245,9 @@ def main(config: EvalConfig) -> None:
         bar.set_description(task)
         try:
             # Each process scores its share, and all get the same results.
-            task_results, task_examples = score_task(task, data_paths.get(task), config, scorer)
+            task_results, task_examples = score_task(
+                task, data_paths.get(task), config, scorer, tokenizer
+            )
         except Exception as error:
             if len(config.tasks) == 1:
                 raise

@@ -11,10 +11,10 @@ goes on with the very sequences that come next.
 
 Where --data_dir names several corpora with weights, positions come in periods. In a period of P
 positions each corpus has a whole number of places, its share, and the places are spread evenly; the
-next period repeats them. With 0.75 and 0.25, P is 4 and the places are a, a, a, b. The
-k-th place of a corpus, counted over all periods, is the k-th sequence of its own order. So of any
-first n positions each corpus has its share of n to within one sequence. Drawing the corpus of each
-position by chance would give shares that are right in the mean only.
+next period repeats them. With 0.75 and 0.25, P is 4 and the places are a, a, b, a. The
+k-th place of a corpus, counted over all periods, is the k-th sequence of its own order. So any P
+positions in a row hold exactly the share of each corpus, and shorter stretches about that. Drawing
+the corpus of each position by chance would give shares that are right in the mean only.
 """
 
 import hashlib
@@ -25,7 +25,6 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -38,7 +37,7 @@ from utils.errors import UserError
 # every seed.
 FEISTEL_ROUNDS = 6
 
-LONGEST_PERIOD = 1_000_000  # positions; assigning them to corpora takes some seconds
+LONGEST_PERIOD = 1_000_000  # positions; each takes 16 bytes of memory
 
 
 def permute(positions: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
@@ -177,32 +176,19 @@ def assign_places(shares: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
     """Return the corpus of each place in a period of P = sum(shares) places, and its rank, the
     number of earlier places of the same corpus in the period; int64 (P,) each.
 
-    Of the first n places corpus i is to have n * share / P, off by less than one. So its next
-    place, if it has had c, may be place floor(c * P / share) or a later one, and has to come before
-    ceil((c + 1) * P / share), its deadline. Taking the earliest deadline first meets all of
-    them (Baruah et al. 1996, proportionate fairness, on one processor). Whole numbers keep it
-    exact.
+    Take the period as one unit of time. A corpus with s places cuts it into s equal parts, and has
+    a place in the middle of each part, at (rank + 1/2) / s. All places in the order of time are the
+    period. With shares of 3 and 1 the times are 1/6, 3/6, 5/6 and 1/2: corpora 0, 0, 1, 0.
+
+    At a time t a corpus has had t * s places, off by at most 1/2. So of the first n places it has
+    n * s / P, off by at most (K - 1) / 2 with K corpora: 1/2 with two.
     """
-    period = sum(shares)
-    counts = [0] * len(shares)  # places of each corpus so far
-
-    def deadline(i: int) -> int:
-        """Return the place before which the next place of corpus i has to come."""
-        # -(-a // b) is a / b, rounded up
-        return -(-(counts[i] + 1) * period // shares[i])
-
-    corpus_of_place = np.empty(period, np.int64)
-    rank_of_place = np.empty(period, np.int64)
-    for place in range(period):
-        # Corpora that may have this place: floor(c * P / share) <= place, in whole numbers, for
-        # c = counts[i]. There is at least one: the counts add up to `place`, their limits
-        # (place + 1) * share / P to place + 1.
-        allowed = [i for i, share in enumerate(shares) if counts[i] * period < (place + 1) * share]
-        next_corpus = min(allowed, key=deadline)  # the first corpus wins a tie
-        corpus_of_place[place] = next_corpus
-        rank_of_place[place] = counts[next_corpus]
-        counts[next_corpus] += 1
-    return corpus_of_place, rank_of_place
+    corpus_ids = np.repeat(np.arange(len(shares)), shares)  # (P,), corpus by corpus
+    ranks = np.concatenate([np.arange(share) for share in shares])  # (P,)
+    times = (ranks + 0.5) / np.array(shares)[corpus_ids]
+    # stable: of equal times the first corpus comes first, on every machine
+    by_time = np.argsort(times, kind="stable")
+    return corpus_ids[by_time], ranks[by_time]
 
 
 class Mixture:
@@ -245,23 +231,18 @@ class Mixture:
                 "data_dir: give weights of at most six digits, or whole numbers that add up to "
                 f"at most {LONGEST_PERIOD:,}"
             )
-
-    @cached_property
-    def places(self) -> tuple[np.ndarray, np.ndarray]:
-        """Corpus and rank of each place in a period, int64 (period,) each."""
-        return assign_places(self.shares)
+        self.corpus_of_place, self.rank_of_place = assign_places(self.shares)
 
     def order(self, positions: np.ndarray, seed: int) -> np.ndarray:
         """Return the ids (N,) of the sequences at positions (N,) of the data order."""
-        corpus_of_place, rank_of_place = self.places
         # position 10 of periods of 4 is place 2 of period 2
         num_periods, place_ids = np.divmod(positions, self.period)  # (N,) each
         ids = np.empty_like(positions)
         for i, part in enumerate(self.parts):
-            chosen = corpus_of_place[place_ids] == i  # (N,) bool
+            chosen = self.corpus_of_place[place_ids] == i  # (N,) bool
             # Positions in this corpus' own order: `shares[i]` for each earlier period, plus the
             # rank within this period.
-            ranks = rank_of_place[place_ids[chosen]]
+            ranks = self.rank_of_place[place_ids[chosen]]
             part_positions = num_periods[chosen] * self.shares[i] + ranks
             # each corpus shuffles its own sequences, whose ids count from 0
             part_ids = epoch_order(part_positions, len(part), seed)

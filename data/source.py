@@ -17,7 +17,7 @@ import sys
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 from itertools import chain, islice, repeat, tee
 from pathlib import Path
@@ -434,12 +434,10 @@ class Source:
             self.ledger[name] = counts  # updated in place by count_rows
             try:
                 for batch in read(name, position):
-                    # For a dataset, read_dataset has set the other two fields; else they are None.
-                    batch.position.file = index
-                    # a copy: counts of the rows before this batch
-                    batch.position.counts = asdict(counts)
+                    # asdict makes a copy: counts of the rows before this batch
+                    full = replace(batch.position, file=index, counts=asdict(counts))
                     count_rows(counts, batch.rows)
-                    yield batch
+                    yield Batch(full, batch.rows)
             except UserError:  # the message names the source already
                 raise
             except Exception as error:  # a reader's own error, without the file's name
@@ -457,8 +455,7 @@ class Source:
             raise UserError(f"{names:.300} holds no text{worker}")
 
     def read_file(self, name: str, position: Position) -> Iterator[Batch]:
-        """Yield the batches of a file from a position in it on; their own positions are empty,
-        `batches` fills them in."""
+        """Yield the batches of a file from a position in it on; their own positions are empty."""
         # Most formats have no index of rows: earlier rows are read again and dropped.
         first_row = position.counts.get("rows", 0)
         rows_left = islice(read_texts(name, self.column), first_row, None)
@@ -468,8 +465,8 @@ class Source:
             rows = list(islice(rows_left, BATCH))
 
     def read_dataset(self, name: str, position: Position) -> Iterator[Batch]:
-        """Yield the batches of the hub's dataset, named `name`, from a position on; in their own
-        positions `batches` fills in the rest."""
+        """Yield the batches of the hub's dataset, named `name`, from a position on; their own
+        positions have `revision` and `stream` alone."""
         import datasets  # slow to import; only the hub needs these
         from fsspec.compression import register_compression
         from huggingface_hub import HfApi

@@ -236,16 +236,7 @@ def load_tokenizer(spec: str) -> Tokenizer:
     what FileTokenizer raises for a tokenizer.json that cannot be used."""
     if spec in TOKENIZERS:
         return TOKENIZERS[spec]()
-    spec_fields = json.loads(spec)
-    if "turn_end" not in spec_fields:  # in a checkpoint of an earlier version
-        engine = make_engine(json.dumps(spec_fields[TOKENIZER_FILE]))
-        model_tokens = ModelTokens(
-            template_tokens=spec_fields["template_tokens"],
-            chat_template=spec_fields["chat_template"],
-            end_ids=spec_fields["end_ids"],
-        )
-        return load_tokenizer(make_spec(engine, spec_fields["eot"], model_tokens))
-    return FileTokenizer(spec_fields)
+    return FileTokenizer(json.loads(spec))
 
 
 def tokenizer_identity(spec: str) -> str:

@@ -41,13 +41,10 @@ def main(config: VerifyConfig) -> None:
 
 def check_shards(stream: TokenStream) -> None:
     """Raise UserError for a shard that differs from its checksum or holds what is no token."""
-    for folder in stream.folders:
-        if folder.manifest is None:  # made by another project, without checksums
-            continue
-        for entry in folder.manifest.shards:
-            path = folder.path / entry.file
-            if entry.split == stream.split and sha256(path) != entry.sha256:
-                raise UserError(f"{path} differs from the manifest's checksum; make it again")
+    for shard in stream.shards:
+        # None in a folder of another project, which has no manifest
+        if shard.sha256 is not None and sha256(shard.path) != shard.sha256:
+            raise UserError(f"{shard.path} differs from the manifest's checksum; make it again")
     # in chunks: a split may be larger than memory
     for start in range(0, len(stream), CHUNK):
         # Reading is the check: it raises UserError for an id beyond the vocabulary, and for a

@@ -14,6 +14,7 @@ from evaluation.core import FewShotTasks
 from evaluation.tasks import (
     Benchmark,
     Item,
+    Rated,
     Rating,
     Result,
     Score,
@@ -121,12 +122,9 @@ class Lambada(Task):
             items.append(Item(context, (f" {word}",)))
         return items
 
-    def rate(
-        self, protocol: str, item: Item, scores: list[Score], example: dict
-    ) -> dict[str, Rating]:
+    def rate(self, protocol: str, item: Item, scores: list[Score]) -> Rated:
         """Return whether the word is what the model writes, and by lm-eval its nats."""
         [score] = scores  # the word is the only choice
-        example |= asdict(score)  # adds to the row for --dump, in place
         hits = {
             "lm-eval": score.is_greedy,
             "last token": score.is_last_greedy,
@@ -136,7 +134,7 @@ class Lambada(Task):
         if protocol == "lm-eval":
             # `result` turns the mean of these nats per word into a perplexity
             ratings["perplexity"] = Rating(-score.logprob)
-        return ratings
+        return ratings, asdict(score)
 
     def result(self, protocol: str, metric: str, ratings: list[Rating]) -> Result:
         """Return the mean; of nats of a word the perplexity per word, exp of the mean. Its standard

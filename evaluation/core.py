@@ -31,6 +31,7 @@ from evaluation.tasks import (
     Benchmark,
     Continuation,
     Item,
+    Rated,
     Rating,
     Result,
     Score,
@@ -141,9 +142,7 @@ class FewShotTask(Task):
         pairs = zip(wholes, starts, strict=True)
         return [split_ids(ids, start, block_size) for ids, start in pairs]
 
-    def rate(
-        self, protocol: str, item: Item, scores: list[Score], example: dict
-    ) -> dict[str, Rating]:
+    def rate(self, protocol: str, item: Item, scores: list[Score]) -> Rated:
         """Return whether the choice with the lowest mean loss is right, the first of equal ones, or
         the answer is what greedy decoding writes."""
         # nats per token: the negative of nanochat's mean loss
@@ -152,9 +151,9 @@ class FewShotTask(Task):
         is_right = pick == item.label
         if self.type == "language_modeling":  # one choice, so there is nothing to pick
             is_right = scores[0].is_greedy
-        # adds to the row for --dump, in place
-        example |= {"label": item.label, "pick": pick, "correct": is_right, "mean_logprobs": means}
-        return {"acc": Rating(is_right, is_tie=means.count(max(means)) > 1)}
+        ratings = {"acc": Rating(is_right, is_tie=means.count(max(means)) > 1)}
+        details = {"label": item.label, "pick": pick, "correct": is_right, "mean_logprobs": means}
+        return ratings, details
 
     def result(self, protocol: str, metric: str, ratings: list[Rating]) -> Result:
         # the table shows the number of examples as the protocol

@@ -1,15 +1,15 @@
-"""ItemScorer: log-probabilities of continuations, for benchmarks.
+"""Log-probabilities of continuations, for benchmarks.
 
 All processes take part: each scores its share of the batches, and all of them get the figures of
 every batch before anything is summed up. So the number of processes changes no figure.
 
 A context and its continuations share one row of a batch, so that the context runs through the model
 once. The attention mask hides the continuations from each other. What is done with the scores is
-not here: tasks.py chooses, evaluator.py and evaluate.py decide what is scored.
+not here: tasks.py chooses; training/evaluator.py and evaluate.py decide what is scored.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -153,102 +153,97 @@ def score_targets(
     return torch.cat(logprobs), torch.cat(is_argmax), torch.cat(is_allowed_argmax)
 
 
-@dataclass
-class ItemScorer(Scorer):
-    """Scorer that gives the log-probabilities of continuations, too, for which it has a
-    tokenizer."""
+@torch.no_grad()
+def score_items(
+    scorer: Scorer, tokenizer: Tokenizer, items: list[Item], task: Task
+) -> list[list[Score]]:
+    """Return a Score for each choice of each item; `task` encodes them. Raise UserError if one is
+    NaN."""
+    scorer.model.eval()
+    # These ids make Score.is_greedy_filtered. Only a word that is one token can be banned as a
+    # first token.
+    banned_ids: list[int] = []
+    for word in task.banned_words:
+        ids = tokenizer.encode_continuation(f" {word}").tolist()
+        if len(ids) == 1:
+            banned_ids += ids
 
-    tokenizer: Tokenizer
-    progress: Callable[[int], object] = lambda num_rows: None
-    """Called before each forward pass with its number of rows on all processes."""
+    # Batches of rows of equal length (rounded up), the longest first: if memory runs out, it does
+    # so at once and not after an hour.
+    block_size = scorer.model.config.block_size
+    rows = pack([task.encode(item, tokenizer, block_size) for item in items])
+    rows.sort(key=lambda row: row.length, reverse=True)
+    batches: list[list[PackedItem]] = []
+    for _, equal_rows in groupby(rows, key=lambda row: row.length):
+        batches += batched(list(equal_rows), scorer.batch_size)
 
-    @torch.no_grad()
-    def score(self, items: list[Item], task: Task) -> list[list[Score]]:
-        """Return a Score for each choice of each item; `task` encodes them. Raise UserError if one
-        is NaN."""
-        self.model.eval()
-        # These ids make Score.is_greedy_filtered. Only a word that is one token can be banned as a
-        # first token.
-        banned_ids: list[int] = []
-        for word in task.banned_words:
-            ids = self.tokenizer.encode_continuation(f" {word}").tolist()
-            if len(ids) == 1:
-                banned_ids += ids
+    # By place (see PackedItem). Process.map shares the batches among the processes, returns the
+    # scores of all, and raises Stopped after a signal.
+    scores: dict[int, Score] = {}
+    for batch_scores in scorer.process.map(partial(score_batch, scorer, banned_ids), batches):
+        scores |= batch_scores
+    scorer.model.train()  # a training step may follow
+    # Comparisons with NaN are all false: no choice would be the best one.
+    if any(math.isnan(score.logprob) for score in scores.values()):
+        raise UserError("the model gives NaN (not a number) instead of a probability")
 
-        # Batches of rows of equal length (rounded up), the longest first: if memory runs out, it
-        # does so at once and not after an hour.
-        block_size = self.model.config.block_size
-        rows = pack([task.encode(item, self.tokenizer, block_size) for item in items])
-        rows.sort(key=lambda row: row.length, reverse=True)
-        batches: list[list[PackedItem]] = []
-        for _, equal_rows in groupby(rows, key=lambda row: row.length):
-            batches += batched(list(equal_rows), self.batch_size)
+    # back to the order of the items
+    scores_of_items: list[list[Score]] = []
+    start = 0  # place of the item's first continuation
+    for item in items:
+        end = start + len(item.choices)
+        scores_of_items.append([scores[place] for place in range(start, end)])
+        start = end
+    return scores_of_items
 
-        # By place (see PackedItem). Process.map shares the batches among the processes, returns the
-        # scores of all, and raises Stopped after a signal.
-        scores: dict[int, Score] = {}
-        for batch_scores in self.process.map(partial(self.score_batch, banned_ids), batches):
-            scores |= batch_scores
-        self.model.train()  # a training step may follow
-        # Comparisons with NaN are all false: no choice would be the best one.
-        if any(math.isnan(score.logprob) for score in scores.values()):
-            raise UserError("the model gives NaN (not a number) instead of a probability")
 
-        # back to the order of the items
-        scores_of_items: list[list[Score]] = []
-        start = 0  # place of the item's first continuation
-        for item in items:
-            end = start + len(item.choices)
-            scores_of_items.append([scores[place] for place in range(start, end)])
+def score_batch(scorer: Scorer, banned_ids: list[int], rows: list[PackedItem]) -> dict[int, Score]:
+    """Return a Score for each choice of each row, by its place as PackedItem counts them."""
+    # every process scores a batch of about this size at the same time
+    scorer.on_batch(len(rows) * scorer.process.world_size)
+    batch = make_batch(rows, scorer.process.device)
+    with autocast(scorer.process.device, scorer.dtype):
+        # (B, T, C)
+        x = scorer.model.hidden(batch.ids, positions=batch.positions, mask=batch.mask)
+    # Only hidden states that predict a target go through the head: logits of whole rows would be
+    # V / C times as large as their hidden states, 65 times in GPT-2 124M.
+    predicting = x[batch.target_rows, batch.target_columns]  # (N, C)
+    weight = scorer.model.head_weight[: scorer.model.config.vocab_size]  # (V, C)
+    outputs = score_targets(predicting, weight, batch.target_ids, banned_ids)
+    # (N,) each, copied at once: every element read from a GPU would be a copy of its own
+    logprobs, is_argmax, is_allowed_argmax = [values.cpu() for values in outputs]
+    logprobs = logprobs.double()  # sums of hundreds of tokens keep their digits
+
+    # The N targets are in the order of Batch: those of one choice are [start, end).
+    score_of_place: dict[int, Score] = {}
+    start = 0
+    for row in rows:
+        for place, choice in enumerate(row.choices, row.first_place):
+            end = start + len(choice)
+            # banned words may not come first, but may follow
+            is_rest_greedy = is_argmax[start + 1 : end].all()
+            score_of_place[place] = Score(
+                logprob=logprobs[start:end].sum().item(),
+                num_tokens=len(choice),
+                is_greedy=bool(is_argmax[start:end].all()),
+                is_greedy_filtered=bool(is_allowed_argmax[start] and is_rest_greedy),
+                is_last_greedy=bool(is_argmax[end - 1]),
+            )
             start = end
-        return scores_of_items
-
-    def score_batch(self, banned_ids: list[int], rows: list[PackedItem]) -> dict[int, Score]:
-        """Return a Score for each choice of each row, by its place as PackedItem counts them."""
-        # every process scores a batch of about this size at the same time
-        self.progress(len(rows) * self.process.world_size)
-        batch = make_batch(rows, self.process.device)
-        with autocast(self.process.device, self.dtype):
-            # (B, T, C)
-            x = self.model.hidden(batch.ids, positions=batch.positions, mask=batch.mask)
-        # Only hidden states that predict a target go through the head: logits of whole rows would
-        # be V / C times as large as their hidden states, 65 times in GPT-2 124M.
-        predicting = x[batch.target_rows, batch.target_columns]  # (N, C)
-        weight = self.model.head_weight[: self.model.config.vocab_size]  # (V, C)
-        outputs = score_targets(predicting, weight, batch.target_ids, banned_ids)
-        # (N,) each, copied at once: every element read from a GPU would be a copy of its own
-        logprobs, is_argmax, is_allowed_argmax = [values.cpu() for values in outputs]
-        logprobs = logprobs.double()  # sums of hundreds of tokens keep their digits
-
-        # The N targets are in the order of Batch: those of one choice are [start, end).
-        score_of_place: dict[int, Score] = {}
-        start = 0
-        for row in rows:
-            for place, choice in enumerate(row.choices, row.first_place):
-                end = start + len(choice)
-                # banned words may not come first, but may follow
-                is_rest_greedy = is_argmax[start + 1 : end].all()
-                score_of_place[place] = Score(
-                    logprob=logprobs[start:end].sum().item(),
-                    num_tokens=len(choice),
-                    is_greedy=bool(is_argmax[start:end].all()),
-                    is_greedy_filtered=bool(is_allowed_argmax[start] and is_rest_greedy),
-                    is_last_greedy=bool(is_argmax[end - 1]),
-                )
-                start = end
-        return score_of_place
+    return score_of_place
 
 
 def open_benchmark(
     benchmark: Benchmark,
     path: Path | None,
     limit: int | None,
-    scorer: ItemScorer,
+    scorer: Scorer,
+    tokenizer: Tokenizer,
     protocols: Sequence[str],
 ) -> ScoreTask:
     """Read a benchmark's file, or download it, and return the function that scores it. Raises
     UserError for what cannot be read or scored, now and not in the middle of a run."""
     block_size = scorer.model.config.block_size
-    read = partial(benchmark.read, path, limit, scorer.tokenizer, block_size)
+    read = partial(benchmark.read, path, limit, tokenizer, block_size)
     rows = scorer.process.read_on_all(read)  # dicts, or for CORE pairs of a task and its rows
-    return partial(benchmark.score, rows, scorer.score, protocols)
+    return partial(benchmark.score, rows, partial(score_items, scorer, tokenizer), protocols)

@@ -68,6 +68,10 @@ class Rating:
     """True if there are several best ones."""
 
 
+# of an example: ratings by metric, and entries of its row for --dump
+Rated = tuple[dict[str, Rating], dict]
+
+
 @dataclass(frozen=True)
 class Result:
     """Value of one metric of a task under a named protocol, over n examples. evaluate.py writes its
@@ -91,7 +95,7 @@ class Result:
 # results, and one row per example for --dump
 TaskScores = tuple[list[Result], list[dict]]
 ScoreTask = Callable[[], TaskScores]  # scores a task whose data has been read
-# ItemScorer.score: takes items and their task, gives a Score for each choice of each item
+# takes items and their task, gives a Score for each choice of each item (scoring.py: score_items)
 ScoreItems = Callable[[list[Item], "Task"], list[list[Score]]]
 
 
@@ -207,8 +211,7 @@ class Benchmark(ABC):
 
     @abstractmethod
     def score(self, rows: list, score_items: ScoreItems, protocols: Sequence[str]) -> TaskScores:
-        """Score what `read` returned; `score_items` is ItemScorer.score. The last Result is that
-        of the whole benchmark."""
+        """Score what `read` returned. The last Result is that of the whole benchmark."""
 
 
 class Task(Benchmark):
@@ -295,26 +298,23 @@ class Task(Benchmark):
                 scored_items = items  # `scores` belongs to these items
             ratings: dict[str, list[Rating]] = defaultdict(list)  # by metric, one per example
             for index, (item, item_scores) in enumerate(zip(items, scores, strict=True)):
-                example = {"task": self.name, "protocol": protocol, "index": index}
-                # `rate` also adds to `example`, in place
-                by_metric = self.rate(protocol, item, item_scores, example)
+                by_metric, details = self.rate(protocol, item, item_scores)
                 for metric, rating in by_metric.items():
                     ratings[metric].append(rating)
-                examples.append(example)
+                example = {"task": self.name, "protocol": protocol, "index": index}
+                examples.append(example | details)
             for metric, metric_ratings in ratings.items():
                 results.append(self.result(protocol, metric, metric_ratings))
         return results, examples
 
-    def rate(
-        self, protocol: str, item: Item, scores: list[Score], example: dict
-    ) -> dict[str, Rating]:
-        """Return the ratings of an example by metric, and add to its row for --dump, in place. Here
-        a continuation is chosen by each metric, and compared with the label."""
+    def rate(self, protocol: str, item: Item, scores: list[Score]) -> Rated:
+        """Return the ratings of an example by metric, and what its row for --dump tells of them.
+        Here a continuation is chosen by each metric, and compared with the label."""
         choices = zip(item.choices, scores, strict=True)
         # one dict by metric for each choice; the higher a value, the likelier the choice
         values = [self.values(protocol, choice, score) for choice, score in choices]
-        example["label"] = item.label
-        example["logprobs"] = [by_metric["acc"] for by_metric in values]
+        logprobs = [by_metric["acc"] for by_metric in values]
+        details = {"label": item.label, "logprobs": logprobs}
         ratings = {}
         for metric in values[0]:  # all choices have the same metrics
             of_choices = [by_metric[metric] for by_metric in values]
@@ -323,12 +323,12 @@ class Task(Benchmark):
             is_tie = len(best) > 1
             # --dump has the first of equal choices. The accuracy counts each of them by its share:
             # otherwise a model of zeros would be right wherever the label is 0.
-            example[f"pick_{metric}"] = best[0]
+            details[f"pick_{metric}"] = best[0]
             if protocol.startswith("lm-eval"):
                 best = best[:1]  # the harness takes the first one
             # 1 or 0 for a single best choice; for a tie 1 / len(best) if the right choice is in it
             ratings[metric] = Rating((item.label in best) / len(best), is_tie)
-        return ratings
+        return ratings, details
 
     def result(self, protocol: str, metric: str, ratings: list[Rating]) -> Result:
         """Return the mean of one rating per example."""

@@ -1,11 +1,12 @@
-"""Scorer: the validation loss of a model, in training and by evaluate.py.
+"""Scorer: a model that is scored, and its validation loss, in training and by evaluate.py.
 
 All processes take part: each scores its share of the batches, and all of them get the sum over
 every batch. So the number of processes changes no figure. Log-probabilities of texts, for
-benchmarks, are the subject of scoring.py.
+benchmarks, are the subject of scoring.py; only these need a tokenizer.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -40,8 +41,9 @@ def weighted_mean(scores: list[dict[str, float]], weights: list[float]) -> dict[
 
 @dataclass
 class Scorer:
-    """A model, and how to run it. All processes call each method with the same arguments and get
-    the same figures. A signal ends a method between two batches: Process.map raises Stopped."""
+    """A model, and how to run it. All processes call each method, and the functions of scoring.py,
+    with the same arguments and get the same figures. A signal ends them between two batches:
+    Process.map raises Stopped."""
 
     model: GPT
     """The model itself, not the module that DDP wraps around it."""
@@ -51,6 +53,8 @@ class Scorer:
     """Autocast dtype of matmuls."""
     batch_size: int
     """Rows of one forward pass on one process."""
+    on_batch: Callable[[int], object] = lambda num_rows: None
+    """Called before each batch of a benchmark with its number of rows on all processes."""
 
     def corpus_scores(self, val: Mixture, tokens: int) -> dict[str, dict[str, float]]:
         """Return what validation_loss gives for each corpus of a split, by its name, and of several

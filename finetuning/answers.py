@@ -7,8 +7,8 @@ decoding), and an answer is right if it is the row's, white space aside.
 from itertools import chain
 
 from config import SamplingConfig
-from evaluation.scoring import ItemScorer
 from evaluation.tasks import TaskScores, batched, mean_result
+from evaluation.validation import Scorer
 from finetuning.completions import Completion, complete_questions, is_exact
 from finetuning.examples import Question, TextEncoder
 
@@ -18,7 +18,7 @@ def score_questions(
     questions: list[Question],
     encoder: TextEncoder,
     max_new_tokens: int,
-    scorer: ItemScorer,
+    scorer: Scorer,
 ) -> TaskScores:
     """Return one result, the share of exact answers to the questions of the file `name`, and a row
     for each question, for --dump. `scorer` has the model, its process and the batch size; processes

@@ -13,9 +13,10 @@ import torch
 
 from config import SamplingConfig, TrainConfig
 from data.loader import Mixture
+from data.named_tokenizer import Tokenizer
 from data.tokenizer import load_tokenizer
 from evaluation.benchmarks import BENCHMARKS
-from evaluation.scoring import ItemScorer, open_benchmark
+from evaluation.scoring import open_benchmark
 from evaluation.tasks import ScoreTask
 from evaluation.validation import Scorer
 from model.execution import uncompiled
@@ -54,19 +55,19 @@ class Evaluator:
             "core": config.core_every,
         }
         """Steps between validations, samples and the scores of a benchmark; 0: none between."""
-        batch_size = config.sequences_per_pass  # as in training, where it fits into memory
+        # as many sequences as in training, which fit into memory
+        self.scorer = Scorer(model, process, dtype, config.sequences_per_pass)
+        self.tokenizer: Tokenizer | None = None  # stays None if it cannot be downloaded
         self.score_tasks: list[tuple[str, ScoreTask]] = []
         """Name of each benchmark, and what scores it: the same rows each time."""
         # GPT-2's vocabulary is downloaded once. Training itself needs ids alone, so a run on a
         # machine without network goes on.
         try:
             # val.stream.tokenizer is the spec of the tokenizer that made the shards
-            tokenizer = process.read_on_all(partial(load_tokenizer, val.stream.tokenizer))
+            self.tokenizer = process.read_on_all(partial(load_tokenizer, val.stream.tokenizer))
         except UserError as error:
             process.print(f"{error}; so there are no samples and benchmarks")
-            self.scorer = Scorer(model, process, dtype, batch_size)  # validation loss only
             return
-        self.scorer = ItemScorer(model, process, dtype, batch_size, tokenizer)
         # the files of the benchmarks that training scores; None: downloaded
         paths = {
             "hellaswag": config.hellaswag_data,
@@ -79,7 +80,9 @@ class Evaluator:
                 limit = None if config.eval_full else SUBSET_EXAMPLES
                 first = benchmark.protocols[:1]  # one is enough for a curve
                 try:
-                    score_task = open_benchmark(benchmark, path, limit, self.scorer, first)
+                    score_task = open_benchmark(
+                        benchmark, path, limit, self.scorer, self.tokenizer, first
+                    )
                 except UserError as error:  # its message does not name the options
                     raise UserError(
                         f"--{name}_every cannot score {name}: {error}, by --{name}_data"
@@ -122,17 +125,17 @@ class Evaluator:
         """Return a short text written from an empty prompt; None if none is due, or if the
         tokenizer of the shards is not known."""
         scorer = self.scorer
+        tokenizer = self.tokenizer
         # A new model writes noise. At the last step `due` is True, also with --sample_every 0.
         is_asked = step > 0 and self.config.sample_every > 0 and self.due(step, "sample")
-        # a plain Scorer has no tokenizer
-        if not (is_asked and isinstance(scorer, ItemScorer)):
+        if not is_asked or tokenizer is None:
             return None
         model = scorer.model
         num_tokens = min(SAMPLE_TOKENS, model.config.block_size)
         # a new seed for each step, so that samples.txt does not repeat one text
         sampling = SamplingConfig(num_tokens, seed=self.config.seed + step)
-        prompts = [list(scorer.tokenizer.start_ids)]  # what begins a document in the shards
-        end_ids = scorer.tokenizer.end_ids
+        prompts = [list(tokenizer.start_ids)]  # what begins a document in the shards
+        end_ids = tokenizer.end_ids
         model.eval()
         # All processes write the same text: under FSDP a forward pass needs all of them.
         with (
@@ -143,4 +146,4 @@ class Evaluator:
             texts = complete(model, prompts, end_ids, sampling, scorer.process.all_done)
         model.train()
         # the last character may be cut in the middle of its bytes
-        return scorer.tokenizer.decode_bytes(texts[0].tokens).decode(errors="replace")
+        return tokenizer.decode_bytes(texts[0].tokens).decode(errors="replace")

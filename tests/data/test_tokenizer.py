@@ -253,9 +253,10 @@ def test_end_of_text_is_part_of_a_tokenizer_and_another_one_is_refused(tmp_path,
         TokenStream(folders)
     tokenizer = load_tokenizer(folders[0].tokenizer)
     model = SimpleNamespace(config=GPTConfig())
-    scorer = SimpleNamespace(model=model, process=ALONE, tokenizer=tokenizer)
+    scorer = SimpleNamespace(model=model, process=ALONE)
+    config = evaluate.EvalConfig(data_dir=(tmp_path / "b",))
     with user_error(r"with \[UNK\], the model takes those of .* with </s>"):
-        evaluate.score_validation(evaluate.EvalConfig(data_dir=(tmp_path / "b",)), scorer)
+        evaluate.score_validation(config, scorer, tokenizer)
     with user_error(r"x takes tokens of .* with </s>, .* with \[UNK\]"):
         start = SimpleNamespace(shape=GPTConfig(), tokenizer=folders[0].tokenizer)
         start_shape(train_options(init_from="x"), Recipe(), TokenStream(folders[1:]), start)
@@ -346,9 +347,6 @@ def test_only_the_whole_definition_gives_a_tokenizer_its_name(tmp_path_factory, 
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     tokenizer = load_tokenizer(spec)
     assert load_tokenizer(pretrained_tokenizer(folder, 258)).identity == tokenizer.identity
-    fields = {"end_ids": [], "chat_template": None, "template_tokens": {}}  # of earlier versions
-    old_spec = json.dumps({"eot": "<|endoftext|>", "tokenizer.json": content, **fields})
-    assert load_tokenizer(old_spec).identity == tokenizer.identity
     text = "e\u0301 12\r\nab 🙂"
     ids = tokenizer.encode(text).tolist()
     assert ids == AutoTokenizer.from_pretrained(folder)(text, add_special_tokens=False).input_ids

@@ -15,8 +15,8 @@ from record_harness import with_all_fields
 import evaluate
 from data.export_tokenizer import save_tokenizer
 from data.tokenizer import load_tokenizer
-from evaluation.scoring import ItemScorer
 from evaluation.table import openai_size
+from evaluation.validation import Scorer
 from model.config import GPTConfig
 from model.formats.huggingface import load_pretrained, save_pretrained
 from model.gpt import GPT
@@ -134,11 +134,11 @@ def test_data_that_another_process_cannot_open_fails_on_all(monkeypatch, shards,
     config = evaluate.EvalConfig(data_dir=(shards,))
     model = GPT(GPTConfig(block_size=128, vocab_size=257, n_layer=1, n_head=1, n_embd=8))
     process = Process(0, 1, torch.device("cpu"))
-    scorer = ItemScorer(model, process, torch.float32, 1, load_tokenizer("bytes"))
+    scorer = Scorer(model, process, torch.float32, 1)
     questions = write_rows(tmp_path / "q.jsonl", [{"prompt": "1+1=", "answer": "2"}])
     for task in ("val", questions):
         with user_error("no such file"):
-            evaluate.score_task(str(task), None, config, scorer)
+            evaluate.score_task(str(task), None, config, scorer, load_tokenizer("bytes"))
 
 
 def test_a_path_wins_over_the_name_of_a_benchmark(monkeypatch, tmp_path):
@@ -157,7 +157,7 @@ def test_a_path_wins_over_the_name_of_a_benchmark(monkeypatch, tmp_path):
 
     monkeypatch.setattr(evaluate, "open_benchmark", open_benchmark)
     monkeypatch.setattr(evaluate, "score_question_file", lambda path, *_: ("questions", path))
-    opened = [evaluate.score_task(task, data_paths.get(task), config, None) for task in tasks]
+    opened = [evaluate.score_task(task, data_paths.get(task), config, None, None) for task in tasks]
     names = ("hellaswag", "questions", "core")
     assert opened == list(zip(names, (*config.data, Path("lambada"), Path("core")), strict=True))
 

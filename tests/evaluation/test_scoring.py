@@ -1,6 +1,7 @@
 import math
 import shutil
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -15,14 +16,15 @@ from data.shards import open_folder
 from data.tokenizer import load_tokenizer
 from evaluation import scoring
 from evaluation.benchmarks import BENCHMARKS
-from evaluation.scoring import ItemScorer, score_targets
+from evaluation.scoring import score_items, score_targets
 from evaluation.tasks import Item
-from evaluation.validation import weighted_mean
+from evaluation.validation import Scorer, weighted_mean
 from model.config import GPTConfig
 from model.gpt import GPT
 from recipes import parse_recipe
 from utils.distributed import Process
 
+BYTES = load_tokenizer("bytes")
 LAMBADA = BENCHMARKS["lambada"]
 ALONE = Process(0, 1, torch.device("cpu"))
 ITEMS = [
@@ -41,7 +43,7 @@ def scorer(request):
     model = GPT(GPTConfig(n_layer=2, n_head=2, **shape))
     for p in model.parameters():
         p.data.normal_(0, 0.3)  # far from uniform
-    return ItemScorer(model.eval(), ALONE, torch.float32, 16, load_tokenizer("bytes"))
+    return Scorer(model.eval(), ALONE, torch.float32, 16)
 
 
 def with_weights(scorer, value):
@@ -66,7 +68,7 @@ def likeliest_two(model, ids):
 
 @pytest.mark.parametrize("scorer", ["gpt2", "modern", "llama,n_kv_head=1"], indirect=True)
 def test_each_continuation_scores_as_if_it_stood_alone(scorer):
-    for item, scores in zip(ITEMS, scorer.score(ITEMS, LAMBADA), strict=True):
+    for item, scores in zip(ITEMS, score_items(scorer, BYTES, ITEMS, LAMBADA), strict=True):
         # white space at the end of a context belongs to the continuation, as in the harness
         context = item.context.rstrip()
         for choice, score in zip(item.choices, scores, strict=True):
@@ -90,7 +92,6 @@ def test_greedy_last_and_filtered_mean_what_they_say(scorer, monkeypatch):
         def encode_continuation(self, text):
             return self.encode(text.strip(" "))
 
-    raw_scorer = replace(scorer, tokenizer=Raw())
     for ids, banned, flags in (
         ((first, second), [], (True, True, True)),
         ((runner_up, last), [], (False, False, True)),
@@ -100,7 +101,7 @@ def test_greedy_last_and_filtered_mean_what_they_say(scorer, monkeypatch):
     ):
         item = Item("The cat sat", (bytes(ids).decode("latin-1"),))
         monkeypatch.setattr(LAMBADA, "banned_words", banned)
-        ((score,),) = raw_scorer.score([item], LAMBADA)
+        ((score,),) = score_items(scorer, Raw(), [item], LAMBADA)
         assert (score.is_greedy, score.is_greedy_filtered, score.is_last_greedy) == flags
 
 
@@ -109,7 +110,7 @@ HELLASWAG = [{**ENDINGS, "label": label} for label in (0, 1, 2, 0)]
 
 
 def test_ties_count_a_share_but_the_first_choice_under_lm_eval(scorer):
-    score = with_weights(scorer, 0).score
+    score = partial(score_items, with_weights(scorer, 0), BYTES)
 
     def values(protocol):
         results, examples = BENCHMARKS["hellaswag"].score(HELLASWAG, score, [protocol])
@@ -126,7 +127,7 @@ def test_ties_count_a_share_but_the_first_choice_under_lm_eval(scorer):
 
 def test_a_model_of_nan_is_an_error(scorer):
     with user_error("gives NaN"):
-        with_weights(scorer, math.nan).score(ITEMS, LAMBADA)
+        score_items(with_weights(scorer, math.nan), BYTES, ITEMS, LAMBADA)
 
 
 def test_figures_of_a_mixture_are_weighted_by_tokens_and_bits_per_byte_by_bytes():

@@ -62,7 +62,7 @@ def test_figures_are_repeatable_and_the_model_keeps_training(make, monkeypatch):
     sample = full.sample(2)
     assert sample == full.sample(2) != full.sample(4)
     assert full.scorer.model.training
-    monkeypatch.setattr(full.scorer.tokenizer, "bos_ids", (65,))  # begins each document
+    monkeypatch.setattr(full.tokenizer, "bos_ids", (65,))  # begins each document
     assert full.sample(2) != sample
 
 
