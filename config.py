@@ -319,16 +319,16 @@ class TrainConfig(
     runs set --data_dir, --run_dir, --model_type (or sizes) and --max_steps, perhaps
     --micro_batch_size and --resume."""
 
-    def sequences_per_step(self, world_size: int) -> int:
+    def sequences_per_step(self, data_parallel: int) -> int:
         """Return the sequences in a global batch, which are those of `world_size` parts of the
         data. Raises UserError for a batch that is no whole number of micro-steps."""
         # tokens of one micro-step of all processes
-        tokens_together = self.sequences_per_pass * self.context * world_size
+        tokens_together = self.sequences_per_pass * self.context * data_parallel
         if self.total_batch_size % tokens_together:
             nearest = max(1, round(self.total_batch_size / tokens_together)) * tokens_together
             raise UserError(
                 f"--total_batch_size {self.total_batch_size:,} does not divide by the micro-batch, "
-                f"{self.micro_batch_size} x {self.context} tokens x {world_size} parts of the "
+                f"{self.micro_batch_size} x {self.context} tokens x {data_parallel} parts of the "
                 f"data = {tokens_together:,}: give {nearest:,}"
             )
         return self.total_batch_size // self.context

@@ -75,7 +75,9 @@ def main() -> None:
     # --batch_size, --max_steps and --max_lr have defaults by the number of rows and of parameters
     assert device_options.data is not None  # FinetuneConfig demands it
     num_rows = len(read_lines(device_options.data))
-    options = resolve_options(device_options, num_rows, model.num_parameters(), process.world_size)
+    options = resolve_options(
+        device_options, num_rows, model.num_parameters(), process.data_parallel
+    )
     entries = checkpoint_entries(options, derived, start.tokenizer, weights_checksum)
     run = Run.start(options, checkpoint, process, entries)  # locks the folders of the run
     state = run.state  # step, tokens, ...
@@ -195,7 +197,7 @@ def train_step(
             # the divisor counts the targets, pairs or completions of the step on all processes
             loss = sums["loss"] / prepared.divisor
             # DDP and FSDP2 average gradients over processes, but these losses are to be summed
-            run.scaler.scale(loss * process.world_size).backward()
+            run.scaler.scale(loss * process.data_parallel).backward()
         for name, value in sums.items():
             share = value.detach() / prepared.divisor
             shares[name] = shares.get(name, 0.0) + share.float()  # no host sync
@@ -207,7 +209,7 @@ def train_step(
         run.scaler.unscale_(optimizer)  # also records infinities, for scaler.update below
     grad_norm = clip_grad_norm(wrapped, options.grad_clip)  # norm before clipping
     # every process has the norm of the whole gradient: its shares add up to that norm again
-    shares["grad_norm"] = grad_norm / process.world_size
+    shares["grad_norm"] = grad_norm / process.data_parallel
 
     # One all-reduce sums all numbers. full_like fills a tensor on the device, without a copy from
     # the host.

@@ -80,8 +80,10 @@ def main() -> None:
     del start, weights, checkpoint  # closes the file from which their tensors are mapped
 
     # batches, evaluation, log, checkpoints; a resumed run goes on with the data of its next step
-    num_sequences = options.sequences_per_step(process.world_size)  # in a global batch
-    slicing = Slicing(num_sequences, options.sequences_per_pass, process.rank, process.world_size)
+    num_sequences = options.sequences_per_step(process.data_parallel)  # in a global batch
+    slicing = Slicing(
+        num_sequences, options.sequences_per_pass, process.data_rank, process.data_parallel
+    )
     steps = range(state.step, options.max_steps)
     micro_batches = train_batches(train_data, slicing, options.seed, steps)
     batches = prefetch(process.to_device(micro_batches))  # a thread reads ahead
@@ -173,7 +175,7 @@ def train_step(
     # Means over processes. At `tolist` the CPU waits for the GPU, in float16 at get_scale again.
     signals = torch.full_like(loss_sum, float(process.signal != 0))
     sums = process.sum(torch.stack([loss_sum, grad_norm, signals]))
-    mean_loss, mean_norm, share_of_signals = (sums / process.world_size).tolist()
+    mean_loss, mean_norm, share_of_signals = (sums / process.data_parallel).tolist()
 
     # Update, unless loss or norm is not finite. Both are means, so that all processes update, or
     # none. scaler.step would decide for each optimizer alone, and look at gradients alone.

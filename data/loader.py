@@ -4,7 +4,7 @@ nanoGPT draws random offsets, so that some tokens are seen twice and others neve
 of all tokens is cut into sequences: sequence w is tokens [w*T, w*T + T], T inputs and T targets,
 shifted by one; only the last partial one is left out. Epoch e visits every sequence exactly once,
 in an order drawn from (seed, e). Step s takes positions [s*G, (s+1)*G) of that order, G sequences
-in a global batch, and ranks and micro-steps slice this range.
+in a global batch, and processes and micro-steps slice this range.
 
 So there is no state to save: a resumed run, with any number of processes and any micro-batch,
 goes on with the very sequences that come next.
@@ -43,7 +43,7 @@ LONGEST_PERIOD = 1_000_000  # positions; each takes 16 bytes of memory
 def permute(positions: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
     """Map positions (any shape, each in [0, n)) of an epoch to sequence ids, each used once.
 
-    A shuffled array of n ids would do, but takes 8 bytes a sequence on each rank, and seconds at
+    A shuffled array of n ids would do, but takes 8 bytes a sequence on each process, and seconds at
     each start: 10 million sequences are 80 MB. A Feistel network computes any element of a shuffle
     by itself. It splits a number into two halves of bits and in each round XORs one half with a
     hash of the other and a key. Whatever the hash, a round can be undone, so that the network is a
@@ -291,38 +291,38 @@ class Mixture:
 
 @dataclass(frozen=True)
 class Slicing:
-    """Division of a global batch of `batch` sequences into ranks and micro-steps."""
+    """Division of a global batch of `batch` sequences into parts of the data and micro-steps."""
 
     batch: int
-    """Sequences in an optimizer step, of all ranks."""
+    """Sequences in an optimizer step, of all parts."""
     micro_batch: int
-    """Sequences in one forward and backward pass of a rank."""
-    rank: int
-    """Process.rank: processes that share a block by tensor parallelism have the same."""
-    world_size: int
-    """Number of ranks, into which the data is divided."""
+    """Sequences in one forward and backward pass of a process."""
+    data_rank: int
+    """Process.data_rank: processes that share a block by tensor parallelism have the same."""
+    data_parallel: int
+    """Parts of the data; without tensor parallelism each process reads one."""
 
     @property
     def micro_steps(self) -> int:
-        """Number of forward and backward passes of a rank in an optimizer step."""
+        """Number of forward and backward passes of a process in an optimizer step."""
         # config.py has refused a --total_batch_size that leaves a remainder
-        return self.batch // (self.micro_batch * self.world_size)
+        return self.batch // (self.micro_batch * self.data_parallel)
 
     def rank_ids(self, ids: np.ndarray) -> np.ndarray:
-        """Return this rank's ids (micro_steps, micro_batch) of those of a global batch (batch,)."""
-        # Micro-step first, rank second: micro-step i of all ranks is sequences [i*B*W, (i+1)*B*W)
-        # of the step, whatever the number of ranks W and the micro-batch B.
-        shares = ids.reshape(self.micro_steps, self.world_size, self.micro_batch)
-        return shares[:, self.rank]
+        """Return this part's ids (micro_steps, micro_batch) of those of a global batch (batch,)."""
+        # Micro-step first, part second: micro-step i of all parts is sequences [i*B*W, (i+1)*B*W)
+        # of the step, whatever the number of parts W and the micro-batch B.
+        shares = ids.reshape(self.micro_steps, self.data_parallel, self.micro_batch)
+        return shares[:, self.data_rank]
 
 
 def train_batches(
     data: Mixture, slicing: Slicing, seed: int, steps: range
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield this rank's micro-batches, inputs and targets (B, T), micro_steps of them for each
+    """Yield this process's micro-batches, inputs and targets (B, T), micro_steps of them for each
     step."""
     for step in steps:
-        # every rank computes the order of the whole step, and reads only its own sequences
+        # every process computes the order of the whole step, and reads only its own sequences
         for ids in slicing.rank_ids(data.step_ids(step, slicing.batch, seed)):
             yield data.batch(ids)  # ids (B,) of a micro-step
 

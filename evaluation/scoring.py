@@ -200,7 +200,7 @@ def score_items(
 def score_batch(scorer: Scorer, banned_ids: list[int], rows: list[PackedItem]) -> dict[int, Score]:
     """Return a Score for each choice of each row, by its place as PackedItem counts them."""
     # every process scores a batch of about this size at the same time
-    scorer.on_batch(len(rows) * scorer.process.world_size)
+    scorer.on_batch(len(rows) * scorer.process.data_parallel)
     batch = make_batch(rows, scorer.process.device)
     with autocast(scorer.process.device, scorer.dtype):
         # (B, T, C)

@@ -99,7 +99,7 @@ class Method(ABC):
     def of_process(self, micro_batches: list) -> list:
         """Return the micro-batches of a step that this process trains on."""
         # micro-step i takes consecutive micro-batches, one for each process, as in pre-training
-        return micro_batches[self.process.rank :: self.process.world_size]
+        return micro_batches[self.process.data_rank :: self.process.data_parallel]
 
     def batch(self, texts: list) -> Batch:
         """Return texts, an Example each, as a batch on the device. Methods with other examples

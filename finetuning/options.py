@@ -133,18 +133,18 @@ class ResolvedFinetuneConfig(ResolvedOptions, FinetuneConfig):
 
 
 def resolve_options(
-    options: FinetuneConfig, num_rows: int, num_parameters: int, world_size: int
+    options: FinetuneConfig, num_rows: int, num_parameters: int, data_parallel: int
 ) -> ResolvedFinetuneConfig:
     """Return the options with the defaults that follow from the rows of --data, the model's number
-    of parameters and the number of processes, `world_size`. Raise UserError where a step does not
-    divide into micro-batches."""
+    of parameters and the number of processes, `data_parallel`. Raise UserError where a step does
+    not divide into micro-batches."""
     assert options.method is not None  # FinetuneConfig demands it
     # --batch_size: at least 16 steps an epoch, if that leaves four examples in a step, and one for
     # each process
     batch_size = 32  # a power of 2, which divides among 2, 4 or 8 processes
-    while batch_size > max(4, world_size, num_rows // 16):
+    while batch_size > max(4, data_parallel, num_rows // 16):
         batch_size //= 2
-    batch_size = max(1, batch_size // world_size) * world_size  # 3 processes: 30, not 32
+    batch_size = max(1, batch_size // data_parallel) * data_parallel  # 3 processes: 30, not 32
     batch_size = options.batch_size or batch_size
 
     # Micro-batches are of equal size, as many on each process: a forward pass of a sharded model
@@ -153,8 +153,8 @@ def resolve_options(
     if options.method == "grpo":
         num_examples *= options.group_size
     # 8 if possible, else the largest power of 2 that divides a process's share
-    micro_batch_size = options.micro_batch_size or math.gcd(8, num_examples // world_size)
-    num_together = micro_batch_size * world_size  # in one forward pass of all processes
+    micro_batch_size = options.micro_batch_size or math.gcd(8, num_examples // data_parallel)
+    num_together = micro_batch_size * data_parallel  # in one forward pass of all processes
     if num_examples % num_together:
         raise UserError(
             f"the {num_examples} examples of a step do not divide by {num_together}, "

@@ -62,7 +62,7 @@ def test_gpt3s_sizes_bring_their_context():
 def test_a_batch_that_does_not_divide_says_what_would():
     config = TrainConfig(total_batch_size=2049, micro_batch_size=4, block_size=128)
     with pytest.raises(UserError, match="give 2,048$"):
-        config.sequences_per_step(world_size=2)
+        config.sequences_per_step(data_parallel=2)
     assert TrainConfig().sequences_per_step(8) == 512
 
 

@@ -42,14 +42,14 @@ def matrix_groups(model: GPT) -> list[dict]:
     """
     # row counts of the matrices in c_attn, and in c_fc of SwiGLU, by the layer's name
     stacked = stacked_layers(model.config)
-    num_ranks = group_size(model)  # processes that share each block
+    tensor_parallel = group_size(model)  # processes that share each block
     groups: list[dict] = []
     for layer_name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"):
         # A sharded weight is a DTensor, whose size is that of the whole matrix.
         weights = [block.get_parameter(f"{layer_name}.weight") for block in model.transformer.h]
         split_sizes = stacked.get(layer_name, (weights[0].size(0),))
         # A c_proj is divided by columns, but split here, too: orthogonalize joins the parts again.
-        part_sizes = tuple(size // num_ranks for size in split_sizes)
+        part_sizes = tuple(size // tensor_parallel for size in split_sizes)
         num_stacked = max(1, STACK_ENTRIES // weights[0].numel())  # matrices of a group
         for start in range(0, len(weights), num_stacked):
             stack = weights[start : start + num_stacked]

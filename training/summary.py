@@ -100,7 +100,7 @@ def print_summary(
     epochs = describe_epochs(options, train_data)
     text = (
         f"{model.num_parameters():,} parameters; {len(train_data.stream):,} train tokens; "
-        f"{epochs}: {describe_steps(options, slicing.micro_steps, run.process.world_size)}"
+        f"{epochs}: {describe_steps(options, slicing.micro_steps, run.process.data_parallel)}"
     )
     if run.state.step > 0:
         text += f"; resumed at step {run.state.step}"

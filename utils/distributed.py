@@ -83,14 +83,14 @@ class StopSignal:
 class Process:
     """This process among those that train together.
 
-    With tensor parallelism several processes have the same rank: they share each block, and read
-    the same data. Methods below "collectives" wait for the other processes: all must call them, in
-    the same order.
+    With tensor parallelism several processes have the same data_rank: they share each block, and
+    read the same data. Methods below "collectives" wait for the other processes: all must call
+    them, in the same order.
     """
 
-    rank: int
-    """Number of this process's part of the data, from 0; not torch's rank: see `number`."""
-    world_size: int
+    data_rank: int
+    """Number of the part of the data that this process reads, from 0."""
+    data_parallel: int
     """Parts of the data; the number of processes without tensor parallelism."""
     device: torch.device
     """Device of this process, with a number if it is a GPU: cuda:0."""
@@ -106,13 +106,13 @@ class Process:
     @property
     def num_processes(self) -> int:
         """Number of all processes."""
-        return self.world_size * self.tensor_parallel
+        return self.data_parallel * self.tensor_parallel
 
     @property
     def number(self) -> int:
         """Number of this process among all, which torch.distributed calls its rank."""
         # the processes that share each block have consecutive numbers
-        return self.rank * self.tensor_parallel + self.tensor_rank
+        return self.data_rank * self.tensor_parallel + self.tensor_rank
 
     @property
     def signal(self) -> int:
@@ -122,7 +122,7 @@ class Process:
     @property
     def is_main(self) -> bool:
         """True on the process that prints and writes files."""
-        return self.rank == 0 and self.tensor_rank == 0
+        return self.data_rank == 0 and self.tensor_rank == 0
 
     def print(self, message: str) -> None:
         """Print a message on the main process."""
@@ -154,9 +154,9 @@ class Process:
         Stopped between two items.
         """
         outputs: dict[int, Output] = {}  # this process's outputs by the index of the item
-        for round_start in range(0, len(items), self.world_size):
+        for round_start in range(0, len(items), self.data_parallel):
             self.end_if_stopped()
-            index = min(round_start + self.rank, len(items) - 1)
+            index = min(round_start + self.data_rank, len(items) - 1)
             outputs[index] = function(items[index])
         outputs = self.merge(outputs)  # now the outputs of all processes
         return [outputs[index] for index in range(len(items))]
@@ -315,7 +315,7 @@ def start(
     if the device is not there, or is one that several processes cannot share, and if the processes
     do not divide.
     """
-    # RANK and WORLD_SIZE count processes; rank and world_size of Process count parts of the data.
+    # RANK and WORLD_SIZE count processes, data_rank and data_parallel the parts of the data.
     number = launched("RANK")  # 0 without a launcher
     local_rank = launched("LOCAL_RANK")
     num_processes = launched("WORLD_SIZE", 1)
@@ -339,8 +339,8 @@ def start(
             dist.init_process_group("nccl", timeout=TIMEOUT, device_id=device)
     num_parts = num_processes // tensor_parallel
     return Process(
-        rank=number // tensor_parallel,
-        world_size=num_parts,
+        data_rank=number // tensor_parallel,
+        data_parallel=num_parts,
         device=device,
         copies=num_parts // num_shards,
         stop=StopSignal() if catch_signals else None,

@@ -151,22 +151,22 @@ def checksum(tensors: Mapping[str, Rows], process: Process = ALONE) -> int:
     """Return the sum of the CRC-32 of the rows of whole tensors; those of Rows (model/rows.py) are
     read from the file when they are sliced; a vector is one row. Of several processes each reads a
     part of the rows, so that all must call it."""
-    rank = process.rank
-    num_ranks = process.world_size
+    data_rank = process.data_rank
+    data_parallel = process.data_parallel
     total = 0
     for name, x in tensors.items():
         if is_vector(x.shape):
-            if rank == 0:
+            if data_rank == 0:
                 # a Tensor may be a single number, such as AdamW's "step", and cannot be sliced
                 vector = x if isinstance(x, Tensor) else x[:]
                 total += sum_rows(name, range(1), vector.reshape(1, -1))
             continue
         num_rows = x.shape[0]
-        first = num_rows * rank // num_ranks
-        end = num_rows * (rank + 1) // num_ranks
+        first = num_rows * data_rank // data_parallel
+        end = num_rows * (data_rank + 1) // data_parallel
         total += sum_rows(name, range(first, end), x[first:end])
-    # by rank: processes that share a rank have read the same rows, which count once
-    return sum(process.merge({rank: total}).values())
+    # by data_rank: processes that share one have read the same rows, which count once
+    return sum(process.merge({data_rank: total}).values())
 
 
 def verify(

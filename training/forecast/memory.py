@@ -107,9 +107,9 @@ def checkpointing(options: ResolvedTrainConfig) -> str:
     return options.activation_checkpointing
 
 
-def block_activations(shape: GPTConfig, itemsize: int, mode: str, num_ranks: int = 1) -> int:
+def block_activations(shape: GPTConfig, itemsize: int, mode: str, tensor_parallel: int = 1) -> int:
     """Return the bytes per token that autograd keeps of one block for the backward pass, in each of
-    `num_ranks` processes that share it.
+    `tensor_parallel` processes that share it.
 
     `itemsize` is the bytes of a number in matmuls, 2 or 4; norms and the residual stream are
     float32. `mode` is that of `checkpointing`.
@@ -120,9 +120,9 @@ def block_activations(shape: GPTConfig, itemsize: int, mode: str, num_ranks: int
         return residual  # the block's input
 
     # channels per process of each tensor
-    inner = shape.inner // num_ranks
-    attention = C // num_ranks  # queries, and the output of the heads
-    keys = shape.kv_heads * shape.head_size // num_ranks  # values have as many
+    inner = shape.inner // tensor_parallel
+    attention = C // tensor_parallel  # queries, and the output of the heads
+    keys = shape.kv_heads * shape.head_size // tensor_parallel  # values have as many
     qkv = attention + 2 * keys  # c_attn's output
     hidden = 2 * inner if shape.is_gated else inner  # c_fc's output
     if mode == "cheap":
@@ -186,10 +186,10 @@ def forecast_memory(
     """Return the bytes of one process at its peak, by part. Their sum has to fit; the names are
     printed by --dry_run."""
     itemsize = hardware.dtype.itemsize  # bytes per number in matmuls
-    num_ranks = options.tensor_parallel  # processes that share each block
+    tensor_parallel = options.tensor_parallel  # processes that share each block
     num_parts, num_shards = hardware.count_parts(options)
     num_matrix_weights, num_other_weights = count_weights(shape)
-    num_matrix_weights //= num_ranks  # per process from here on
+    num_matrix_weights //= tensor_parallel  # per process from here on
     block_weights = num_matrix_weights // shape.n_layer
     num_weights = num_matrix_weights + num_other_weights
     # float32 numbers of optimizer state, before sharding
@@ -223,12 +223,12 @@ def forecast_memory(
         compute_weights = itemsize * num_matrix_weights
 
     tokens = options.sequences_per_pass * shape.block_size  # in a micro-batch
-    per_block = block_activations(shape, itemsize, mode, num_ranks)  # bytes per token
+    per_block = block_activations(shape, itemsize, mode, tensor_parallel)  # bytes per token
     final_norm = FLOAT32_BYTES * shape.n_embd  # bytes of its input per token
 
     # The backward pass of a block holds its recomputed activations, three float32 gradients of the
     # residual stream, and the head's gradient, which waits for that of the embedding.
-    recomputed = tokens * (block_activations(shape, itemsize, "none", num_ranks) - per_block)
+    recomputed = tokens * (block_activations(shape, itemsize, "none", tensor_parallel) - per_block)
     block_backward = FLOAT32_BYTES * shape.n_embd * (3 * tokens + shape.padded_vocab_size)
     if uses_fsdp:
         # Gradients of whole matrices are complete when the activations are used up.

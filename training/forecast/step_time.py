@@ -66,7 +66,7 @@ def forecast_step(
     gpu = hardware.gpu
     if gpu is None or gpu.bandwidth == 0:
         return None
-    num_ranks = options.tensor_parallel  # processes that share each block
+    tensor_parallel = options.tensor_parallel  # processes that share each block
     num_parts, num_shards = hardware.count_parts(options)
     micro_steps = hardware.count_micro_steps(options)
     itemsize = hardware.dtype.itemsize  # bytes per number in matmuls
@@ -75,7 +75,7 @@ def forecast_step(
     # FSDP2 gathers the blocks' weights in the dtype of matmuls, all others in float32 and once a
     # step, and reduces gradients in float32.
     num_matrix_weights, num_other_weights = count_weights(shape)
-    num_matrix_weights //= num_ranks  # tensor parallelism divides the blocks' matrices alone
+    num_matrix_weights //= tensor_parallel  # tensor parallelism divides the blocks' matrices alone
     gradients = FLOAT32_BYTES * (num_matrix_weights + num_other_weights)
     sharded = 0  # bytes of all-gathers and reduce-scatters of a step; 0 under DDP
     if options.sharding != "none":
@@ -86,8 +86,8 @@ def forecast_step(
         sharded += FLOAT32_BYTES * num_other_weights + num_reductions * gradients
     # Processes with consecutive numbers share blocks. Such tensor groups divide one copy of the
     # state, and a machine with more groups than that holds further copies.
-    shards_here = min(num_shards, hardware.per_machine // num_ranks)
-    copies_here = hardware.per_machine // num_ranks // shards_here
+    shards_here = min(num_shards, hardware.per_machine // tensor_parallel)
+    copies_here = hardware.per_machine // tensor_parallel // shards_here
     machine_bytes, network_bytes = split_by_link(sharded, num_shards, shards_here)
     # An all-reduce of each shard averages the gradients of the copies. It is a reduce-scatter and
     # an all-gather, so that its bytes count twice.
@@ -102,7 +102,7 @@ def forecast_step(
         num_reduces = 1 if shape.dropout == 0 else 2
         token_bytes += num_reduces * shape.n_layer * shape.n_embd * itemsize
     activations = options.total_batch_size // num_parts * token_bytes  # bytes in a step
-    activation_bytes, _ = split_by_link(2 * activations, num_ranks, num_ranks)
+    activation_bytes, _ = split_by_link(2 * activations, tensor_parallel, tensor_parallel)
     return StepForecast(
         compute_seconds=step_flops(options, model) / (hardware.num_processes * gpu.peak * MFU),
         machine_bytes=machine_bytes + between_copies[0],

@@ -73,7 +73,7 @@ def shard(model: GPT, process: Process, sharding: str, dtype: torch.dtype) -> No
     # numbers share each block.
     all_mesh = init_device_mesh(
         process.device.type,
-        (process.copies, process.world_size // process.copies, process.tensor_parallel),
+        (process.copies, process.data_parallel // process.copies, process.tensor_parallel),
         mesh_dim_names=("replicate", "shard", "tensor"),
     )
     mesh = all_mesh["replicate", "shard"] if process.copies > 1 else all_mesh["shard"]

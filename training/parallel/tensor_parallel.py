@@ -50,12 +50,14 @@ def group_size(model: GPT) -> int:
     return model.config.n_head // block.attn.num_heads  # all heads / those of this process
 
 
-def row_order(split_sizes: tuple[int, ...], num_ranks: int) -> Tensor:
+def row_order(split_sizes: tuple[int, ...], tensor_parallel: int) -> Tensor:
     """Return the indices, int64 (rows,), of the rows of stacked matrices in the order in which
-    `num_ranks` processes take equal parts of each matrix, one process after another. `split_sizes`
-    are the row counts of the matrices."""
+    `tensor_parallel` processes take equal parts of each matrix, one process after another.
+    `split_sizes` are the row counts of the matrices."""
     matrices = torch.arange(sum(split_sizes)).split(split_sizes)  # row indices by matrix
-    parts = [rows.view(num_ranks, -1) for rows in matrices]  # (ranks, rows of a rank) each
+    parts = [
+        rows.view(tensor_parallel, -1) for rows in matrices
+    ]  # (tensor_parallel, rows of a process) each
     # A row of the concatenation is what one process takes: its queries, keys and values.
     return torch.cat(parts, dim=1).flatten()
 
@@ -70,13 +72,13 @@ def model_rows(model: GPT, name: str, num_rows: int) -> Tensor:
     return torch.arange(num_rows)  # other layers keep the order of the model
 
 
-def check_divides(config: GPTConfig, num_ranks: int) -> None:
-    """Raise UserError unless `num_ranks` processes can share the blocks of a model: each takes
-    whole heads, and as many channels of the MLP as the others."""
+def check_divides(config: GPTConfig, tensor_parallel: int) -> None:
+    """Raise UserError unless `tensor_parallel` processes can share the blocks of a model: each
+    takes whole heads, and as many channels of the MLP as the others."""
     # Query heads are a multiple of the key/value heads, so that they divide, too.
-    if config.kv_heads % num_ranks or config.inner % num_ranks:
+    if config.kv_heads % tensor_parallel or config.inner % tensor_parallel:
         raise UserError(
-            f"{num_ranks} processes cannot share each block: their number has to divide the "
+            f"{tensor_parallel} processes cannot share each block: their number has to divide the "
             f"{config.kv_heads} key/value heads of the model and the {config.inner} channels of "
             "its MLP"
         )
@@ -106,8 +108,8 @@ class SharedDropout(nn.Dropout):
 def parallelize(model: GPT, mesh: DeviceMesh) -> None:
     """Divide the blocks of a model on the device "meta" among the processes of a mesh of one
     dimension, in place. Raises UserError if the heads or the MLP's width do not divide."""
-    num_ranks = mesh.size()
-    check_divides(model.config, num_ranks)
+    tensor_parallel = mesh.size()
+    check_divides(model.config, tensor_parallel)
     # Colwise divides the rows of a weight (out, in), and each process computes its own outputs.
     # Rowwise divides the columns and all-reduces the outputs. So attention and MLP take one
     # all-reduce each.
@@ -130,8 +132,8 @@ def parallelize(model: GPT, mesh: DeviceMesh) -> None:
         block.attn.dropout = dropout
         block.mlp.dropout = dropout
         # Attention splits the output of c_attn by these numbers.
-        block.attn.num_heads //= num_ranks
-        block.attn.num_kv_heads //= num_ranks
+        block.attn.num_heads //= tensor_parallel
+        block.attn.num_kv_heads //= tensor_parallel
 
 
 def by_mesh(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
