@@ -95,7 +95,7 @@ def main() -> None:
             f"{options.method} of {options.init_from} on {options.data}: {num_rows:,} rows, "
             f"{options.batch_size} in a step; {options.max_steps:,} steps{resumed}"
         )
-        timer = StepTimer(model.flops_per_token(), process.device, run.dtype, process.num_processes)
+        timer = StepTimer(model.flops_per_token(), process.device, run.dtype, process.world_size)
 
         try:
             while True:
@@ -182,7 +182,7 @@ def train_step(
     process = run.process
     state = run.state
     lr = set_rates(optimizers, options, state.step)
-    seed_step(options.seed, state.step, process.number)  # for dropout
+    seed_step(options.seed, state.step, process.rank)  # for dropout
 
     # forward and backward, micro-batch by micro-batch: the gradients add up
     shares: dict[str, Tensor] = {}  # scalars: the share of this process in each mean

@@ -88,7 +88,7 @@ def main() -> None:
     micro_batches = train_batches(train_data, slicing, options.seed, steps)
     batches = prefetch(process.to_device(micro_batches))  # a thread reads ahead
     evaluator = Evaluator(options, model, val_data, process, run.dtype)
-    timer = StepTimer(model.flops_per_token(), process.device, run.dtype, process.num_processes)
+    timer = StepTimer(model.flops_per_token(), process.device, run.dtype, process.world_size)
     with run.open_log(model.config):  # closed however the run ends
         saver = Saver(run, model, optimizers)
         print_summary(run, model, train_data, slicing)  # and warnings
@@ -147,14 +147,14 @@ def train_step(
     process = run.process
     state = run.state
     lr = set_rates(optimizers, options, state.step)  # warmup and decay
-    seed_step(options.seed, state.step, process.number)  # for dropout
+    seed_step(options.seed, state.step, process.rank)  # for dropout
 
     # Forward and backward, micro-batch by micro-batch. The gradients add up, and loss_sum becomes
     # the mean loss of this process in nats per token.
     loss_sum = torch.zeros((), device=process.device)
     for micro_step in range(micro_steps):
         # One of several processes must not leave the step alone: the others would wait for it.
-        if process.num_processes == 1:
+        if process.world_size == 1:
             process.end_if_stopped()
         idx, targets = next(batches)  # token ids (B, T) each
         is_last = micro_step == micro_steps - 1

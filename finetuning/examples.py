@@ -263,4 +263,4 @@ def collate_padded(
         columns = np.flatnonzero(text.loss_mask[1:])
         targets[b, columns] = text.tokens[columns + 1]
     arrays = (idx, targets, lengths - 1)  # in the order of the fields of Batch
-    return Batch(*[process.copy(torch.from_numpy(array)) for array in arrays])
+    return Batch(*[process.copy_to_device(torch.from_numpy(array)) for array in arrays])

@@ -109,7 +109,7 @@ class GroupRelativePolicy(Method):
         the log-probabilities of their tokens."""
         batch = super().batch([completion.example for completion in completions])
         advantages = torch.tensor([completion.advantage for completion in completions])
-        batch.advantages = self.process.copy(advantages)  # (N,), float32
+        batch.advantages = self.process.copy_to_device(advantages)  # (N,), float32
         if self.reference is not None:  # None with --kl 0
             with autocast(self.process.device, self.dtype):
                 batch.ref_logprobs = token_logprobs(self.reference, batch)

@@ -193,7 +193,7 @@ class RewardModeling(Method):
         columns = [pair.ref_logprobs for pair in pairs if pair.ref_logprobs is not None]
         if columns:
             # order of the batch: chosen 0, chosen 1, ..., rejected 0, rejected 1, ...
-            batch.ref_logprobs = self.process.copy(torch.stack(columns, 1).flatten())
+            batch.ref_logprobs = self.process.copy_to_device(torch.stack(columns, 1).flatten())
         return batch
 
     def margin(self, model: nn.Module, batch: Batch) -> Tensor:

@@ -118,10 +118,10 @@ def start_process(options: MachineOptions) -> Process:
     )
 
 
-def seed_step(seed: int, step: int, number: int) -> None:
+def seed_step(seed: int, step: int, rank: int) -> None:
     """Make dropout a pure function of (seed, step, number of the process), so that no random state
     is saved."""
-    torch.manual_seed(hash_seed(f"{seed} {step} {number}"))
+    torch.manual_seed(hash_seed(f"{seed} {step} {rank}"))
 
 
 def reason_to_skip(loss: float, grad_norm: float) -> str | None:

@@ -110,7 +110,7 @@ class Saver:
         # the main process decides: the others always agree
         if not process.all_agree(condition or not process.is_main):
             return
-        is_sharded = self.run.config.sharding != "none" and process.num_processes > 1
+        is_sharded = self.run.config.sharding != "none" and process.world_size > 1
         if not is_sharded and not process.is_main:
             return  # the main process has all of the state
         # copies on the CPU; `moments` is the optimizer state

@@ -26,7 +26,7 @@ def halve_until_it_fits(run: Run[ResolvedTrainConfig], wrapped: nn.Module) -> Re
     process = run.process
     # Processes that divide weights wait for each other within a forward pass. One of them must not
     # leave it alone, so that there the forecast stays.
-    if options.sharding != "none" and process.num_processes > 1:
+    if options.sharding != "none" and process.world_size > 1:
         return options
     size = options.sequences_per_pass
     while not process.all_agree(has_memory(run, wrapped, size)):

@@ -49,7 +49,7 @@ def save_checkpoint(
         total = 0
         for name, piece in flatten(pieces).items():
             total += sum_rows(name, piece.rows.tolist(), piece.values)
-        checksums[part] = sum(process.merge({process.number: total}).values())
+        checksums[part] = sum(process.merge({process.rank: total}).values())
 
     content = {
         # the first key: `is_own` of model/formats/checkpoint.py looks for it there
@@ -59,7 +59,7 @@ def save_checkpoint(
         "checksums": checksums,
     }
     with writing(path):  # any error becomes a UserError that names the path
-        if process.num_processes == 1:
+        if process.world_size == 1:
             with atomic_write(path) as file:
                 # tree_map returns the same nested dicts, with a Tensor in place of each Piece
                 torch.save(content | tree_map(whole_tensor, parts), file)

@@ -94,8 +94,8 @@ class Process:
     """Parts of the data; the number of processes without tensor parallelism."""
     device: torch.device
     """Device of this process, with a number if it is a GPU: cuda:0."""
-    copies: int = 1
-    """Copies of the state under --sharding; the processes of each copy divide it."""
+    replicas: int = 1
+    """Copies of the state under --sharding; the processes of each one divide it."""
     stop: StopSignal | None = None
     """Signal handler of a run, which saves before it ends; None in scripts that just end."""
     tensor_parallel: int = 1
@@ -104,13 +104,13 @@ class Process:
     """Number of this process among them."""
 
     @property
-    def num_processes(self) -> int:
-        """Number of all processes."""
+    def world_size(self) -> int:
+        """Number of all processes, as torchrun counts them."""
         return self.data_parallel * self.tensor_parallel
 
     @property
-    def number(self) -> int:
-        """Number of this process among all, which torch.distributed calls its rank."""
+    def rank(self) -> int:
+        """Number of this process among all, from 0, as torchrun counts them."""
         # the processes that share each block have consecutive numbers
         return self.data_rank * self.tensor_parallel + self.tensor_rank
 
@@ -122,7 +122,7 @@ class Process:
     @property
     def is_main(self) -> bool:
         """True on the process that prints and writes files."""
-        return self.data_rank == 0 and self.tensor_rank == 0
+        return self.rank == 0
 
     def print(self, message: str) -> None:
         """Print a message on the main process."""
@@ -133,9 +133,9 @@ class Process:
         """Yield batches, tuples of NumPy arrays, as tuples of tensors on the device. The caller
         runs it in a thread, so that the next batch is copied while a step computes."""
         for arrays in batches:
-            yield tuple(self.copy(torch.from_numpy(array)) for array in arrays)
+            yield tuple(self.copy_to_device(torch.from_numpy(array)) for array in arrays)
 
-    def copy(self, cpu_tensor: Tensor) -> Tensor:
+    def copy_to_device(self, cpu_tensor: Tensor) -> Tensor:
         """Return a tensor on the device; a GPU copies it while the host goes on."""
         if self.device.type == "cuda":
             # A copy is asynchronous only from pinned memory. CUDA kernels that use the tensor are
@@ -194,7 +194,7 @@ class Process:
         except Exception as block_error:
             error = block_error  # raised below, once the others know of it
         # the texts of all errors, by the number of the process
-        texts = self.merge({} if error is None else {self.number: str(error)})
+        texts = self.merge({} if error is None else {self.rank: str(error)})
         # raise this process's own error, or else the first error of another process
         for text in texts.values():
             raise error or UserError(text)
@@ -218,7 +218,7 @@ class Process:
 
     def min(self, number: int) -> int:
         """Return the smallest of the processes' numbers."""
-        if self.num_processes == 1:  # there is no process group
+        if self.world_size == 1:  # there is no process group
             return number
         minimum = torch.tensor(number, device=self.device)  # NCCL needs a tensor on the GPU
         dist.all_reduce(minimum, dist.ReduceOp.MIN)  # in place
@@ -226,7 +226,7 @@ class Process:
 
     def sum(self, values: Tensor) -> Tensor:
         """Sum a tensor of floats over all parts of the data, in place, and return it."""
-        if self.num_processes > 1:
+        if self.world_size > 1:
             dist.all_reduce(values)
             # Under tensor parallelism a loss is in the sum once for each process that computed it.
             # All processes divide the same sum, so they get the same bits.
@@ -237,8 +237,8 @@ class Process:
         """Return the outputs of all processes in one dict, by the number of an item or a process.
         Where two processes have one key, their outputs are equal."""
         shares = [outputs]  # one dict for each process
-        if self.num_processes > 1:
-            shares = [{}] * self.num_processes  # filled by the next line
+        if self.world_size > 1:
+            shares = [{}] * self.world_size  # filled by the next line
             dist.all_gather_object(shares, outputs)
         merged: dict[int, Output] = {}
         for share in shares:
@@ -272,7 +272,7 @@ def launcher() -> str:
 
 
 def count_shards(
-    num_processes: int, per_machine: int, tensor_parallel: int, shard_across: int | None
+    world_size: int, per_machine: int, tensor_parallel: int, shard_across: int | None
 ) -> int:
     """Return the number of parts into which sharding divides what a process of each tensor group
     holds: --shard_across / --tensor_parallel.
@@ -290,11 +290,11 @@ def count_shards(
         shard_across = per_machine  # links within a machine are the fastest
         # Machines of one process each have nothing to divide within a machine, and where their
         # numbers of processes differ, copies could not be divided alike.
-        if per_machine == 1 or num_processes % per_machine:
-            shard_across = num_processes
-    elif num_processes % shard_across or shard_across % per_machine:
+        if per_machine == 1 or world_size % per_machine:
+            shard_across = world_size
+    elif world_size % shard_across or shard_across % per_machine:
         raise UserError(
-            f"shard_across {shard_across} has to divide the {num_processes} processes, and to be "
+            f"shard_across {shard_across} has to divide the {world_size} processes, and to be "
             f"a multiple of the {per_machine} of a machine"
         )
     return shard_across // tensor_parallel  # a tensor group holds one shard
@@ -316,14 +316,14 @@ def start(
     do not divide.
     """
     # RANK and WORLD_SIZE count processes, data_rank and data_parallel the parts of the data.
-    number = launched("RANK")  # 0 without a launcher
+    rank = launched("RANK")  # 0 without a launcher
     local_rank = launched("LOCAL_RANK")
-    num_processes = launched("WORLD_SIZE", 1)
-    per_machine = launched("LOCAL_WORLD_SIZE", num_processes)
-    num_shards = count_shards(num_processes, per_machine, tensor_parallel, shard_across)
+    world_size = launched("WORLD_SIZE", 1)
+    per_machine = launched("LOCAL_WORLD_SIZE", world_size)
+    num_shards = count_shards(world_size, per_machine, tensor_parallel, shard_across)
     device = pick_device(device_name, local_rank)
     # "cuda:1" names one GPU; with "cuda" each process takes the GPU of its local rank
-    if num_processes > 1 and (device.type == "mps" or ":" in device_name):
+    if world_size > 1 and (device.type == "mps" or ":" in device_name):
         raise UserError(f"device {device_name} is one device, which several processes cannot share")
     if device.type == "cuda":
         # NCCL and "cuda" without a number use the current device
@@ -331,21 +331,21 @@ def start(
     if device.type == "cpu":
         keep_freed_memory()
     # Under tests/fake_gpu a group is initialized already, which counts what would be sent.
-    if num_processes > 1 and not dist.is_initialized():
+    if world_size > 1 and not dist.is_initialized():
         if device.type == "cpu":
             dist.init_process_group("gloo", timeout=TIMEOUT)
         else:
             # device_id: connect now, so that a GPU that cannot be reached fails here
             dist.init_process_group("nccl", timeout=TIMEOUT, device_id=device)
-    num_parts = num_processes // tensor_parallel
+    num_parts = world_size // tensor_parallel
     return Process(
-        data_rank=number // tensor_parallel,
+        data_rank=rank // tensor_parallel,
         data_parallel=num_parts,
         device=device,
-        copies=num_parts // num_shards,
+        replicas=num_parts // num_shards,
         stop=StopSignal() if catch_signals else None,
         tensor_parallel=tensor_parallel,
-        tensor_rank=number % tensor_parallel,
+        tensor_rank=rank % tensor_parallel,
     )
 
 

@@ -196,7 +196,7 @@ def test_eight_machines_of_eight_send_and_hold_what_docs_scaling_says(
     with FakeTensorMode():
         model = build_without_weights(GPT, shape)
         execute(model, Execution(config.activation_checkpointing))
-        parallel.wrap(model, {}, Process(0, 64, CPU, copies=8), sharding, dtype)
+        parallel.wrap(model, {}, Process(0, 64, CPU, replicas=8), sharding, dtype)
         optimizers = make_optimizers(model, config, recipe, dtype)
         idx = torch.zeros(batch, 1024, dtype=torch.long)
 

@@ -67,9 +67,9 @@ def advise(
     the run's own flags with another micro-batch, then the plainest. Return what else would help if
     none fits, and "" if no flags make the numbers of the run divide."""
     model = build_without_weights(GPT, shape)  # forecast_step counts its FLOPs
-    num_processes = hardware.num_processes
+    world_size = hardware.world_size
     # values of --shard_across: the processes of two machines, of three, ...
-    several_machines = range(2 * hardware.per_machine, num_processes + 1, hardware.per_machine)
+    several_machines = range(2 * hardware.per_machine, world_size + 1, hardware.per_machine)
     # None of --shard_across is a copy in each machine. A run that gives another number has to give
     # this one, too, as its text cannot take a flag away.
     in_a_machine = None if options.shard_across is None else hardware.per_machine

@@ -66,7 +66,7 @@ def print_forecast(
     # bytes sent, and advice
     step = forecast_step(options, model, hardware)  # None for devices of unknown speed
     utilization = MFU  # share of the peak
-    if step is not None and hardware.num_processes > 1:
+    if step is not None and hardware.world_size > 1:
         print_sending(step)
         # A GPU also waits for what others send.
         utilization *= step.compute_seconds / step.seconds
@@ -177,7 +177,7 @@ def describe_time(flops: float, hardware: Hardware, utilization: float, mfu: flo
         return ""
     peak = hardware.gpu.peak  # FLOP/s
     gpu_hours = flops / (peak * utilization) / 3600  # sum over GPUs
-    num_gpus = hardware.num_processes
+    num_gpus = hardware.world_size
     gpus_text = "1 GPU" if num_gpus == 1 else f"{num_gpus:,} GPUs"
     return (
         f": {describe_hours(gpu_hours / num_gpus)} on {gpus_text} and "

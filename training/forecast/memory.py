@@ -39,7 +39,7 @@ class Hardware:
     """Dtype of matmuls."""
     free: int
     """Bytes that each process can allocate."""
-    num_processes: int = 1
+    world_size: int = 1
     per_machine: int = 1
     """Processes of a machine."""
     gpu: GPU | None = None
@@ -64,20 +64,20 @@ class Hardware:
             dtype = pick_dtype(options.dtype, device)  # on a CPU, "auto" times matmuls
             gpu = gpu_of(device, dtype)
         # Without a launcher, the run has one tensor-parallel group.
-        num_processes = launched("WORLD_SIZE", options.tensor_parallel)
+        world_size = launched("WORLD_SIZE", options.tensor_parallel)
         # For --dry_run a person may set WORLD_SIZE alone.
-        per_machine = launched("LOCAL_WORLD_SIZE", min(GPUS_PER_MACHINE, num_processes))
-        return cls(device, dtype, free, num_processes, per_machine, gpu)
+        per_machine = launched("LOCAL_WORLD_SIZE", min(GPUS_PER_MACHINE, world_size))
+        return cls(device, dtype, free, world_size, per_machine, gpu)
 
     def count_parts(self, options: MachineOptions) -> tuple[int, int]:
         """Return the number of parts of the data, and that of the processes that divide one copy of
         what each process of a tensor group holds: 1 without sharding. Raises UserError for options
         that do not divide the processes."""
         # Processes that share each block read the same part.
-        num_parts = self.num_processes // options.tensor_parallel
+        num_parts = self.world_size // options.tensor_parallel
         # Called without sharding, too, as count_shards raises the UserError.
         num_shards = count_shards(
-            self.num_processes, self.per_machine, options.tensor_parallel, options.shard_across
+            self.world_size, self.per_machine, options.tensor_parallel, options.shard_across
         )
         return num_parts, num_shards if options.sharding != "none" else 1
 
@@ -199,7 +199,7 @@ def forecast_memory(
     mode = checkpointing(options)
     # A single process trains the plain model. With tensor parallelism FSDP2 may shard over a group
     # of one process, and still gathers weights into copies.
-    uses_fsdp = options.sharding != "none" and hardware.num_processes > 1
+    uses_fsdp = options.sharding != "none" and hardware.world_size > 1
     # zero1 sums whole gradients until the last micro-step reduces them.
     sums_gradients = options.sharding == "zero1" and micro_steps > 1
 

@@ -104,7 +104,7 @@ def forecast_step(
     activations = options.total_batch_size // num_parts * token_bytes  # bytes in a step
     activation_bytes, _ = split_by_link(2 * activations, tensor_parallel, tensor_parallel)
     return StepForecast(
-        compute_seconds=step_flops(options, model) / (hardware.num_processes * gpu.peak * MFU),
+        compute_seconds=step_flops(options, model) / (hardware.world_size * gpu.peak * MFU),
         machine_bytes=machine_bytes + between_copies[0],
         network_bytes=network_bytes + between_copies[1],
         activation_bytes=activation_bytes,

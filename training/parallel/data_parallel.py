@@ -73,10 +73,10 @@ def shard(model: GPT, process: Process, sharding: str, dtype: torch.dtype) -> No
     # numbers share each block.
     all_mesh = init_device_mesh(
         process.device.type,
-        (process.copies, process.data_parallel // process.copies, process.tensor_parallel),
+        (process.replicas, process.data_parallel // process.replicas, process.tensor_parallel),
         mesh_dim_names=("replicate", "shard", "tensor"),
     )
-    mesh = all_mesh["replicate", "shard"] if process.copies > 1 else all_mesh["shard"]
+    mesh = all_mesh["replicate", "shard"] if process.replicas > 1 else all_mesh["shard"]
     # Tensor parallelism comes first: FSDP2 then divides what a process holds.
     if process.tensor_parallel > 1:
         parallelize(model, all_mesh["tensor"])

@@ -188,7 +188,7 @@ def test_the_largest_micro_batch_is_the_last_within_the_forecast():
 H100 = find_gpu("NVIDIA H100")
 
 
-def plan(num_processes, *, per_machine=8, gigabytes=80, **given):
+def plan(world_size, *, per_machine=8, gigabytes=80, **given):
     """Return what the forecasts take for a run on so many H100s."""
     options = train_options(**{"micro_batch_size": 1, "dtype": "bfloat16", **given})
     recipe = parse_recipe(options.recipe)
@@ -198,7 +198,7 @@ def plan(num_processes, *, per_machine=8, gigabytes=80, **given):
         options,
         recipe,
         shape,
-        Hardware(GPU, torch.bfloat16, free, num_processes, per_machine, H100),
+        Hardware(GPU, torch.bfloat16, free, world_size, per_machine, H100),
     )
 
 
