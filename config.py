@@ -305,7 +305,7 @@ class SamplingConfig:
 
 
 @dataclass(frozen=True)
-class TrainConfig(
+class TrainOptions(
     StepOptions,
     MachineOptions,
     EvaluationOptions,
@@ -365,7 +365,7 @@ class ResolvedOptions(MachineOptions, SaveOptions, OptimizerOptions, RunOptions,
 
 
 @dataclass(frozen=True, kw_only=True)
-class ResolvedTrainConfig(ResolvedOptions, TrainConfig):
+class ResolvedTrainOptions(ResolvedOptions, TrainOptions):
     """Options of a run of train.py; --micro_batch_size may be "auto" until the model is known."""
 
     block_size: int
@@ -375,7 +375,7 @@ class ResolvedTrainConfig(ResolvedOptions, TrainConfig):
         return self.max_steps - 1
 
 
-def resolve_from_recipe(options: TrainConfig, recipe: Recipe) -> ResolvedTrainConfig:
+def resolve_from_recipe(options: TrainOptions, recipe: Recipe) -> ResolvedTrainOptions:
     """Return the options with the learning rates, the schedule and the folder of the log, as far as
     nobody gave them, from the recipe and from other options."""
     assert options.max_steps is not None  # its default is a number
@@ -383,7 +383,7 @@ def resolve_from_recipe(options: TrainConfig, recipe: Recipe) -> ResolvedTrainCo
     max_lr = recipe.max_lr if options.max_lr is None else options.max_lr
     # `resolve` uses these values only for options that are None
     return resolve(
-        ResolvedTrainConfig,
+        ResolvedTrainOptions,
         options,
         log_dir=log_folder(options.checkpoint_dir),
         block_size=options.context,

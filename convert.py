@@ -45,7 +45,7 @@ inputs = tokenizer.apply_chat_template(
 
 
 @dataclass
-class ConvertConfig:
+class ConvertOptions:
     """Convert between this project's checkpoints and those of others."""
 
     out: Path
@@ -120,17 +120,17 @@ def to_nanogpt(model: GPT) -> dict:
 
     nanoGPT computes the exact GELU, also where `model` computes the tanh approximation.
     """
-    config = model.config
+    options = model.config
     # The activation may be any GELU, with or without biases; nanoGPT's head is always tied.
-    misfits = differences(config, replace(nearest_gpt2(config), tied=True))
+    misfits = differences(options, replace(nearest_gpt2(options), tied=True))
     if misfits:
         raise UserError(f"nanoGPT has no model that differs from GPT-2 in {', '.join(misfits)}")
     weights = model.state_dict()  # parameter names are nanoGPT's
     # Drop the rows of padding, which nanoGPT would sample.
-    weights[EMBEDDING] = weights[EMBEDDING][: config.vocab_size]
+    weights[EMBEDDING] = weights[EMBEDDING][: options.vocab_size]
     weights[HEAD] = weights[EMBEDDING]  # tied: one tensor under both names
     # the fields of nanoGPT's GPTConfig
-    model_args = {name: getattr(config, name) for name in (*SIZED, "bias")}
+    model_args = {name: getattr(options, name) for name in (*SIZED, "bias")}
     return {"model": weights, "model_args": model_args}
 
 
@@ -152,24 +152,24 @@ def import_model(name: str, out: Path) -> None:
     save_checkpoint(out, weights, moments, entries)
 
 
-def main(config: ConvertConfig) -> None:
-    if (config.checkpoint is None) == (config.model is None):  # both or neither
+def main(options: ConvertOptions) -> None:
+    if (options.checkpoint is None) == (options.model is None):  # both or neither
         raise UserError("give one of --checkpoint (to a folder) and --model (to a .pt file)")
-    is_import = config.model is not None
-    is_for_nanogpt = config.format == "nanogpt"
+    is_import = options.model is not None
+    is_for_nanogpt = options.format == "nanogpt"
     if is_import and is_for_nanogpt:
         raise UserError("--format nanogpt writes a --checkpoint: import the --model first")
-    if (is_import or is_for_nanogpt) and config.out.suffix != ".pt":
-        raise UserError(f"--out {config.out} must end in .pt: it is a file")
-    if config.out.exists():
-        raise UserError(f"--out {config.out} exists already; choose another path")
-    config.out.parent.mkdir(parents=True, exist_ok=True)
-    if config.model is not None:
-        import_model(config.model, config.out)
-    elif config.checkpoint is not None:  # always true: one of the two was given
-        export_checkpoint(config.checkpoint, config.out, is_for_nanogpt)
-    print(f"wrote {config.out}")
+    if (is_import or is_for_nanogpt) and options.out.suffix != ".pt":
+        raise UserError(f"--out {options.out} must end in .pt: it is a file")
+    if options.out.exists():
+        raise UserError(f"--out {options.out} exists already; choose another path")
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    if options.model is not None:
+        import_model(options.model, options.out)
+    elif options.checkpoint is not None:  # always true: one of the two was given
+        export_checkpoint(options.checkpoint, options.out, is_for_nanogpt)
+    print(f"wrote {options.out}")
 
 
 if __name__ == "__main__":
-    start_script(main, ConvertConfig)
+    start_script(main, ConvertOptions)

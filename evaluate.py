@@ -48,7 +48,7 @@ EXPECTED_ROWS = 2048
 
 
 @dataclass(frozen=True)
-class EvalConfig:
+class EvalOptions:
     """Score a model."""
 
     checkpoint: Path | None = None
@@ -87,19 +87,19 @@ class EvalConfig:
     float32: all of its bits, also on GPUs (no TF32), to compare with lm-evaluation-harness."""
 
 
-def check(config: EvalConfig) -> dict[str, Path]:
+def check(options: EvalOptions) -> dict[str, Path]:
     """Return the path of --data of each benchmark by its name, none without --data. Raise UserError
     for a wrong option, before anything is read or scored."""
-    if config.checkpoint and config.model:
+    if options.checkpoint and options.model:
         raise UserError("give --checkpoint (of train.py) or --model (of others), not both")
     # a/sums.jsonl and b/sums.jsonl: each would write CHECKPOINT_sums.json
-    if len({Path(task).stem for task in config.tasks}) < len(config.tasks):
+    if len({Path(task).stem for task in options.tasks}) < len(options.tasks):
         raise UserError(
-            f"--tasks {' '.join(config.tasks)}: two tasks have one name, and so would their "
+            f"--tasks {' '.join(options.tasks)}: two tasks have one name, and so would their "
             "results; rename one"
         )
     benchmarks = []  # of --tasks; each takes one path of --data
-    for task in config.tasks:
+    for task in options.tasks:
         if is_path(task) or task == "val":
             continue
         benchmarks.append(task)
@@ -107,14 +107,14 @@ def check(config: EvalConfig) -> dict[str, Path]:
             names = ", ".join(["val", *BENCHMARKS, "FILE.jsonl"])
             raise UserError(f"--tasks has no {task}: {names} or a FOLDER with core.yaml")
     # Earlier results are replaced. A checkpoint or a file of questions must not be.
-    if config.out and config.out.exists() and config.out.suffix != ".json":
-        raise UserError(f"--out {config.out} exists, and is no .json file")
-    if config.dump and config.dump.exists():
-        if config.dump.suffix != ".jsonl" or str(config.dump) in config.tasks:
-            raise UserError(f"--dump {config.dump} exists, and is no .jsonl file of results")
-    if config.data and len(config.data) != len(benchmarks):
-        raise UserError(f"--data has {len(config.data)} files for {len(benchmarks)} benchmarks")
-    return dict(zip(benchmarks, config.data, strict=False))
+    if options.out and options.out.exists() and options.out.suffix != ".json":
+        raise UserError(f"--out {options.out} exists, and is no .json file")
+    if options.dump and options.dump.exists():
+        if options.dump.suffix != ".jsonl" or str(options.dump) in options.tasks:
+            raise UserError(f"--dump {options.dump} exists, and is no .jsonl file of results")
+    if options.data and len(options.data) != len(benchmarks):
+        raise UserError(f"--data has {len(options.data)} files for {len(benchmarks)} benchmarks")
+    return dict(zip(benchmarks, options.data, strict=False))
 
 
 def is_path(task: str) -> bool:
@@ -123,34 +123,34 @@ def is_path(task: str) -> bool:
     return Path(task).is_file() or Path(task, "core.yaml").is_file()
 
 
-def output_paths(config: EvalConfig, name: str, checkpoint: Path | None) -> dict[str, Path]:
+def output_paths(options: EvalOptions, name: str, checkpoint: Path | None) -> dict[str, Path]:
     """Return the JSON file of each task: --out, or one of the task's name beside the checkpoint, or
     in logs for a model `name` of another project."""
-    if config.out:
-        return dict.fromkeys(config.tasks, config.out)
+    if options.out:
+        return dict.fromkeys(options.tasks, options.out)
     # "." and ".." have no name before they are resolved
     stem = Path("logs", Path(name).resolve().name)
     if checkpoint:
         stem = checkpoint.with_suffix("")
-    return {task: Path(f"{stem}_{Path(task).stem}.json") for task in config.tasks}
+    return {task: Path(f"{stem}_{Path(task).stem}.json") for task in options.tasks}
 
 
-def score_validation(config: EvalConfig, scorer: Scorer, tokenizer: Tokenizer) -> TaskScores:
+def score_validation(options: EvalOptions, scorer: Scorer, tokenizer: Tokenizer) -> TaskScores:
     """Return loss, bits per byte and perplexity of each corpus of --data_dir, and of several the
     weighted mean. The corpus stands in the place of the protocol."""
-    if not config.data_dir:
+    if not options.data_dir:
         raise UserError("the task val needs --data_dir, folders of shards")
     with scorer.process.together():  # one that cannot open the shards must not leave the others
         # sequences of the model's context length
-        val = Mixture(config.data_dir, "val", scorer.model.config.block_size)
+        val = Mixture(options.data_dir, "val", scorer.model.config.block_size)
     # With the ids of another tokenizer the loss would mean nothing.
     if val.stream.tokenizer_identity != tokenizer.identity:
         raise UserError(
-            f"{config.data_dir[0]} holds tokens of {val.stream.tokenizer_identity}, the model "
+            f"{options.data_dir[0]} holds tokens of {val.stream.tokenizer_identity}, the model "
             f"takes those of {tokenizer.identity}"
         )
     # for each corpus "loss" in nats per token, the number "n" of targets, perhaps bits_per_byte
-    corpora = scorer.corpus_scores(val, config.val_tokens)
+    corpora = scorer.corpus_scores(val, options.val_tokens)
     results = []
     for corpus, values in corpora.items():
         num_tokens = int(values.pop("n"))  # the other values are metrics
@@ -161,35 +161,35 @@ def score_validation(config: EvalConfig, scorer: Scorer, tokenizer: Tokenizer) -
 
 
 def score_question_file(
-    path: Path, config: EvalConfig, scorer: Scorer, tokenizer: Tokenizer
+    path: Path, options: EvalOptions, scorer: Scorer, tokenizer: Tokenizer
 ) -> TaskScores:
     """Ask the questions of a file, and return the share of exact answers."""
     # prompts are encoded as in fine-tuning, so that the model sees the tokens that it has learned
-    encoder = TextEncoder(tokenizer, config.chat, scorer.model.config.block_size)
+    encoder = TextEncoder(tokenizer, options.chat, scorer.model.config.block_size)
     # Each row becomes a Question, with its prompt as ids. read_jsonl raises UserError for a row
     # without an answer to compare with, or whose prompt leaves no room for max_new_tokens.
-    encode = partial(encoder.question, max_new_tokens=config.max_new_tokens, has_answer=True)
+    encode = partial(encoder.question, max_new_tokens=options.max_new_tokens, has_answer=True)
     with scorer.process.together():  # one that cannot open the file must not leave the others
-        questions = evenly_spread(read_jsonl(path, encode), config.limit)
-    return score_questions(path.stem, questions, encoder, config.max_new_tokens, scorer)
+        questions = evenly_spread(read_jsonl(path, encode), options.limit)
+    return score_questions(path.stem, questions, encoder, options.max_new_tokens, scorer)
 
 
 def score_task(
-    task: str, path: Path | None, config: EvalConfig, scorer: Scorer, tokenizer: Tokenizer
+    task: str, path: Path | None, options: EvalOptions, scorer: Scorer, tokenizer: Tokenizer
 ) -> TaskScores:
     """Open the data of one of --tasks and score it. A benchmark's data is at `path`; None: it is
     downloaded. Raise UserError if the task cannot be scored. Every process must call it."""
     if Path(task).is_file():
-        return score_question_file(Path(task), config, scorer, tokenizer)
+        return score_question_file(Path(task), options, scorer, tokenizer)
     if is_path(task):  # a folder of the user's own tasks
         path = Path(task)
         benchmark: Benchmark = FewShotTasks(path.resolve().name)
     elif task == "val":
-        return score_validation(config, scorer, tokenizer)
+        return score_validation(options, scorer, tokenizer)
     else:
         benchmark = BENCHMARKS[task]
     protocols = benchmark.protocols
-    score = open_benchmark(benchmark, path, config.limit, scorer, tokenizer, protocols)
+    score = open_benchmark(benchmark, path, options.limit, scorer, tokenizer, protocols)
     return score()
 
 
@@ -199,11 +199,11 @@ def write_file(path: Path, text: str) -> None:
     path.write_text(text)
 
 
-def main(config: EvalConfig) -> None:
-    data_paths = check(config)
-    process = distributed.start(config.device)
+def main(options: EvalOptions) -> None:
+    data_paths = check(options)
+    process = distributed.start(options.device)
 
-    name = str(config.model or config.checkpoint or "checkpoints")  # a path, or a name on the hub
+    name = str(options.model or options.checkpoint or "checkpoints")  # a path, or a name on the hub
     checkpoint_path = find_checkpoint(name)  # None for a model of another project
     # float32 keeps all bits of the weights, so that the validation loss equals that of training.
     # `checkpoint` is the content of the file, {} for a model of another project.
@@ -211,26 +211,26 @@ def main(config: EvalConfig) -> None:
     # The weights of a run that diverged can be NaN. The loss would be NaN, too, which JSON lacks.
     if any(weights.isnan().any() for weights in model.parameters()):
         raise UserError(f"{checkpoint_path or name} has weights that are NaN (not a number)")
-    dtype = pick_dtype(config.dtype, process.device, process.all_agree)
+    dtype = pick_dtype(options.dtype, process.device, process.all_agree)
     # The model is changed in place. On a CPU its linear layers may become oneDNN's, whose weights
     # are no parameters: the check for NaN above would not see them.
     prepare_for_inference(model.to(process.device), process.device, dtype, rows=EXPECTED_ROWS)
 
     # folders of training shards; () for a model of another project, of finetune.py or convert.py
     trained_on = tuple(map(Path, checkpoint.get("config", {}).get("data_dir", ())))
-    config = replace(
-        config,
-        data_dir=config.data_dir or trained_on,
+    options = replace(
+        options,
+        data_dir=options.data_dir or trained_on,
         # A model that has learned to chat is asked in the format of its chats, as in training.
-        chat=config.chat or is_chat(checkpoint, tokenizer_spec),
+        chat=options.chat or is_chat(checkpoint, tokenizer_spec),
     )
     # The main process alone shows the bar, and with None only if standard error is a terminal.
     bar = tqdm(unit="row", disable=None if process.is_main else True)
     tokenizer = load_tokenizer(tokenizer_spec)
     # bar.update is called with the number of rows of each forward pass
-    scorer = Scorer(model, process, dtype, config.batch_size, bar.update)
+    scorer = Scorer(model, process, dtype, options.batch_size, bar.update)
 
-    outputs = output_paths(config, name, checkpoint_path)
+    outputs = output_paths(options, name, checkpoint_path)
     header = {
         "step": checkpoint.get("step"),  # None for a model of another project
         "model": name,
@@ -240,16 +240,16 @@ def main(config: EvalConfig) -> None:
     results: list[Result] = []
     examples: list[dict] = []
     failed_tasks: list[str] = []
-    for task in config.tasks:
+    for task in options.tasks:
         bar.reset()
         bar.set_description(task)
         try:
             # Each process scores its share, and all get the same results.
             task_results, task_examples = score_task(
-                task, data_paths.get(task), config, scorer, tokenizer
+                task, data_paths.get(task), options, scorer, tokenizer
             )
         except Exception as error:
-            if len(config.tasks) == 1:
+            if len(options.tasks) == 1:
                 raise
             bar.clear()
             process.print(f"{task} could not be scored: {error}")
@@ -266,11 +266,11 @@ def main(config: EvalConfig) -> None:
             # printed before it is written, as the disk may be full
             print(format_table(task_results, openai_size(model.config)), flush=True)
             # --out holds all tasks so far; without it each task has its file
-            written = results if config.out else task_results
+            written = results if options.out else task_results
             content = {**header, "results": [asdict(result) for result in written]}
             write_file(outputs[task], to_json(content, indent=1))
-            if config.dump:
-                write_file(config.dump, "".join(f"{to_json(row)}\n" for row in examples))
+            if options.dump:
+                write_file(options.dump, "".join(f"{to_json(row)}\n" for row in examples))
             print(f"wrote {outputs[task]}", flush=True)
     bar.close()
     distributed.stop()
@@ -280,4 +280,4 @@ def main(config: EvalConfig) -> None:
 
 
 if __name__ == "__main__":
-    start_script(main, EvalConfig)
+    start_script(main, EvalOptions)

@@ -31,7 +31,7 @@ from finetuning.methods import (
     RewardModeling,
     SupervisedTuning,
 )
-from finetuning.options import FinetuneConfig, ResolvedFinetuneConfig, resolve_options
+from finetuning.options import FinetuneOptions, ResolvedFinetuneOptions, resolve_options
 from finetuning.rewards import RewardModel, load_reward_function
 from model.execution import Execution, execute, uncompiled
 from model.formats.checkpoint import REWARD_HEAD, Checkpoint, check_head, find_checkpoint
@@ -64,7 +64,7 @@ METHODS: dict[str, type[Method]] = {
 
 def main() -> None:
     # as in train.py: options that nobody gave, and the content of the file of --resume
-    given_options, derived, checkpoint = read_options(FinetuneConfig, "finetune.py", sys.argv[1:])
+    given_options, derived, checkpoint = read_options(FinetuneOptions, "finetune.py", sys.argv[1:])
     process = start_process(given_options)  # catches signals from here on
     device_options = resolve_on_device(given_options, derived, process)
     # `start` has shape, weights and tokenizer of the resumed model, or of the model of --init_from.
@@ -73,7 +73,7 @@ def main() -> None:
     weights_checksum = init_checksum(device_options, checkpoint, start, process)
     model, weights = build_model(device_options, start)
     # --batch_size, --max_steps and --max_lr have defaults by the number of rows and of parameters
-    assert device_options.data is not None  # FinetuneConfig demands it
+    assert device_options.data is not None  # FinetuneOptions demands it
     num_rows = len(read_lines(device_options.data))
     options = resolve_options(
         device_options, num_rows, model.num_parameters(), process.data_parallel
@@ -144,7 +144,7 @@ def main() -> None:
     run.finish(next_commands(options))
 
 
-def next_commands(options: ResolvedFinetuneConfig) -> list[str]:
+def next_commands(options: ResolvedFinetuneOptions) -> list[str]:
     """Return the commands to print at the end, each without the folder of the run."""
     if options.method == "reward":
         return []  # a reward model writes no text
@@ -152,8 +152,8 @@ def next_commands(options: ResolvedFinetuneConfig) -> list[str]:
 
 
 def resolve_on_device(
-    options: FinetuneConfig, derived: dict[str, str | None], process: Process
-) -> FinetuneConfig:
+    options: FinetuneOptions, derived: dict[str, str | None], process: Process
+) -> FinetuneOptions:
     """Return the options with the file of --init_from in place of its folder, --use_torch_compile
     and --dtype as this device has them; `derived` has the options that nobody gave. Every process
     must call it."""
@@ -169,7 +169,7 @@ def resolve_on_device(
 
 
 def train_step(
-    run: Run[ResolvedFinetuneConfig],
+    run: Run[ResolvedFinetuneOptions],
     wrapped: nn.Module,
     optimizers: list[Optimizer],
     method: Method,
@@ -178,7 +178,7 @@ def train_step(
     """Run one optimizer step on prepared batches; the caller counts it. The figures for the log are
     the means of the method's metrics over the step, "loss" among them, and what train.py logs
     beside its loss. `wrapped` is what Run.distribute returned."""
-    options = run.config
+    options = run.options
     process = run.process
     state = run.state
     lr = set_rates(optimizers, options, state.step)
@@ -236,7 +236,7 @@ def train_step(
     return StepResult(figures, skip_reason, got_signal, tokens)
 
 
-def build_model(options: FinetuneConfig, start: SavedModel) -> tuple[GPT, dict[str, Rows]]:
+def build_model(options: FinetuneOptions, start: SavedModel) -> tuple[GPT, dict[str, Rows]]:
     """Return the model to train, on the device "meta", and the weights that it begins with, by
     parameter name. Raise UserError for a context that `start` does not have, and for one that
     learned another kind of text or has another head."""
@@ -277,7 +277,7 @@ def build_model(options: FinetuneConfig, start: SavedModel) -> tuple[GPT, dict[s
 
 
 def checkpoint_entries(
-    options: ResolvedFinetuneConfig,
+    options: ResolvedFinetuneOptions,
     derived: dict[str, str | None],
     tokenizer_spec: str,
     weights_checksum: int | None,
@@ -304,7 +304,7 @@ def checkpoint_entries(
 
 
 def open_data(
-    run: Run[ResolvedFinetuneConfig],
+    run: Run[ResolvedFinetuneOptions],
     model: GPT,
     weights: Mapping[str, Rows],
     checkpoint: Checkpoint | None,
@@ -315,7 +315,7 @@ def open_data(
     Return the method, with the examples of --data and --eval_data. Raise UserError if the reference
     model of a resumed run has changed, and for a row that cannot be encoded.
     """
-    options = run.config
+    options = run.options
     process = run.process
     tokenizer = load_tokenizer(run.entries["tokenizer"])
     block_size = model.config.block_size
@@ -338,7 +338,7 @@ def open_data(
 
     reward_function = None
     if options.method == "grpo":
-        assert options.reward is not None  # FinetuneConfig demands it
+        assert options.reward is not None  # FinetuneOptions demands it
         reward_function = load_reward_function(options.reward, encoder, process, run.dtype)
     # reads and encodes the rows; dpo also rates them by the reference, and then frees it
     method_class = METHODS[options.method]

@@ -17,7 +17,7 @@ NICKNAMES = {"124M": "gpt2", "350M": "gpt2-medium", "774M": "gpt2-large", "1558M
 
 
 @dataclass
-class PlotConfig:
+class PlotOptions:
     """Draw the curves of one or more runs."""
 
     log: tuple[Path, ...] = (Path("logs"),)
@@ -28,11 +28,11 @@ class PlotConfig:
     """Picture to write."""
 
 
-def main(config: PlotConfig) -> None:
-    size = NICKNAMES[config.sz] if config.sz else None
-    draw(list(config.log), config.out, size)
-    print(f"wrote {config.out}")
+def main(options: PlotOptions) -> None:
+    size = NICKNAMES[options.sz] if options.sz else None
+    draw(list(options.log), options.out, size)
+    print(f"wrote {options.out}")
 
 
 if __name__ == "__main__":
-    start_script(main, PlotConfig)
+    start_script(main, PlotOptions)

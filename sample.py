@@ -64,7 +64,7 @@ class Writer:
 
     model: GPT
     tokenizer: Tokenizer
-    config: SampleOptions
+    options: SampleOptions
 
     def write(self, prompt: str, history: Messages, seed: int) -> str:
         """Continue a prompt, or with --chat answer it as the newest message after `history`, which
@@ -72,14 +72,14 @@ class Writer:
 
         Return the first sample, which is printed while it is generated; the others follow it.
         """
-        config = self.config
+        options = self.options
         prompt_ids = self.encode(prompt, history)
-        heading = "" if config.chat else prompt  # an answer is shown without its question
-        sampling = replace(config, seed=seed)
+        heading = "" if options.chat else prompt  # an answer is shown without its question
+        sampling = replace(options, seed=seed)
         # One batch: row i draws its random numbers from (seed, i).
-        prompts = [prompt_ids] * config.num_samples
+        prompts = [prompt_ids] * options.num_samples
         texts: list[list[int]] = [[] for _ in prompts]  # token ids up to end of text
-        has_ended = [False] * config.num_samples
+        has_ended = [False] * options.num_samples
         num_shown = 0  # tokens of the first text
         show(heading)
         # `generate` yields the next token of each text, up to max_new_tokens times
@@ -105,7 +105,7 @@ class Writer:
     def decode(self, ids: list[int], start: int = 0, keep_cut: bool = False) -> str:
         """Return the characters of a text from token number `start` on. A last character that is
         cut is kept, as U+FFFD, in an answer, which is that of evaluate.py, or with `keep_cut`."""
-        chat = self.config.chat
+        chat = self.options.chat
         # The space before an answer is left out at its start alone.
         return decode_completion(ids[start:], self.tokenizer, chat and start == 0, chat or keep_cut)
 
@@ -113,12 +113,12 @@ class Writer:
         """Return the token ids to continue. Raises UserError for a prompt that is not UTF-8, or
         does not fit the context."""
         check_text(prompt, "the prompt")
-        config = self.config
+        options = self.options
         block_size = self.model.config.block_size
-        if config.chat:
+        if options.chat:
             messages = [*history, {"role": "user", "content": prompt}]
             # The newest messages that fit with room for an answer; the last one is always kept.
-            prompt_ids = fit_history(messages, self.tokenizer, block_size, config.max_new_tokens)
+            prompt_ids = fit_history(messages, self.tokenizer, block_size, options.max_new_tokens)
         else:
             # BOS or end of text, then the prompt, as at the beginning of a document in the shards
             prompt_ids = encode_prompt(prompt, self.tokenizer, chat=False)
@@ -137,7 +137,7 @@ class Writer:
         with contextlib.suppress(ImportError):  # some Pythons are built without readline
             import readline  # noqa: F401  line editing and history for input()
         history: Messages = []  # questions and answers in turn
-        seed = self.config.seed
+        seed = self.options.seed
         show("say something; /new begins a new chat, /quit ends\n")
         while True:
             try:
@@ -165,28 +165,28 @@ def show(text: str) -> None:
     print(text, end="", flush=True)
 
 
-def main(config: SampleOptions) -> None:
-    device = pick_device(config.device)
-    dtype = pick_dtype(config.dtype, device)
+def main(options: SampleOptions) -> None:
+    device = pick_device(options.device)
+    dtype = pick_dtype(options.dtype, device)
     # --model wins, as --checkpoint has a default.
-    name = config.model or config.checkpoint
+    name = options.model or options.checkpoint
     # bfloat16 matmuls need only the upper half of each weight: half the bytes to read.
     model, tokenizer_spec, checkpoint = open_model(name, float32=dtype is not torch.bfloat16)
-    if config.chat and not is_chat(checkpoint, tokenizer_spec):
+    if options.chat and not is_chat(checkpoint, tokenizer_spec):
         print("note: this model has not learned to chat: finetune.py --method sft", file=sys.stderr)
     # In place: converts the weights to the layout or dtype that is fastest for one token at a time.
     prepare_for_inference(model.to(device), device, dtype)
 
-    writer = Writer(model, load_tokenizer(tokenizer_spec), config)
+    writer = Writer(model, load_tokenizer(tokenizer_spec), options)
     if isinstance(sys.stdin, io.TextIOWrapper):
         # A byte that is no UTF-8 ends no conversation: Writer.encode refuses the text with it.
         sys.stdin.reconfigure(errors="surrogateescape")
-    prompt = sys.stdin.read() if config.prompt == "-" else config.prompt
+    prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
     with autocast(device, dtype):  # casts what prepare_for_inference has not
-        if config.chat and not prompt:
+        if options.chat and not prompt:
             writer.converse()
         else:
-            writer.write(prompt, [], config.seed)
+            writer.write(prompt, [], options.seed)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from config import ResolvedTrainConfig, TrainConfig
+from config import ResolvedTrainOptions, TrainOptions
 from data.loader import Mixture, Slicing, TokenStream, prefetch, train_batches
 from model.execution import Execution, execute
 from model.formats.checkpoint import Checkpoint
@@ -52,7 +52,7 @@ from utils.throughput import StepTimer
 def main() -> None:
     # Options come from the flags; those not given follow from the recipe and the device, and
     # `derived` names them. `checkpoint` is the content of the file of --resume, None for a new run.
-    given_options, derived, checkpoint = read_options(TrainConfig, "train.py", sys.argv[1:])
+    given_options, derived, checkpoint = read_options(TrainOptions, "train.py", sys.argv[1:])
     options, recipe = resolve_options(given_options, derived, checkpoint)
     if options.dry_run:
         return print_forecast(options, recipe, checkpoint)
@@ -76,7 +76,7 @@ def main() -> None:
     # `wrapped` shares the weights of `model` and synchronizes gradients
     wrapped, optimizers = run.distribute(model, weights, recipe, checkpoint)
     if is_forecast:  # a micro-batch that runs out of memory is halved
-        run.config = options = halve_until_it_fits(run, wrapped)
+        run.options = options = halve_until_it_fits(run, wrapped)
     del start, weights, checkpoint  # closes the file from which their tensors are mapped
 
     # batches, evaluation, log, checkpoints; a resumed run goes on with the data of its next step
@@ -134,7 +134,7 @@ def main() -> None:
 
 
 def train_step(
-    run: Run[ResolvedTrainConfig],
+    run: Run[ResolvedTrainOptions],
     wrapped: nn.Module,
     optimizers: list[torch.optim.Optimizer],
     batches: Iterator[tuple[Tensor, Tensor]],
@@ -143,7 +143,7 @@ def train_step(
     """Run one optimizer step on the next `micro_steps` of the batches, micro-batches of this
     process; the caller counts it. In a run of one process a signal raises Stopped between
     micro-steps; several processes end the step first, see StepResult.got_signal."""
-    options = run.config
+    options = run.options
     process = run.process
     state = run.state
     lr = set_rates(optimizers, options, state.step)  # warmup and decay
@@ -195,7 +195,7 @@ def train_step(
 
 
 def build_model(
-    options: ResolvedTrainConfig, recipe: Recipe, stream: TokenStream, start: SavedModel | None
+    options: ResolvedTrainOptions, recipe: Recipe, stream: TokenStream, start: SavedModel | None
 ) -> tuple[GPT, Mapping[str, Rows]]:
     """Return the model of the run, without memory yet, and the weights that it begins with: those
     of `start`, or new ones from the seed. Raises UserError for weights of another architecture or
@@ -211,7 +211,7 @@ def build_model(
 
 
 def checkpoint_entries(
-    options: ResolvedTrainConfig,
+    options: ResolvedTrainOptions,
     derived: dict[str, str | None],
     recipe: Recipe,
     train_data: Mixture,

@@ -46,7 +46,7 @@ CONTEXT = 1_000  # characters on each side of a cut that are tokenized with and 
 
 
 @dataclass
-class DataConfig:
+class ShardOptions:
     """Turn any text into token shards. Killed and started again, it continues where it was."""
 
     local_dir: Path | None = None
@@ -138,7 +138,7 @@ def tokenize(tokenizer: Tokenizer, val_fraction: float, text: str) -> Document:
 
 
 def read_documents(
-    config: DataConfig, source: Source, tokenizer: Tokenizer, state: State
+    options: ShardOptions, source: Source, tokenizer: Tokenizer, state: State
 ) -> Iterator[Document]:
     """Yield the documents of the source in order, from where an earlier run stopped, or from the
     beginning on; threads tokenize them. `state` is that of the manifest, State() in a new one."""
@@ -150,7 +150,7 @@ def read_documents(
         for row, text in enumerate(batch.rows):
             # a Skipped row is only counted
             if row >= start.documents and isinstance(text, str):
-                document = tokenize(tokenizer, config.val_fraction, text)
+                document = tokenize(tokenizer, options.val_fraction, text)
                 # from where a later run would read the document again
                 document.position = batch.position
                 document.row = row
@@ -163,13 +163,13 @@ def read_documents(
     # documents of each batch, in the order of the source
     pending: deque[Future[list[Document]]] = deque()
     # threads, not processes: tokenizers release the interpreter lock, and nothing is copied
-    workers = ThreadPoolExecutor(config.num_workers)
+    workers = ThreadPoolExecutor(options.num_workers)
     try:
         for batch in source.batches(state.source):
             pending.append(workers.submit(tokenize_batch, batch, state))
             state = State()  # nothing of the next batches is in the shards
             # three batches a thread keep all threads busy, and memory small
-            if len(pending) > 3 * config.num_workers:
+            if len(pending) > 3 * options.num_workers:
                 yield from pending.popleft().result()  # waits for the oldest batch
         while pending:
             yield from pending.popleft().result()
@@ -179,10 +179,10 @@ def read_documents(
 
 
 def write_shards(
-    config: DataConfig, source: Source, sharder: Sharder, tokenizer: Tokenizer
+    options: ShardOptions, source: Source, sharder: Sharder, tokenizer: Tokenizer
 ) -> bool:
     """Write shards; return True at the end of the source, False once max_shards are full."""
-    documents = read_documents(config, source, tokenizer, sharder.manifest.state)
+    documents = read_documents(options, source, tokenizer, sharder.manifest.state)
     # seconds between updates of the bar; in a log file each update is a line
     bar_seconds = 0.1 if sys.stderr.isatty() else 60
     bar = tqdm(
@@ -195,7 +195,7 @@ def write_shards(
     # hold_back yields the same documents, but may hold out a part of the last ones for validation.
     for document in sharder.hold_back(documents):
         # e.g. tabs, for a tokenizer.json whose pre-tokenizer drops white space
-        if document.lost_text and not config.allow_loss:
+        if document.lost_text and not options.allow_loss:
             characters = "".join(dict.fromkeys(document.lost_text))  # without repeats
             raise UserError(
                 f"{tokenizer.name} loses {len(document.lost_text):,} characters of a text, as "
@@ -212,11 +212,11 @@ def write_shards(
     return True
 
 
-def prepare(config: DataConfig, folder: Path) -> tuple[Manifest, int]:
+def prepare(options: ShardOptions, folder: Path) -> tuple[Manifest, int]:
     """Write the shards that the folder lacks; return its manifest and the number of new tokens."""
     # files of all workers; {} if the dataset is read
-    sizes = list_files(config.input) if config.input else {}
-    tokenizer_spec = config.tokenizer
+    sizes = list_files(options.input) if options.input else {}
+    tokenizer_spec = options.tokenizer
     is_file = Path(tokenizer_spec).is_file()  # a tokenizer.json, whatever its name
     if tokenizer_spec not in TOKENIZERS and not is_file:
         raise UserError(
@@ -225,31 +225,31 @@ def prepare(config: DataConfig, folder: Path) -> tuple[Manifest, int]:
         )
     if is_file:
         try:
-            tokenizer_spec = read_tokenizer(Path(config.tokenizer), config.end_of_text)
+            tokenizer_spec = read_tokenizer(Path(options.tokenizer), options.end_of_text)
         except NoEndOfText as error:
             raise UserError(f"{error}; name it by --end_of_text TOKEN") from error
     tokenizer = load_tokenizer(tokenizer_spec)
     source = Source(
         sizes=sizes,
-        dataset=config.dataset,
-        remote_name=config.remote_name,
-        column=config.text_column,
-        worker_index=config.worker_index,
-        worker_count=config.worker_count,
+        dataset=options.dataset,
+        remote_name=options.remote_name,
+        column=options.text_column,
+        worker_index=options.worker_index,
+        worker_count=options.worker_count,
     )
     # what the tokens depend on: a folder with shards of other settings is refused
     settings = Settings(
         tokenizer=tokenizer.name,
         vocab_size=tokenizer.vocab_size,
         eot=tokenizer.eot,
-        shard_size=config.shard_size,
-        format=config.format,
-        val_fraction=config.val_fraction,
-        dataset=config.dataset,
-        remote_name=config.remote_name,
-        text_column=config.text_column,
-        worker_index=config.worker_index,
-        worker_count=config.worker_count,
+        shard_size=options.shard_size,
+        format=options.format,
+        val_fraction=options.val_fraction,
+        dataset=options.dataset,
+        remote_name=options.remote_name,
+        text_column=options.text_column,
+        worker_index=options.worker_index,
+        worker_count=options.worker_count,
         files=list(sizes),
         sizes=list(sizes.values()),
     )
@@ -258,20 +258,20 @@ def prepare(config: DataConfig, folder: Path) -> tuple[Manifest, int]:
     # Two processes would overwrite each other's shards. The lock is a file descriptor.
     lock = lock_folder(folder, "sharding into")
     try:
-        sharder = Sharder(folder, settings, source, config.max_shards)
+        sharder = Sharder(folder, settings, source, options.max_shards)
         if isinstance(tokenizer, FileTokenizer):  # the file travels with the shards
             with atomic_write(folder / TOKENIZER_FILE) as file:
                 file.write(tokenizer.tokenizer_json.encode())
         # the manifest of an earlier run, or a new one; the sharder updates it in place
         manifest = sharder.manifest
         source.ledger.update(manifest.ledger)  # rows that earlier runs have sharded
-        manifest.source = list(config.input) or [config.dataset, config.remote_name]
+        manifest.source = list(options.input) or [options.dataset, options.remote_name]
         if manifest.complete:  # the source is read to its end
             return manifest, 0
         sharder.reopen()
         num_tokens_before = sum(sharder.num_tokens.values())
         # is_full: an earlier run has written all of --max_shards already
-        is_complete = not sharder.is_full and write_shards(config, source, sharder, tokenizer)
+        is_complete = not sharder.is_full and write_shards(options, source, sharder, tokenizer)
         sharder.end(is_complete)
     finally:
         os.close(lock)
@@ -304,19 +304,19 @@ def report(manifest: Manifest) -> None:
         print(f"validation: {PIECES} pieces, spread over the last text, or texts if that is short")
 
 
-def main(config: DataConfig) -> None:
-    if config.worker_index >= config.worker_count:
-        raise UserError(f"--worker_index {config.worker_index} must be below --worker_count")
-    if config.format == "bin" and config.shard_size > MAX_BIN_TOKENS:
+def main(options: ShardOptions) -> None:
+    if options.worker_index >= options.worker_count:
+        raise UserError(f"--worker_index {options.worker_index} must be below --worker_count")
+    if options.format == "bin" and options.shard_size > MAX_BIN_TOKENS:
         raise UserError(f"--shard_size of --format bin must be at most {MAX_BIN_TOKENS:,}")
     name = "edu_fineweb10B"  # train.py's default
-    if config.input:
+    if options.input:
         # "books" for books.jsonl.gz; "." has no name
-        name = Path(config.input[0]).name.split(".")[0] or "text"
-    folder = config.local_dir or Path("data", name)
+        name = Path(options.input[0]).name.split(".")[0] or "text"
+    folder = options.local_dir or Path("data", name)
     start = time.time()
     try:
-        manifest, num_new = prepare(config, folder)
+        manifest, num_new = prepare(options, folder)
     except KeyboardInterrupt:
         print("the same command continues after the last whole shard", file=sys.stderr)
         raise
@@ -330,4 +330,4 @@ def main(config: DataConfig) -> None:
 
 
 if __name__ == "__main__":
-    start_script(main, DataConfig)
+    start_script(main, ShardOptions)

@@ -29,7 +29,7 @@ PIECE = 2_000  # characters that are sampled together, about a page
 
 
 @dataclass
-class TokenizerConfig:
+class TokenizerOptions:
     """Train a tokenizer on your text."""
 
     input: tuple[str, ...]
@@ -63,27 +63,27 @@ def read_pieces(source: Source, share: float) -> Iterator[str]:
                     yield piece
 
 
-def main(config: TokenizerConfig) -> None:
-    sizes = list_files(config.input)  # bytes by file name
-    source = Source(sizes, column=config.text_column)
+def main(options: TokenizerOptions) -> None:
+    sizes = list_files(options.input)  # bytes by file name
+    source = Source(sizes, column=options.text_column)
     # Above 1 if all text is less than --sample_mb. The sizes are those of the files, so that
     # compressed ones give more text.
-    share = config.sample_mb * 1e6 / max(1, sum(sizes.values()))
+    share = options.sample_mb * 1e6 / max(1, sum(sizes.values()))
     # an untrained tokenizer: no tokens, no merges, but the rule that cuts a text into pieces
-    engine = byte_level(models.BPE(), config.split)
+    engine = byte_level(models.BPE(), options.split)
     trainer = trainers.BpeTrainer(
-        vocab_size=config.vocab_size - 1,  # end of text is added below
+        vocab_size=options.vocab_size - 1,  # end of text is added below
         # all 256 bytes, whether they occur in the text or not
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     engine.train_from_iterator(read_pieces(source, share), trainer)
     engine.add_special_tokens([END_OF_TEXT])  # the last id, as in GPT-2
-    config.out.parent.mkdir(parents=True, exist_ok=True)
-    config.out.write_text(engine.to_str(), encoding="utf-8")
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(engine.to_str(), encoding="utf-8")
     # fewer than --vocab_size if the text has no more pairs to merge
-    print(f"{config.out}: {engine.get_vocab_size():,} tokens")
+    print(f"{options.out}: {engine.get_vocab_size():,} tokens")
 
 
 if __name__ == "__main__":
-    start_script(main, TokenizerConfig)
+    start_script(main, TokenizerOptions)

@@ -21,16 +21,16 @@ CHUNK = 2**20  # tokens checked at a time
 
 
 @dataclass
-class VerifyConfig:
+class VerifyOptions:
     """Check the checksums and token ids of folders of token shards."""
 
     data_dir: tuple[Path, ...]
     """Folders of token shards, with weights or without, as for train.py."""
 
 
-def main(config: VerifyConfig) -> None:
+def main(options: VerifyOptions) -> None:
     # As in train.py, a folder with a weight is a corpus; folders without weights form one corpus.
-    for corpus in parse_corpora(config.data_dir):
+    for corpus in parse_corpora(options.data_dir):
         names = " ".join(map(str, corpus.folders))
         for split in ("train", "val"):
             # Opens the folders that have this split; TokenStream compares their tokenizers.
@@ -53,4 +53,4 @@ def check_shards(stream: TokenStream) -> None:
 
 
 if __name__ == "__main__":
-    start_script(main, VerifyConfig)
+    start_script(main, VerifyOptions)

@@ -43,14 +43,14 @@ class GroupRelativePolicy(Method):
     def encode(self, row: dict) -> Question:
         return self.encoder.question(
             row,
-            self.config.max_new_tokens,
-            has_answer=self.config.reward == "exact",  # a reward function may not need it
+            self.options.max_new_tokens,
+            has_answer=self.options.reward == "exact",  # a reward function may not need it
         )
 
     def prepare(self, model: GPT, step: int, example_ids: np.ndarray) -> PreparedStep:
         """Sample and reward the completions of a step, and return those of this process."""
-        group_size = self.config.group_size
-        seed = hash_seed(f"{self.config.seed} {step}")
+        group_size = self.options.group_size
+        seed = hash_seed(f"{self.options.seed} {step}")
 
         def complete_places(places: list[int]) -> list[Completion]:
             """Return the completions of a micro-batch, whose places follow each other."""
@@ -58,7 +58,7 @@ class GroupRelativePolicy(Method):
             questions = [self.examples[example_ids[place // group_size]] for place in places]
             # The random numbers of a completion depend on seed, step and place alone, so that any
             # number of processes samples the same.
-            sampling = SamplingConfig(self.config.max_new_tokens, temperature=1.0, seed=seed)
+            sampling = SamplingConfig(self.options.max_new_tokens, temperature=1.0, seed=seed)
             return self.complete_and_reward(model, questions, sampling, first_row=places[0])
 
         # the places of the whole step, as a group can have completions from several processes
@@ -125,14 +125,14 @@ class GroupRelativePolicy(Method):
         if batch.ref_logprobs is not None:
             kl = kl_estimate(logprobs, batch.ref_logprobs)  # (N, T), in nats
             sums["kl"] = mean_over_tokens(kl, is_target).sum()
-            losses = losses + self.config.kl * kl
+            losses = losses + self.options.kl * kl
         sums["loss"] = mean_over_tokens(losses, is_target).sum()
         return sums
 
     def held_out_sums(self, model: GPT, questions: list[Question]) -> Sums:
         """Return the sum of the rewards of the likeliest completions, one for each question. There
         is no loss: it does not tell how good completions are."""
-        sampling = SamplingConfig(self.config.max_new_tokens, temperature=0)  # greedy
+        sampling = SamplingConfig(self.options.max_new_tokens, temperature=0)  # greedy
         rewards = [x.reward for x in self.complete_and_reward(model, questions, sampling)]
         return {"reward": torch.tensor(rewards, dtype=torch.float64).sum()}
 

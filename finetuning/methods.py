@@ -19,7 +19,7 @@ from torch import Tensor
 
 from evaluation.tasks import batched
 from finetuning.examples import Batch, Example, TextEncoder, collate_padded, read_jsonl
-from finetuning.options import ResolvedFinetuneConfig
+from finetuning.options import ResolvedFinetuneOptions
 from finetuning.rewards import RewardFunction, rewards_at_end
 from model.gpt import GPT
 from utils.devices import autocast
@@ -51,7 +51,7 @@ class Method(ABC):
     Question for grpo.
     """
 
-    config: ResolvedFinetuneConfig
+    options: ResolvedFinetuneOptions
     process: Process
     dtype: torch.dtype
     """Autocast dtype of matmuls."""
@@ -64,8 +64,8 @@ class Method(ABC):
 
     def __post_init__(self) -> None:
         # one example for each row, in the order of the file
-        self.examples = read_jsonl(self.config.data, self.encode)
-        eval_data = self.config.eval_data
+        self.examples = read_jsonl(self.options.data, self.encode)
+        eval_data = self.options.eval_data
         self.held_out = read_jsonl(eval_data, self.encode) if eval_data else []
 
     @abstractmethod
@@ -94,7 +94,7 @@ class Method(ABC):
     def micro_batches(self, examples: list) -> list[list]:
         """Return examples in lists of micro_batch_size, for all processes together: those of a step
         (for grpo the places of its completions), or all that are to be rated."""
-        return batched(examples, self.config.micro_batch_size)
+        return batched(examples, self.options.micro_batch_size)
 
     def of_process(self, micro_batches: list) -> list:
         """Return the micro-batches of a step that this process trains on."""
@@ -105,7 +105,7 @@ class Method(ABC):
         """Return texts, an Example each, as a batch on the device. Methods with other examples
         override this."""
         return collate_padded(
-            texts, self.encoder.block_size, self.process, self.config.use_torch_compile
+            texts, self.encoder.block_size, self.process, self.options.use_torch_compile
         )
 
     @torch.no_grad()
@@ -243,7 +243,7 @@ class DirectPreference(RewardModeling):
         assert batch.ref_logprobs is not None  # __post_init__ has computed them
         # log ratio of policy and reference; times beta it is the implicit reward
         chosen, rejected = (logprobs - batch.ref_logprobs).chunk(2)  # (N,) each
-        return self.config.beta * (chosen - rejected)
+        return self.options.beta * (chosen - rejected)
 
 
 def token_logprobs(model: nn.Module, batch: Batch) -> Tensor:

@@ -89,7 +89,7 @@ class MethodOptions:
 
 
 @dataclass(frozen=True)
-class FinetuneConfig(MachineOptions, SaveOptions, MethodOptions, BatchOptions, FileOptions):
+class FinetuneOptions(MachineOptions, SaveOptions, MethodOptions, BatchOptions, FileOptions):
     """Fine-tune a model. With --resume, options that are not given come from the checkpoint. Every
     run needs --method, --init_from and --data, perhaps --eval_data, --run_dir and --resume."""
 
@@ -116,7 +116,7 @@ class FinetuneConfig(MachineOptions, SaveOptions, MethodOptions, BatchOptions, F
 
 
 @dataclass(frozen=True, kw_only=True)
-class ResolvedFinetuneConfig(ResolvedOptions, FinetuneConfig):
+class ResolvedFinetuneOptions(ResolvedOptions, FinetuneOptions):
     """Options of a run of finetune.py, with what was derived in place of None."""
 
     method: MethodName
@@ -133,12 +133,12 @@ class ResolvedFinetuneConfig(ResolvedOptions, FinetuneConfig):
 
 
 def resolve_options(
-    options: FinetuneConfig, num_rows: int, num_parameters: int, data_parallel: int
-) -> ResolvedFinetuneConfig:
+    options: FinetuneOptions, num_rows: int, num_parameters: int, data_parallel: int
+) -> ResolvedFinetuneOptions:
     """Return the options with the defaults that follow from the rows of --data, the model's number
     of parameters and the number of processes, `data_parallel`. Raise UserError where a step does
     not divide into micro-batches."""
-    assert options.method is not None  # FinetuneConfig demands it
+    assert options.method is not None  # FinetuneOptions demands it
     # --batch_size: at least 16 steps an epoch, if that leaves four examples in a step, and one for
     # each process
     batch_size = 32  # a power of 2, which divides among 2, 4 or 8 processes
@@ -177,7 +177,7 @@ def resolve_options(
         "grpo": 1e-6,
     }
     return resolve(  # the values below replace None alone
-        ResolvedFinetuneConfig,
+        ResolvedFinetuneOptions,
         options,
         log_dir=log_folder(options.checkpoint_dir),
         batch_size=batch_size,

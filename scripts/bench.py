@@ -36,7 +36,7 @@ from utils.throughput import gpu_of
 
 
 @dataclass(frozen=True)
-class BenchOptions(MeasureOptions):
+class PeerOptions(MeasureOptions):
     """Measurements and peer."""
 
     peer: Path | None = None
@@ -44,7 +44,7 @@ class BenchOptions(MeasureOptions):
 
 
 @dataclass(frozen=True)
-class ShapeOptions(ModelOptions):
+class BenchModelOptions(ModelOptions):
     """Architecture: sizes from --model_type or from these options, the rest from --recipe."""
 
     block_size: Count = 1024  # train.py's default for GPT-2's sizes
@@ -52,32 +52,32 @@ class ShapeOptions(ModelOptions):
 
 
 @dataclass(frozen=True)
-class BenchConfig(MachineOptions, ShapeOptions, BenchOptions):
+class BenchOptions(MachineOptions, BenchModelOptions, PeerOptions):
     """Measure training steps on this machine, beside nanoGPT."""
 
     @property
-    def shape(self) -> GPTConfig:
+    def bench_config(self) -> GPTConfig:
         """Architecture of this project's model."""
         # model_config of ModelOptions: sizes from --model_type or flags, the rest from the recipe.
         return self.model_config(parse_recipe(self.recipe), GPT2Tokenizer.vocab_size)
 
 
-def build_ours(config: BenchConfig) -> Program:
+def build_ours(options: BenchOptions) -> Program:
     """Return this project's model, optimizers and dtype, as train.py makes them. It runs in a
     process of its own, which scripts/measure.py starts."""
-    device = pick_device(config.device)
-    dtype = pick_dtype(config.dtype, device)
-    recipe = parse_recipe(config.recipe)
-    execution = Execution(config.activation_checkpointing, config.use_torch_compile)
+    device = pick_device(options.device)
+    dtype = pick_dtype(options.dtype, device)
+    recipe = parse_recipe(options.recipe)
+    execution = Execution(options.activation_checkpointing, options.use_torch_compile)
     # Random weights: their values do not change the time of a step.
-    model = GPT(config.shape).to(device)
+    model = GPT(options.bench_config).to(device)
     execute(model, execution)
     # Nor do the learning rates, which stay at the optimizers' defaults.
-    options = OptimizerOptions(weight_decay=recipe.weight_decay)
-    return model, make_optimizers(model, options, recipe, dtype), dtype
+    optimizer_options = OptimizerOptions(weight_decay=recipe.weight_decay)
+    return model, make_optimizers(model, optimizer_options, recipe, dtype), dtype
 
 
-def build_nanogpt(peer: Path, config: BenchConfig) -> Program:
+def build_nanogpt(peer: Path, options: BenchOptions) -> Program:
     """Return the model and optimizer of a checkout of nanoGPT, as its train.py makes them, and the
     dtype of matmuls. It runs in a process of its own, as build_ours."""
     # Load its model.py under another name, as `model` is this project's package.
@@ -89,31 +89,31 @@ def build_nanogpt(peer: Path, config: BenchConfig) -> Program:
     spec.loader.exec_module(nanogpt)
 
     # the sizes of this project's model, padding of the vocabulary included
-    shape = config.shape
-    model_config = nanogpt.GPTConfig(
-        block_size=shape.block_size,
-        vocab_size=shape.padded_vocab_size,
-        n_layer=shape.n_layer,
-        n_head=shape.n_head,
-        n_embd=shape.n_embd,
+    ours = options.bench_config
+    nanogpt_config = nanogpt.GPTConfig(
+        block_size=ours.block_size,
+        vocab_size=ours.padded_vocab_size,
+        n_layer=ours.n_layer,
+        n_head=ours.n_head,
+        n_embd=ours.n_embd,
         bias=True,  # as in OpenAI's GPT-2
     )
     torch.set_float32_matmul_precision("high")  # nanoGPT's train.py allows TF32
-    device = pick_device(config.device)
-    model = nanogpt.GPT(model_config).to(device)
+    device = pick_device(options.device)
+    model = nanogpt.GPT(nanogpt_config).to(device)
     # weight decay, learning rate and betas of nanoGPT's train.py
     optimizer = model.configure_optimizers(0.1, 6e-4, (0.9, 0.95), device.type)
-    if config.use_torch_compile:
+    if options.use_torch_compile:
         model = torch.compile(model)
     # nanoGPT returns logits and loss. The hook's result takes their place: the loss alone, which
     # this project's model returns.
     model.register_forward_hook(lambda module, inputs, outputs: outputs[1])
-    return model, [optimizer], pick_dtype(config.dtype, device)
+    return model, [optimizer], pick_dtype(options.dtype, device)
 
 
-def main(config: BenchConfig) -> None:
+def main(options: BenchOptions) -> None:
     programs = {"ours": build_ours}
-    peer = config.peer
+    peer = options.peer
     if peer is not None:
         if not (peer / "model.py").is_file():
             raise UserError(
@@ -121,16 +121,16 @@ def main(config: BenchConfig) -> None:
                 f"https://github.com/karpathy/nanoGPT {peer}"
             )
         programs["nanogpt"] = partial(build_nanogpt, peer)
-    medians = measure_in_turn(programs, config)  # a Measurement by name
+    medians = measure_in_turn(programs, options)  # a Measurement by name
 
     # Only now: a process that uses a GPU takes some of its memory from the measurements.
-    device = pick_device(config.device)
-    gpu = gpu_of(device, pick_dtype(config.dtype, device))  # None if its peak is not known
+    device = pick_device(options.device)
+    gpu = gpu_of(device, pick_dtype(options.dtype, device))  # None if its peak is not known
     # nanoGPT's model has the same matmuls as this project's.
-    flops_per_token = build_without_weights(GPT, config.shape).flops_per_token()
+    flops_per_token = build_without_weights(GPT, options.bench_config).flops_per_token()
     measured = {}
     for side, median in medians.items():
-        rate = config.micro_batch_size * config.block_size / median.step_seconds  # tokens/s
+        rate = options.micro_batch_size * options.block_size / median.step_seconds  # tokens/s
         mfu = None
         if gpu is not None:
             mfu = rate * flops_per_token / gpu.peak
@@ -140,7 +140,7 @@ def main(config: BenchConfig) -> None:
         **describe(device),  # device and PyTorch's version
         "unit": "tokens/s",
         "measured": measured,
-        "options": vars(config),
+        "options": vars(options),
     }
     if peer is not None:
         # Ours to nanoGPT's: the ratio of rates is the inverse ratio of times.
@@ -150,4 +150,4 @@ def main(config: BenchConfig) -> None:
 
 
 if __name__ == "__main__":
-    start_script(main, BenchConfig)
+    start_script(main, BenchOptions)

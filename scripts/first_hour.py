@@ -43,7 +43,7 @@ SMALL_LOSS = 1.206
 
 
 @dataclass(frozen=True)
-class FirstHourConfig:
+class FirstHourOptions:
     """Check a machine before a long run."""
 
     small: bool = False
@@ -145,16 +145,16 @@ def check_124m(out: Path) -> list[bool]:
     return results
 
 
-def main(config: FirstHourConfig) -> None:
-    if not config.small and not torch.cuda.is_available():
+def main(options: FirstHourOptions) -> None:
+    if not options.small and not torch.cuda.is_available():
         raise UserError("there is no CUDA GPU here; --small checks a CPU")
     for run in ("run", "whole", "resumed"):  # left by an earlier check
-        shutil.rmtree(config.out / run, ignore_errors=True)
-    config.out.mkdir(parents=True, exist_ok=True)
-    check = check_small if config.small else check_124m
-    if not all(check(config.out)):
+        shutil.rmtree(options.out / run, ignore_errors=True)
+    options.out.mkdir(parents=True, exist_ok=True)
+    check = check_small if options.small else check_124m
+    if not all(check(options.out)):
         sys.exit(1)
 
 
 if __name__ == "__main__":
-    start_script(main, FirstHourConfig)
+    start_script(main, FirstHourOptions)

@@ -52,7 +52,7 @@ RUNGS = [
 
 
 @dataclass(frozen=True)
-class LadderOptions:
+class RungOptions:
     """Model, device and picture."""
 
     n_layer: Count = 4
@@ -70,7 +70,7 @@ class LadderOptions:
 
 
 @dataclass(frozen=True)
-class LadderConfig(MeasureOptions, LadderOptions):
+class LadderOptions(MeasureOptions, RungOptions):
     """Measure the changes between a tutorial's GPT-2 and this one."""
 
     # Smaller than the defaults of MeasureOptions, so that eight rungs take minutes on two cores.
@@ -136,15 +136,15 @@ class PlainAdamW(torch.optim.Optimizer):
                 p -= group["lr"] * update
 
 
-def build(rung: str, config: LadderConfig) -> Program:
+def build(rung: str, options: LadderOptions) -> Program:
     """Return the program of a rung: this project's model, with a plain part for each change that
     comes later. It runs in a process of its own, which scripts/measure.py starts."""
     changes = RUNGS[: RUNGS.index(rung) + 1]  # this rung's change and all before
     shape = GPTConfig(
-        block_size=config.block_size,
-        n_layer=config.n_layer,
-        n_head=config.n_head,
-        n_embd=config.n_embd,
+        block_size=options.block_size,
+        n_layer=options.n_layer,
+        n_head=options.n_head,
+        n_embd=options.n_embd,
     )
     checkpointing = "block" if "activation checkpointing" in changes else "none"
     model = GPT(shape)
@@ -158,7 +158,7 @@ def build(rung: str, config: LadderConfig) -> Program:
             block.set_submodule("attn.attend", PlainAttention())
     if "chunked loss" not in changes:
         model.set_submodule("loss", PlainLoss())
-    model.to(pick_device(config.device))
+    model.to(pick_device(options.device))
 
     dtype = torch.bfloat16 if "bfloat16" in changes else torch.float32
     # The default recipe is GPT-2's: AdamW alone.
@@ -180,9 +180,9 @@ def draw(medians: dict[str, Measurement], out: Path) -> None:
     save(picture, out, "milliseconds per training step")
 
 
-def main(config: LadderConfig) -> None:
+def main(options: LadderOptions) -> None:
     # a Measurement by rung
-    medians = measure_in_turn({rung: partial(build, rung) for rung in RUNGS}, config)
+    medians = measure_in_turn({rung: partial(build, rung) for rung in RUNGS}, options)
     loss_before = medians["start"].loss
     print("\n| rung | ms a step | peak GB | loss | change of the loss |")
     print("|---|---|---|---|---|")
@@ -191,9 +191,9 @@ def main(config: LadderConfig) -> None:
         change = f"{loss:.6f} | {loss - loss_before:+.6f}"
         print(f"| {rung} | {1000 * step_seconds:.0f} | {peak_bytes / 1e9:.2f} | {change} |")
         loss_before = loss
-    draw(medians, config.out)
-    print(f"wrote {config.out}")
+    draw(medians, options.out)
+    print(f"wrote {options.out}")
 
 
 if __name__ == "__main__":
-    start_script(main, LadderConfig)
+    start_script(main, LadderOptions)

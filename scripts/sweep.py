@@ -24,7 +24,7 @@ import utils.environment  # noqa: F401 (first: it says what to type without PyTo
 import numpy as np
 from matplotlib import colormaps
 
-from config import TrainConfig, resolve_from_recipe
+from config import TrainOptions, resolve_from_recipe
 from evaluation import figure
 from evaluation.figure import Run, comparable_loss, curve, read_run
 from recipes import parse_recipe
@@ -53,7 +53,7 @@ NOT_COMPARED = (
 
 
 @dataclass(frozen=True)
-class SweepConfig:
+class SweepOptions:
     """Train with every combination of options and every seed."""
 
     grid: tuple[str, ...]
@@ -80,15 +80,15 @@ def list_groups(grid: tuple[str, ...]) -> list[str]:
     return [" ".join(settings) for settings in itertools.product(*settings_of_options)]
 
 
-def train(config: SweepConfig, name: str, *more_flags: str) -> None:
+def train(options: SweepOptions, name: str, *more_flags: str) -> None:
     """Train the run `name`, such as "recipe=gpt2 max_lr=2e-3 seed=1", or the steps that it lacks;
     with --dry_run print its forecast. Raises UserError if it fails, or if its folder has a run with
     other options."""
-    folder = config.out / name
+    folder = options.out / name
     # The last of two flags of one name wins, so that grid and seed override --fixed.
-    options = list(config.fixed) + name.split()
+    settings = list(options.fixed) + name.split()
     # `split`, as a fixed option may have several values: "data_dir data/a:0.7 data/b:0.3".
-    flags = " ".join(f"--{option}" for option in options).split()
+    flags = " ".join(f"--{setting}" for setting in settings).split()
 
     # The folder's name lacks --fixed: without this check the table would compare a run of an
     # earlier sweep, on other data or of another length, with new runs.
@@ -111,7 +111,7 @@ def train(config: SweepConfig, name: str, *more_flags: str) -> None:
 def compare_options(saved: dict, flags: list[str]) -> str:
     """Return the options whose values differ between a run, `saved` from its config.json, and a new
     run with these flags: "grad_clip 1.0 (here 2.0)", "" without any."""
-    given_options, _, _ = read_options(TrainConfig, "train.py", flags)
+    given_options, _, _ = read_options(TrainOptions, "train.py", flags)
     options = resolve_from_recipe(given_options, parse_recipe(given_options.recipe)).to_dict()
     if options["dtype"] == "auto":  # left to the device
         options["dtype"] = saved["dtype"]
@@ -167,15 +167,15 @@ def draw(runs: list[Run], groups: list[str], losses: np.ndarray, metric: str, ou
     figure.save(picture, out, step_tokens=figure.tokens_per_step(runs))
 
 
-def main(config: SweepConfig) -> None:
-    groups = list_groups(config.grid)
+def main(options: SweepOptions) -> None:
+    groups = list_groups(options.grid)
     # all seeds of the first group, then of the next, ...
-    names = [f"{group} seed={seed}" for group in groups for seed in config.seeds]
+    names = [f"{group} seed={seed}" for group in groups for seed in options.seeds]
     for group in groups:  # a flag that train.py refuses is found before the first run trains
-        train(config, f"{group} seed={config.seeds[0]}", "--dry_run")
+        train(options, f"{group} seed={options.seeds[0]}", "--dry_run")
     for name in names:
-        train(config, name)
-    runs = [read_run(config.out / name) for name in names]
+        train(options, name)
+    runs = [read_run(options.out / name) for name in names]
 
     # nats per token, or bits per byte if the groups' tokenizers differ
     metric = comparable_loss(runs)
@@ -183,11 +183,11 @@ def main(config: SweepConfig) -> None:
     last_losses = [run.log["val"][-1].get(metric, np.nan) for run in runs]
     losses = np.array(last_losses, float).reshape(len(groups), -1)  # (groups, seeds)
     table = to_markdown(groups, losses, metric)
-    (config.out / "table.md").write_text(table, encoding="utf-8")
+    (options.out / "table.md").write_text(table, encoding="utf-8")
     print(table, end="")
-    draw(runs, groups, losses, metric, config.out / "sweep.png")
-    print(f"wrote table.md and sweep.png in {config.out}")
+    draw(runs, groups, losses, metric, options.out / "sweep.png")
+    print(f"wrote table.md and sweep.png in {options.out}")
 
 
 if __name__ == "__main__":
-    start_script(main, SweepConfig)
+    start_script(main, SweepOptions)

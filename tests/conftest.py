@@ -41,10 +41,10 @@ def read_page(path: str) -> str:
 
 def train_options(**options: object):
     """Return resolved options of train.py."""
-    from config import TrainConfig, resolve_from_recipe
+    from config import TrainOptions, resolve_from_recipe
     from recipes import parse_recipe
 
-    given = TrainConfig(**options)
+    given = TrainOptions(**options)
     return resolve_from_recipe(given, parse_recipe(given.recipe))
 
 

@@ -5,8 +5,8 @@ import pytest
 import torch
 from conftest import ROOT, bad, script, train_options
 
-from config import TrainConfig
-from finetuning.options import FinetuneConfig
+from config import TrainOptions
+from finetuning.options import FinetuneOptions
 from model.config import GPTConfig
 from model.gpt import GPT
 from model.initial_weights import build_without_weights
@@ -36,13 +36,13 @@ def test_a_script_explains_its_flags_and_ends_in_a_sentence_without_any(name, fl
     assert "Traceback" not in done.stderr and done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("config_class", [TrainConfig, FinetuneConfig])
-def test_help_speaks_of_flags_that_the_script_has_in_groups(config_class, capsys):
+@pytest.mark.parametrize("options_class", [TrainOptions, FinetuneOptions])
+def test_help_speaks_of_flags_that_the_script_has_in_groups(options_class, capsys):
     with pytest.raises(SystemExit):
-        parse(config_class, ["--help"])
+        parse(options_class, ["--help"])
     text = capsys.readouterr().out
     flags = {flag.removeprefix("no_") for flag in re.findall(r"--(\w+)", text)}
-    assert flags <= {field.name for field in fields(config_class)} | {"help"}
+    assert flags <= {field.name for field in fields(options_class)} | {"help"}
     assert len(flags) <= 50 + 1 and text.count(" options ") > 4
 
 
@@ -60,10 +60,10 @@ def test_gpt3s_sizes_bring_their_context():
 
 
 def test_a_batch_that_does_not_divide_says_what_would():
-    config = TrainConfig(total_batch_size=2049, micro_batch_size=4, block_size=128)
+    config = TrainOptions(total_batch_size=2049, micro_batch_size=4, block_size=128)
     with pytest.raises(UserError, match="give 2,048$"):
         config.sequences_per_step(data_parallel=2)
-    assert TrainConfig().sequences_per_step(8) == 512
+    assert TrainOptions().sequences_per_step(8) == 512
 
 
 def test_warmup_and_the_last_rate_follow_the_length_and_the_recipe_of_the_run():
@@ -72,15 +72,15 @@ def test_warmup_and_the_last_rate_follow_the_length_and_the_recipe_of_the_run():
     modern = train_options(recipe="modern")
     assert (modern.max_lr, modern.min_lr) == (0.012, 0)
     speedrun = parse_recipe("speedrun")  # n-grams are shorter where tokens are longer
-    assert [TrainConfig().model_config(speedrun, size).ngrams for size in (257, 50257)] == [5, 2]
+    assert [TrainOptions().model_config(speedrun, size).ngrams for size in (257, 50257)] == [5, 2]
 
 
 def test_the_architecture_of_other_weights_is_adopted_or_a_contradiction_named():
     sizes = {"n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 32}
-    weights = TrainConfig(**sizes).model_config(parse_recipe("modern"), 257)
+    weights = TrainOptions(**sizes).model_config(parse_recipe("modern"), 257)
 
     def shape(recipe="gpt2", **options):
-        return model_shape(TrainConfig(**options), parse_recipe(recipe), weights)
+        return model_shape(TrainOptions(**options), parse_recipe(recipe), weights)
 
     assert shape(init_from="x", block_size=16) == replace(weights, block_size=16)
     assert shape("modern", resume="x", **sizes) == weights

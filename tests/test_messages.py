@@ -107,7 +107,7 @@ def test_a_file_of_options_names_flags_that_all_its_scripts_have(path):
     for node in ast.parse((ROOT / path).read_text(encoding="utf-8")).body:
         if isinstance(node, ast.ClassDef):
             continue  # a group of options is checked above, with its script
-        is_of_train = "TrainConfig" in ast.unparse(node).partition("\n")[0]  # by its arguments
+        is_of_train = "TrainOptions" in ast.unparse(node).partition("\n")[0]  # by its arguments
         for script in ["train.py"] if is_of_train else OPTIONS_FILES[path]:
             wrong = {flag for text in strings(node) for flag in wrong_flags(text, script)}
             assert not wrong, ast.unparse(node)[:100]

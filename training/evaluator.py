@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import torch
 
-from config import SamplingConfig, TrainConfig
+from config import SamplingConfig, TrainOptions
 from data.loader import Mixture
 from data.named_tokenizer import Tokenizer
 from data.tokenizer import load_tokenizer
@@ -38,25 +38,25 @@ def is_due(every: int, step: int) -> bool:
 
 
 class Evaluator:
-    """Evaluate a model while it trains, at the intervals of its TrainConfig and at the last step.
+    """Evaluate a model while it trains, at the intervals of its TrainOptions and at the last step.
     All processes call each method at the same steps and get the same figures. Without a tokenizer,
     which may need a download, there are no benchmarks and no samples."""
 
     def __init__(
-        self, config: TrainConfig, model: GPT, val: Mixture, process: Process, dtype: torch.dtype
+        self, options: TrainOptions, model: GPT, val: Mixture, process: Process, dtype: torch.dtype
     ) -> None:
-        self.config = config
+        self.options = options
         self.val = val  # val.parts has the sequences of each corpus
         self.intervals = {
-            "eval": config.eval_every,
-            "sample": config.sample_every,
-            "hellaswag": config.hellaswag_every,
-            "lambada": config.lambada_every,
-            "core": config.core_every,
+            "eval": options.eval_every,
+            "sample": options.sample_every,
+            "hellaswag": options.hellaswag_every,
+            "lambada": options.lambada_every,
+            "core": options.core_every,
         }
         """Steps between validations, samples and the scores of a benchmark; 0: none between."""
         # as many sequences as in training, which fit into memory
-        self.scorer = Scorer(model, process, dtype, config.sequences_per_pass)
+        self.scorer = Scorer(model, process, dtype, options.sequences_per_pass)
         self.tokenizer: Tokenizer | None = None  # stays None if it cannot be downloaded
         self.score_tasks: list[tuple[str, ScoreTask]] = []
         """Name of each benchmark, and what scores it: the same rows each time."""
@@ -70,14 +70,14 @@ class Evaluator:
             return
         # the files of the benchmarks that training scores; None: downloaded
         paths = {
-            "hellaswag": config.hellaswag_data,
-            "lambada": config.lambada_data,
-            "core": config.core_data,
+            "hellaswag": options.hellaswag_data,
+            "lambada": options.lambada_data,
+            "core": options.core_data,
         }
         for name, path in paths.items():
             if self.intervals[name] > 0:
                 benchmark = BENCHMARKS[name]
-                limit = None if config.eval_full else SUBSET_EXAMPLES
+                limit = None if options.eval_full else SUBSET_EXAMPLES
                 first = benchmark.protocols[:1]  # one is enough for a curve
                 try:
                     score_task = open_benchmark(
@@ -92,13 +92,13 @@ class Evaluator:
     def due(self, step: int, name: str = "eval") -> bool:
         """Return True if a validation ("eval"), a "sample" or a benchmark, by its name, is due
         after `step` steps."""
-        return step == self.config.max_steps or is_due(self.intervals[name], step)
+        return step == self.options.max_steps or is_due(self.intervals[name], step)
 
     def validate(self) -> dict[str, float]:
         """Return the validation "loss" in nats per token, the number "n" of tokens and, where the
         shards tell the size of their text, "bits_per_byte". Several corpora give the means by
         weight, and as "loss_NAME" the loss of each."""
-        corpora = self.scorer.corpus_scores(self.val, self.config.val_tokens)
+        corpora = self.scorer.corpus_scores(self.val, self.options.val_tokens)
         *_, means = corpora.values()  # of the only corpus, or of the weighted mean
         if len(corpora) > 1:
             for name in self.val.names:
@@ -112,7 +112,7 @@ class Evaluator:
             if not self.due(step, name):
                 continue
             # Blocks are compiled for one shape: each length of a text would be compiled anew.
-            with uncompiled(self.config.use_torch_compile):
+            with uncompiled(self.options.use_torch_compile):
                 results, _ = score_task()  # without the rows for --dump
             # the last result is of the whole benchmark; for CORE, n counts the items of all tasks
             figures: dict[str, float] = {"n": results[-1].n}
@@ -127,20 +127,20 @@ class Evaluator:
         scorer = self.scorer
         tokenizer = self.tokenizer
         # A new model writes noise. At the last step `due` is True, also with --sample_every 0.
-        is_asked = step > 0 and self.config.sample_every > 0 and self.due(step, "sample")
+        is_asked = step > 0 and self.options.sample_every > 0 and self.due(step, "sample")
         if not is_asked or tokenizer is None:
             return None
         model = scorer.model
         num_tokens = min(SAMPLE_TOKENS, model.config.block_size)
         # a new seed for each step, so that samples.txt does not repeat one text
-        sampling = SamplingConfig(num_tokens, seed=self.config.seed + step)
+        sampling = SamplingConfig(num_tokens, seed=self.options.seed + step)
         prompts = [list(tokenizer.start_ids)]  # what begins a document in the shards
         end_ids = tokenizer.end_ids
         model.eval()
         # All processes write the same text: under FSDP a forward pass needs all of them.
         with (
             autocast(scorer.process.device, scorer.dtype),
-            uncompiled(self.config.use_torch_compile),
+            uncompiled(self.options.use_torch_compile),
         ):
             # all_done makes all processes stop together, and raises Stopped after a signal.
             texts = complete(model, prompts, end_ids, sampling, scorer.process.all_done)

@@ -17,9 +17,9 @@ from typing import TypeVar
 from config import (
     DERIVED,
     MachineOptions,
-    ResolvedTrainConfig,
+    ResolvedTrainOptions,
     RunOptions,
-    TrainConfig,
+    TrainOptions,
     resolve_from_recipe,
 )
 from model.config import GPTConfig
@@ -40,12 +40,12 @@ from utils.distributed import Process, is_main_process
 from utils.errors import UserError
 from utils.throughput import NAMED_GPUS
 
-Options = TypeVar("Options", bound=RunOptions)  # TrainConfig or FinetuneConfig
-Machine = TypeVar("Machine", bound=MachineOptions)  # ResolvedTrainConfig or FinetuneConfig
+Options = TypeVar("Options", bound=RunOptions)  # TrainOptions or FinetuneOptions
+Machine = TypeVar("Machine", bound=MachineOptions)  # ResolvedTrainOptions or FinetuneOptions
 
 
 def read_options(
-    config_class: type[Options], script: str, command_line: list[str]
+    options_class: type[Options], script: str, command_line: list[str]
 ) -> tuple[Options, dict[str, str | None], Checkpoint | None]:
     """Return what the flags of a script say: the options, those in DERIVED that follow from others,
     and the checkpoint that is resumed, None for a new run. The second maps the name of an option to
@@ -63,13 +63,13 @@ def read_options(
 
     checkpoint = None
     resume = flag_value(flags, "resume")  # a file, a folder, "auto", or None
-    path = find_resumed(config_class, resume, flags)  # None for a new run
+    path = find_resumed(options_class, resume, flags)  # None for a new run
     derived: dict[str, str | None] = dict.fromkeys(DERIVED)  # less those that are given, below
     given_flags = flags
     if path is not None:
         # The file may have been copied or moved: the run goes on in the folder where it lies now,
         # unless a flag names another one.
-        folder = config_class.checkpoint_folder(["--checkpoint_dir", str(path.parent), *flags])
+        folder = options_class.checkpoint_folder(["--checkpoint_dir", str(path.parent), *flags])
         # After --overwrite a branch begins anew.
         if "overwrite" not in dict(named_flags(flags)):
             path = newest_of_branch(path, folder)
@@ -83,8 +83,8 @@ def read_options(
         resume = str(path)
 
     # finetune.py names its folder after --method if --checkpoint_dir is not given
-    checkpoint_dir = config_class.checkpoint_folder(flags)
-    options = replace(parse(config_class, flags), resume=resume, checkpoint_dir=checkpoint_dir)
+    checkpoint_dir = options_class.checkpoint_folder(flags)
+    options = replace(parse(options_class, flags), resume=resume, checkpoint_dir=checkpoint_dir)
     # --overwrite removes other checkpoints from the folder when the log is opened
     if options.overwrite and options.init_from:
         weights_folder = checkpoint_folder(Path(options.init_from)).resolve()
@@ -147,13 +147,13 @@ def read_file(path: Path) -> dict:
         raise UserError(f"--config {path} is no .toml and no run's config.json: {error}") from error
 
 
-def find_resumed(config_class: type[Options], resume: str | None, flags: list[str]) -> Path | None:
+def find_resumed(options_class: type[Options], resume: str | None, flags: list[str]) -> Path | None:
     """Return the checkpoint that --resume names, of a folder its newest; None for a new run."""
     if resume is None:
         return None
     if resume == "auto":
         # The flags are parsed later, together with the options of the checkpoint.
-        folder = config_class.checkpoint_folder(flags)
+        folder = options_class.checkpoint_folder(flags)
         newest = find_newest(folder)
         if newest is None and is_main_process():
             print(f"no checkpoint in {folder}: a new run")  # the folder may be misspelt
@@ -182,8 +182,8 @@ def newest_of_branch(path: Path, folder: Path) -> Path:
 
 
 def resolve_options(
-    options: TrainConfig, derived: dict[str, str | None], checkpoint: Checkpoint | None
-) -> tuple[ResolvedTrainConfig, Recipe]:
+    options: TrainOptions, derived: dict[str, str | None], checkpoint: Checkpoint | None
+) -> tuple[ResolvedTrainOptions, Recipe]:
     """Return the options of train.py with what follows from the recipe and the kind of device, and
     the recipe."""
     recipe = find_recipe(options, checkpoint)
@@ -200,7 +200,7 @@ def resolve_options(
     return resolved, recipe
 
 
-def find_recipe(options: TrainConfig, checkpoint: Checkpoint | None) -> Recipe:
+def find_recipe(options: TrainOptions, checkpoint: Checkpoint | None) -> Recipe:
     """Return the recipe of a run. A resumed run keeps the one that it began with, also where its
     name stands for another one by now, unless --recipe is given anew. Raises UserError for one with
     another optimizer than that of the state in the checkpoint."""
@@ -260,8 +260,8 @@ def resolve_dtype(options: Machine, process: Process) -> Machine:
 
 
 def resolve_on_device(
-    options: ResolvedTrainConfig, recipe: Recipe, shape: GPTConfig, process: Process
-) -> ResolvedTrainConfig:
+    options: ResolvedTrainOptions, recipe: Recipe, shape: GPTConfig, process: Process
+) -> ResolvedTrainOptions:
     """Return the options with a dtype, and with a number for --micro_batch_size auto, for a model
     of this shape. Every process must call it."""
     options = resolve_dtype(options, process)
@@ -276,7 +276,7 @@ def resolve_on_device(
     return replace(options, micro_batch_size=size)
 
 
-def model_shape(options: ResolvedTrainConfig, recipe: Recipe, saved_shape: GPTConfig) -> GPTConfig:
+def model_shape(options: ResolvedTrainOptions, recipe: Recipe, saved_shape: GPTConfig) -> GPTConfig:
     """Return the architecture of a run that begins with weights of `saved_shape`, which are resumed
     or those of --init_from. Raises UserError for options that ask for another one."""
     if options.block_size > saved_shape.block_size:

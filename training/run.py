@@ -51,7 +51,7 @@ from utils.files import atomic_write, lock_folder
 from utils.logger import CONFIG, Logger, logged_run
 from utils.seeds import hash_seed
 
-Config = TypeVar("Config", bound=ResolvedOptions)
+Options = TypeVar("Options", bound=ResolvedOptions)
 
 PATIENCE = 5  # skipped steps in a row that end a run
 # In float16 small gradients become 0, so the loss is scaled up. PyTorch begins at 2^16, where the
@@ -221,10 +221,10 @@ def check_space(options: ResolvedOptions, file_bytes: int) -> None:
 
 
 @dataclass
-class Run(Generic[Config]):
+class Run(Generic[Options]):
     """State that all parts of a run share."""
 
-    config: Config
+    options: Options
     """Resolved options."""
     process: Process
     """This process: rank, device, collectives."""
@@ -243,8 +243,8 @@ class Run(Generic[Config]):
 
     @classmethod
     def start(
-        cls, options: Config, checkpoint: Checkpoint | None, process: Process, entries: Checkpoint
-    ) -> "Run[Config]":
+        cls, options: Options, checkpoint: Checkpoint | None, process: Process, entries: Checkpoint
+    ) -> "Run[Options]":
         """Begin a run, or go on with that of a checkpoint: lock its folders, but write no log and
         no checkpoint yet. Raises UserError on all processes if the folders hold another run, or if
         the processes differ."""
@@ -269,7 +269,7 @@ class Run(Generic[Config]):
     @property
     def ended(self) -> bool:
         """True after the last step; a signal raises Stopped instead."""
-        return self.state.step == self.config.max_steps
+        return self.state.step == self.options.max_steps
 
     def distribute(
         self,
@@ -286,14 +286,14 @@ class Run(Generic[Config]):
         file_bytes = 4 * (1 + MOMENTS[recipe.optimizer]) * model.num_parameters()
         with self.process.together():
             if self.process.is_main:
-                check_space(self.config, file_bytes)
+                check_space(self.options, file_bytes)
         # DDP around the model, or the model itself: under sharding, and with one process
-        wrapped = wrap(model, weights, self.process, self.config.sharding, self.dtype)
+        wrapped = wrap(model, weights, self.process, self.options.sharding, self.dtype)
         # after `wrap`, as sharding replaces the parameters of the model
-        optimizers = make_optimizers(model, self.config, recipe, self.dtype)
+        optimizers = make_optimizers(model, self.options, recipe, self.dtype)
         if checkpoint is not None:
-            assert self.config.resumed is not None
-            with reading_checkpoint(self.config.resumed):
+            assert self.options.resumed is not None
+            with reading_checkpoint(self.options.resumed):
                 verify(checkpoint, "optimizer", self.process)
             fill_optimizers(model, optimizers, checkpoint["optimizer"])
         return wrapped, optimizers
@@ -301,7 +301,7 @@ class Run(Generic[Config]):
     def open_log(self, shape: GPTConfig) -> Logger:
         """Open the log of a model of this shape, and write config.json. Before, remove the
         checkpoints that --overwrite replaces. The caller closes the log, which is a context."""
-        options = self.config
+        options = self.options
         state = self.state
         # The config.json in the folder, read before it is written anew below; None without a log.
         log = logged_run(options.log_dir)
@@ -337,13 +337,13 @@ class Run(Generic[Config]):
         """Print how the run ended, and exit with 128 + the signal if one came. After the last step,
         print `next_commands`, each with the folder of the run behind it. The log is closed by
         then."""
-        folder = shlex.quote(str(self.config.checkpoint_dir))
+        folder = shlex.quote(str(self.options.checkpoint_dir))
         if self.stopping:
             command = f"{distributed.launcher()} {sys.argv[0]} --resume {folder}"
             self.logger.print(f"stopped; saved at step {self.state.step}: continue with {command}")
         elif self.process.is_main:
             best = ""
-            best_path = self.config.checkpoint_dir / BEST
+            best_path = self.options.checkpoint_dir / BEST
             if best_path.exists():
                 saved = load_checkpoint(best_path)  # tensors are mapped, not read
                 best = (
@@ -355,7 +355,7 @@ class Run(Generic[Config]):
             print("next:")
             for command in next_commands:
                 print(f"  python {command} {folder}")
-            print(f"  python plot.py --log {shlex.quote(str(self.config.log_dir))}")
+            print(f"  python plot.py --log {shlex.quote(str(self.options.log_dir))}")
         distributed.stop()
         if self.stopping:
             # `signal` is 0 on a process that stops because another one got a signal

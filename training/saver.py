@@ -61,7 +61,7 @@ class Saver:
         # A resumed run goes on from the lowest loss in its folder: that of model_best.pt, or, where
         # no validation was better than that of step 0, of model_last.pt. Losses of different texts
         # cannot be compared.
-        folder = self.run.config.checkpoint_dir
+        folder = self.run.options.checkpoint_dir
         paths = [folder / name for name in (BEST, LAST) if (folder / name).exists()]
         if not paths:
             return
@@ -76,7 +76,7 @@ class Saver:
     def due(self, step: int) -> bool:
         """Return True if model_last.pt is due after `step` steps: every --save_every steps, at the
         end, and before the first step of this process, so that a killed run can be continued."""
-        save_every = self.run.config.save_every
+        save_every = self.run.options.save_every
         is_regular = save_every > 0 and step % save_every == 0
         return self.is_first or is_regular or self.run.ended
 
@@ -110,13 +110,13 @@ class Saver:
         # the main process decides: the others always agree
         if not process.all_agree(condition or not process.is_main):
             return
-        is_sharded = self.run.config.sharding != "none" and process.world_size > 1
+        is_sharded = self.run.options.sharding != "none" and process.world_size > 1
         if not is_sharded and not process.is_main:
             return  # the main process has all of the state
         # copies on the CPU; `moments` is the optimizer state
         weights, moments = copy_state(self.model, self.optimizers, process)
         entries = {
-            "config": self.run.config.to_dict(),
+            "config": self.run.options.to_dict(),
             "model_config": asdict(self.model.config),
             **self.run.entries,
             **asdict(self.run.state),  # step, tokens, ...
@@ -146,8 +146,8 @@ class Saver:
         """Write a file, ALONE or under sharding together with the other processes, and only then
         count it in last_step or best_loss. Runs in the thread of the main process, or under
         sharding on every process."""
-        folder = self.run.config.checkpoint_dir
-        keep = self.run.config.keep_last
+        folder = self.run.options.checkpoint_dir
+        keep = self.run.options.keep_last
         step = entries["step"]
         try:
             save_checkpoint(folder / name, weights, moments, entries, process)

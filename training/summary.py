@@ -2,7 +2,7 @@
 
 from dataclasses import asdict
 
-from config import ResolvedTrainConfig
+from config import ResolvedTrainOptions
 from data.loader import Mixture, Slicing, TokenStream
 from data.tokenizer import tokenizer_identity
 from model.config import GPTConfig
@@ -22,7 +22,7 @@ SLOW_RUN_SECONDS = 3600  # above this the user is told how long a run on a CPU t
 
 
 def start_shape(
-    options: ResolvedTrainConfig,
+    options: ResolvedTrainOptions,
     recipe: Recipe,
     stream: TokenStream | None,
     start: SavedModel | None,
@@ -53,7 +53,7 @@ def start_shape(
 
 
 def note_recipe(
-    options: ResolvedTrainConfig, recipe: Recipe, start: SavedModel | None, process: Process
+    options: ResolvedTrainOptions, recipe: Recipe, start: SavedModel | None, process: Process
 ) -> None:
     """Say so if the weights that a run begins with were trained by another recipe."""
     # {} for a model of another project; finetune.py's have no recipe
@@ -65,7 +65,7 @@ def note_recipe(
         )
 
 
-def describe_epochs(options: ResolvedTrainConfig, train_data: Mixture) -> str:
+def describe_epochs(options: ResolvedTrainOptions, train_data: Mixture) -> str:
     """Return how often the run reads its data, with a warning above MOST_EPOCHS."""
     run_tokens = options.max_steps * options.total_batch_size
     text = train_data.describe_epochs(run_tokens)  # "0.53 epochs"
@@ -74,7 +74,7 @@ def describe_epochs(options: ResolvedTrainConfig, train_data: Mixture) -> str:
     return text
 
 
-def describe_steps(options: ResolvedTrainConfig, micro_steps: int, num_parts: int) -> str:
+def describe_steps(options: ResolvedTrainOptions, micro_steps: int, num_parts: int) -> str:
     """Return how the run is cut into steps, and a step into micro-batches, `micro_steps` for each
     of `num_parts` parts of the data."""
     text = (
@@ -87,11 +87,11 @@ def describe_steps(options: ResolvedTrainConfig, micro_steps: int, num_parts: in
 
 
 def print_summary(
-    run: Run[ResolvedTrainConfig], model: GPT, train_data: Mixture, slicing: Slicing
+    run: Run[ResolvedTrainOptions], model: GPT, train_data: Mixture, slicing: Slicing
 ) -> None:
     """Print the size of model and data, the steps, and how a step is cut into micro-batches. Before
     that, warn of each folder of train shards whose sharding was interrupted or still runs."""
-    options = run.config
+    options = run.options
     # logger.print writes above the progress bar, on the main process only
     for folder in train_data.stream.unfinished:
         run.logger.print(f"warning: {folder} holds a part of its text: run the sharding to its end")

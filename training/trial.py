@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from config import ResolvedTrainConfig
+from config import ResolvedTrainOptions
 from training.optimizers import MOMENTS
 from training.parallel.data_parallel import sync_gradients
 from training.run import Run
@@ -18,11 +18,11 @@ from utils.devices import autocast
 from utils.errors import UserError, is_out_of_memory
 
 
-def halve_until_it_fits(run: Run[ResolvedTrainConfig], wrapped: nn.Module) -> ResolvedTrainConfig:
+def halve_until_it_fits(run: Run[ResolvedTrainOptions], wrapped: nn.Module) -> ResolvedTrainOptions:
     """Return the options of a run with --micro_batch_size halved until a micro-batch runs in the
     memory of every process; `wrapped` is what Run.distribute returned. Every process must call it.
     Raises UserError if not even one sequence runs."""
-    options = run.config
+    options = run.options
     process = run.process
     # Processes that divide weights wait for each other within a forward pass. One of them must not
     # leave it alone, so that there the forecast stays.
@@ -43,18 +43,18 @@ def halve_until_it_fits(run: Run[ResolvedTrainConfig], wrapped: nn.Module) -> Re
     return replace(options, micro_batch_size=size)
 
 
-def has_memory(run: Run[ResolvedTrainConfig], wrapped: nn.Module, size: int) -> bool:
+def has_memory(run: Run[ResolvedTrainOptions], wrapped: nn.Module, size: int) -> bool:
     """Return whether this process has the memory for the forward and backward passes of a step with
     micro-batches of `size` sequences. It exchanges nothing with others, and leaves no gradients."""
     device = run.process.device
-    ids = torch.zeros(size, run.config.block_size, dtype=torch.long, device=device)  # (B, T)
+    ids = torch.zeros(size, run.options.block_size, dtype=torch.long, device=device)  # (B, T)
     try:
         if run.state.step == 0:
             # Optimizers take the memory of their state in the first step, at most that of AdamW.
             num_weights = sum(p.numel() for p in wrapped.parameters())
             state = torch.empty(MOMENTS["adamw"], num_weights, device=device)  # noqa: F841
         for _ in range(2):  # gradients of the first micro-batch are in memory during the second
-            with sync_gradients(wrapped, run.config.sharding, last=False):
+            with sync_gradients(wrapped, run.options.sharding, last=False):
                 with autocast(device, run.dtype, keep_weights=False):
                     loss = wrapped(ids, ids)
                 loss.backward()

@@ -45,23 +45,23 @@ FLAGS_BY_NANOGPT_NAME = {
 # Flags that a path without a flag is most likely meant for, as in `sample.py runs/own`.
 FLAGS_OF_PATHS = ("checkpoint", "log", "input", "config")
 
-Config = TypeVar("Config", bound=Dataclass)
+Options = TypeVar("Options", bound=Dataclass)
 
 
-def parse(config_class: type[Config], args: list[str] | None = None) -> Config:
+def parse(options_class: type[Options], args: list[str] | None = None) -> Options:
     """Parse flags, by default the command line, into a dataclass; exit with code 2 if one is wrong.
     Raises UserError for a value out of its range, a flag by nanoGPT's name, a boolean flag with a
     value, a word without a flag, and one that is not UTF-8 text.
 
-    --help shows a group of flags for each dataclass that `config_class` inherits from, named after
+    --help shows a group of flags for each dataclass that `options_class` inherits from, named after
     it without "Options" or "Config"; the last one comes first.
     """
     # train.py and finetune.py give flags, with those of a file or a checkpoint in front, which a
     # flag of the same name replaces: there, and there alone, one may stand twice.
     is_command_line = args is None
     args = expand_home(sys.argv[1:] if args is None else args)
-    defaults = {option.name: option.default for option in fields(config_class)}
-    types = {option.name: str(option.type) for option in fields(config_class)}  # "bool | None"
+    defaults = {option.name: option.default for option in fields(options_class)}
+    types = {option.name: str(option.type) for option in fields(options_class)}  # "bool | None"
     for word in args:
         if not os.path.exists(word):  # a file may have any name
             check_text(word, "an argument")
@@ -96,26 +96,26 @@ def parse(config_class: type[Config], args: list[str] | None = None) -> Config:
     # --help begins with two examples: the first commands in the script's docstring, except those
     # that a backslash continues on the next line
     commands = re.findall(r"^ *(python .*[^\\])$", sys.modules["__main__"].__doc__ or "", re.M)
-    description = "\n  ".join([inspect.cleandoc(config_class.__doc__ or "")] + commands[:2])
-    # empty for EvalConfig and other classes that declare their options themselves
-    groups = [base for base in reversed(config_class.__bases__) if is_dataclass(base)]
+    description = "\n  ".join([inspect.cleandoc(options_class.__doc__ or "")] + commands[:2])
+    # empty for EvalOptions and other classes that declare their options themselves
+    groups = [base for base in reversed(options_class.__bases__) if is_dataclass(base)]
     if not groups:
-        options = call_tyro(config_class, args, description)
+        options = call_tyro(options_class, args, description)
     else:
         # tyro makes a group of each field that is a dataclass itself: parse into a class with one
         # such field for each group, and take them apart again
         group_fields = []
         for group in groups:
             label = re.sub("Options$|Config$", "", group.__name__).lower()  # "machine"
-            # `config_class` may have another default than the group it inherits from
+            # `options_class` may have another default than the group it inherits from
             default = group(**{option.name: defaults[option.name] for option in fields(group)})
             group_fields.append((label, group, field(default=default)))
-        grouped_class = make_dataclass(config_class.__name__, group_fields)
+        grouped_class = make_dataclass(options_class.__name__, group_fields)
         grouped: object = call_tyro(grouped_class, args, description)
         values: dict[str, object] = {}
         for parsed_group in vars(grouped).values():
             values |= vars(parsed_group)
-        options = config_class(**values)
+        options = options_class(**values)
     check_ranges(options, "--")  # tyro knows "int", but not "at least 1"
     return options
 
@@ -135,7 +135,7 @@ def missed_number(option_type: str, value: str | None) -> str | None:
     return None
 
 
-def call_tyro(config_class: type[Config], args: list[str], description: str) -> Config:
+def call_tyro(options_class: type[Options], args: list[str], description: str) -> Options:
     """Return the options that tyro parses; it raises SystemExit after --help or an error. The help
     has tyro's "(default: X)" only where X says something and the flag's own text has no default."""
     import tyro  # imported here, as other users of this module do not need it
@@ -147,7 +147,7 @@ def call_tyro(config_class: type[Config], args: list[str], description: str) -> 
     try:
         with contextlib.redirect_stdout(printed):
             return tyro.cli(
-                config_class,
+                options_class,
                 args=args,
                 description=description,
                 use_underscores=True,
@@ -213,9 +213,9 @@ def flag_value(flags: list[str], name: str) -> str | None:
     return dict(named_flags(flags)).get(name)  # dict keeps the last value of equal keys
 
 
-def start_script(main: Callable[[Config], None], config_class: type[Config]) -> NoReturn:
+def start_script(main: Callable[[Options], None], options_class: type[Options]) -> NoReturn:
     """Run a script: parse the command line, call `main` with the options, exit."""
-    call_and_exit(lambda: main(parse(config_class)))
+    call_and_exit(lambda: main(parse(options_class)))
 
 
 def call_and_exit(

@@ -30,7 +30,7 @@ def shard(inputs, folder, **options):
     """Run data/fineweb-edu.py in this process; return the manifest."""
     paths = inputs if isinstance(inputs, list) else [inputs]
     options = {**OPTIONS, **options}
-    config = fineweb_edu.DataConfig(folder, input=tuple(map(str, paths)), **options)
+    config = fineweb_edu.ShardOptions(folder, input=tuple(map(str, paths)), **options)
     fineweb_edu.main(config)
     return read_manifest(folder)
 

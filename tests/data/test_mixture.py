@@ -112,7 +112,7 @@ def test_a_stream_of_several_folders_needs_a_split_once_and_is_verified(folders,
     assert val.bytes_per_token == Mixture(names[1:], "val", 32).stream.bytes_per_token
     num_documents = (train.tokens(0, len(train)) == 256).sum()
     assert train.bytes_per_token == (len(train) - num_documents) / len(train)
-    config = verify.VerifyConfig(tuple(names))
+    config = verify.VerifyOptions(tuple(names))
     verify.main(config)
     assert f"a: {len(train):,} train tokens of bytes, intact" in capsys.readouterr().out
     path = names[0] / "train_000000.npy"

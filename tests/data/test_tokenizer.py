@@ -90,7 +90,7 @@ def test_an_own_tokenizer_is_the_same_each_time_restores_texts_and_saves_tokens(
     (tmp_path / "all.txt").write_text("\n".join([*TEXTS.values()] * 100), encoding="utf-8")
     paths = tmp_path / "tokenizer.json", tmp_path / "again.json"
     for path in paths:
-        config = train_tokenizer.TokenizerConfig((str(tmp_path / "all.txt"),), path, 600, split)
+        config = train_tokenizer.TokenizerOptions((str(tmp_path / "all.txt"),), path, 600, split)
         train_tokenizer.main(config)
     assert paths[0].read_bytes() == paths[1].read_bytes()
     tokenizer = load_tokenizer(read_tokenizer(paths[0]))
@@ -254,7 +254,7 @@ def test_end_of_text_is_part_of_a_tokenizer_and_another_one_is_refused(tmp_path,
     tokenizer = load_tokenizer(folders[0].tokenizer)
     model = SimpleNamespace(config=GPTConfig())
     scorer = SimpleNamespace(model=model, process=ALONE)
-    config = evaluate.EvalConfig(data_dir=(tmp_path / "b",))
+    config = evaluate.EvalOptions(data_dir=(tmp_path / "b",))
     with user_error(r"with \[UNK\], the model takes those of .* with </s>"):
         evaluate.score_validation(config, scorer, tokenizer)
     with user_error(r"x takes tokens of .* with </s>, .* with \[UNK\]"):

@@ -131,7 +131,7 @@ def test_a_task_that_cannot_be_scored_is_named_and_the_others_are_kept(exported,
 
 def test_data_that_another_process_cannot_open_fails_on_all(monkeypatch, shards, tmp_path):
     monkeypatch.setattr(Process, "merge", lambda self, errors: {1: "no such file"})
-    config = evaluate.EvalConfig(data_dir=(shards,))
+    config = evaluate.EvalOptions(data_dir=(shards,))
     model = GPT(GPTConfig(block_size=128, vocab_size=257, n_layer=1, n_head=1, n_embd=8))
     process = Process(0, 1, torch.device("cpu"))
     scorer = Scorer(model, process, torch.float32, 1)
@@ -149,7 +149,7 @@ def test_a_path_wins_over_the_name_of_a_benchmark(monkeypatch, tmp_path):
     for file in ("core/core.yaml", "lambada"):
         Path(file).touch()
     tasks = ("hellaswag", "lambada", "core")
-    config = evaluate.EvalConfig(tasks=tasks, data=(Path("h.jsonl"),))
+    config = evaluate.EvalOptions(tasks=tasks, data=(Path("h.jsonl"),))
     data_paths = evaluate.check(config)
 
     def open_benchmark(benchmark, path, *_):
@@ -172,7 +172,7 @@ def test_a_score_beyond_any_float_is_written(exported, shards, tmp_path):
     rows = write_rows(tmp_path / "h.jsonl", [row, row])
     out = tmp_path / "out.json"
     evaluate.main(
-        evaluate.EvalConfig(
+        evaluate.EvalOptions(
             model=str(tmp_path), tasks=("val", "hellaswag", "lambada"), data_dir=(shards,),
             data=(rows, exported / "l.jsonl"), val_tokens=512, out=out, device="cpu",
         )
@@ -185,7 +185,7 @@ def test_a_score_beyond_any_float_is_written(exported, shards, tmp_path):
 
 def test_a_table_is_printed_before_it_is_written(exported, capsys):
     out = exported / "h.jsonl" / "e.json"  # in a file: no folder can be made there
-    config = evaluate.EvalConfig(model=str(exported), tasks=("lambada",), device="cpu", out=out)
+    config = evaluate.EvalOptions(model=str(exported), tasks=("lambada",), device="cpu", out=out)
     with pytest.raises(OSError):
         evaluate.main(replace(config, data=(exported / "l.jsonl",), limit=2))
     assert "last token" in capsys.readouterr().out
@@ -221,7 +221,7 @@ def test_bad_settings_are_sentences(trained, exported, tmp_path):
         ({"model": str(exported)}, "not both"),
         ({**of_nan, "data": (exported / "l.jsonl",)}, "nan has weights that are NaN"),
     ):
-        config = evaluate.EvalConfig(trained / "checkpoints", tasks=("lambada",), device="cpu")
+        config = evaluate.EvalOptions(trained / "checkpoints", tasks=("lambada",), device="cpu")
         with pytest.raises(UserError, match=message):
             evaluate.main(replace(config, **options))
     assert not (tmp_path / "e.json").exists()

@@ -151,7 +151,7 @@ def measure(row, folder):
         torch.cuda.reset_peak_memory_stats()
         syncs_before = count_syncs(1)
         result = train_step(run, model, *arguments)
-        config = run.config
+        config = run.options
         if run.state.step + 1 < config.max_steps:
             return result
 

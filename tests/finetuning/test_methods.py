@@ -15,7 +15,7 @@ from finetune import METHODS, train_step
 from finetuning.completions import Completion
 from finetuning.examples import TextEncoder
 from finetuning.grpo import group_advantages
-from finetuning.options import FinetuneConfig, resolve_options
+from finetuning.options import FinetuneOptions, resolve_options
 from finetuning.rewards import load_reward_function
 from model.config import GPTConfig
 from model.gpt import GPT
@@ -40,7 +40,7 @@ def make(tmp_path):
     def make_method(name, rows=PAIRS, reference=None, reward_function=None, **options):
         path = write_rows(tmp_path / "rows.jsonl", rows)
         given = {"batch_size": len(rows), "micro_batch_size": 2, "reward": "function"} | options
-        config = FinetuneConfig(init_from="a", data=path, method=name, **given)
+        config = FinetuneOptions(init_from="a", data=path, method=name, **given)
         encoder = TextEncoder(BYTES, False, 64)
         return METHODS[name](config, CPU, torch.float32, encoder, reference, reward_function)
 
@@ -132,8 +132,8 @@ def test_steps_in_a_row_that_are_not_finite_count_and_change_no_weight(make):
     model, state = make_model(), TrainState()
     optimizer = torch.optim.SGD([{"params": model.parameters(), "lr_scale": 1.0}])
     process = replace(CPU, stop=SimpleNamespace(signal=0))
-    config = resolve_options(method.config, 9, 9, 1)
-    run = SimpleNamespace(config=config, process=process, dtype=torch.float32, state=state)
+    options = resolve_options(method.options, 9, 9, 1)
+    run = SimpleNamespace(options=options, process=process, dtype=torch.float32, state=state)
     run.scaler = GradScaler("cpu", enabled=False)
     for divisor in (0, 100, 0, 0):
         prepared = replace(method.prepare(model, 0, np.arange(8)), divisor=divisor)

@@ -11,7 +11,7 @@ from finetune import METHODS
 from finetuning.examples import Batch
 from finetuning.grpo import group_advantages
 from finetuning.methods import token_logprobs
-from finetuning.options import FinetuneConfig
+from finetuning.options import FinetuneOptions
 from finetuning.rewards import RewardModel
 from model.config import GPTConfig
 from model.formats.huggingface_weights import model_from_hf, weights_to_hf
@@ -62,7 +62,7 @@ def test_loss_and_gradients_are_those_of_trl(name):
         assert_close(batch.advantages, recorded["advantages"])
 
     method = object.__new__(METHODS[name])  # it reads no rows
-    method.config = FinetuneConfig(method=name, init_from="", data="", reward="exact")
+    method.options = FinetuneOptions(method=name, init_from="", data="", reward="exact")
     loss = method.metric_sums(model, batch)["loss"] / divisor
     assert_close(loss, recorded["loss"])
     loss.backward()

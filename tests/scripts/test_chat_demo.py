@@ -4,7 +4,7 @@ import shlex
 
 from conftest import ROOT
 
-from finetuning.options import FinetuneConfig
+from finetuning.options import FinetuneOptions
 from scripts.chat_demo import worked_sum, write_data
 from utils.cli import parse
 
@@ -32,6 +32,6 @@ def test_the_stages_have_valid_options():
     commands = [line for line in text.splitlines() if line.startswith("run finetune.py")]
     for command in commands:
         args = shlex.split(re.sub(r"\$\(.*?\)|\$asked", "", command))[2:]
-        config = parse(FinetuneConfig, args)
+        config = parse(FinetuneOptions, args)
         assert config.batch_size * config.group_size % config.micro_batch_size == 0
     assert [shlex.split(command)[3] for command in commands] == ["sft", "grpo"]

@@ -7,7 +7,7 @@ import torch
 from conftest import bad, environment, losses, script, train_args, user_error, weights
 from tokenizers import processors
 
-from convert import ConvertConfig, main
+from convert import ConvertOptions, main
 from data.export_tokenizer import to_engine
 from data.tokenizer import load_tokenizer, read_tokenizer
 from model.formats.checkpoint import join_float32, load_checkpoint, load_model
@@ -30,9 +30,9 @@ def test_each_kind_of_model_goes_out_and_comes_back_with_every_bit(shards, tmp_p
     run, hf, back = tmp_path / "run", tmp_path / "hf", tmp_path / "back.pt"
     script(*train_args(shards, run, 5, "--recipe", recipe))
     last = run / "checkpoints" / "model_last.pt"
-    main(ConvertConfig(hf, last))
-    main(ConvertConfig(back, model=str(hf)))
-    main(ConvertConfig(tmp_path / "own.pt", model=str(run)))  # a checkpoint of ours, too
+    main(ConvertOptions(hf, last))
+    main(ConvertOptions(back, model=str(hf)))
+    main(ConvertOptions(tmp_path / "own.pt", model=str(run)))  # a checkpoint of ours, too
     assert load_checkpoint(tmp_path / "own.pt")["checksums"] == {
         **load_checkpoint(last)["checksums"],
         "optimizer": 0,
@@ -61,12 +61,12 @@ def test_each_kind_of_model_goes_out_and_comes_back_with_every_bit(shards, tmp_p
 
 def test_a_converted_checkpoint_is_no_run(shards, exported, tmp_path):
     path = tmp_path / "checkpoints" / "model_last.pt"
-    main(ConvertConfig(path, model=str(exported)))
+    main(ConvertOptions(path, model=str(exported)))
     args = train_args(shards, tmp_path, 3)
     bad([*args, "--resume", "auto"], f"convert.py: begin from it by --init_from {path}", tmp_path)
     bad(args, "holds the checkpoints of another run", tmp_path)
     # exported again, its card names the model that was imported
-    main(ConvertConfig(tmp_path / "hf", path))
+    main(ConvertOptions(tmp_path / "hf", path))
     card = (tmp_path / "hf" / "README.md").read_text()
     assert "| trained by | convert.py, not recorded |" in card and "| began from | out |" in card
 
@@ -89,7 +89,7 @@ def test_the_example_of_a_model_card_runs(trained, tmp_path, is_chat):
         saved["tokenizer"] = read_tokenizer(tmp_path / "tokenizer.json")
     torch.save(saved, tmp_path / "model_best.pt")
     hf = tmp_path / "hf"
-    main(ConvertConfig(out=hf, checkpoint=tmp_path / "model_best.pt"))
+    main(ConvertOptions(out=hf, checkpoint=tmp_path / "model_best.pt"))
     bos = json.loads((hf / "config.json").read_text())["bos_token_id"]
     assert bos == (ord("!") if is_chat else 256)
     card = (hf / "README.md").read_text()
@@ -104,12 +104,12 @@ def test_mistakes_are_sentences(shards, trained, exported, tmp_path):
     last = trained / "checkpoints" / "model_last.pt"
     out = tmp_path / "x.pt"
     for config, message in (
-        (ConvertConfig(out), "give one of --checkpoint"),
-        (ConvertConfig(out, last, "gpt2"), "give one of"),
-        (ConvertConfig(exported, last), "exists already; choose another"),
-        (ConvertConfig(out, tmp_path), "holds no checkpoint"),
-        (ConvertConfig(out, exported), "is no checkpoint of this"),
-        (ConvertConfig(tmp_path / "x", model=str(exported)), "must end in .pt"),
+        (ConvertOptions(out), "give one of --checkpoint"),
+        (ConvertOptions(out, last, "gpt2"), "give one of"),
+        (ConvertOptions(exported, last), "exists already; choose another"),
+        (ConvertOptions(out, tmp_path), "holds no checkpoint"),
+        (ConvertOptions(out, exported), "is no checkpoint of this"),
+        (ConvertOptions(tmp_path / "x", model=str(exported)), "must end in .pt"),
     ):
         with user_error(message):
             main(config)

@@ -1,7 +1,7 @@
 import pytest
 
 from scripts import ladder
-from scripts.ladder import RUNGS, LadderConfig
+from scripts.ladder import RUNGS, LadderOptions
 from scripts.measure import measure
 from utils.cli import parse, to_flags
 
@@ -15,7 +15,7 @@ def test_all_rungs_stand_in_a_table_with_equal_losses(tmp_path, monkeypatch, cap
     monkeypatch.setattr(ladder, "measure_in_turn", measure_here)
     # test_execution.py compiles; it takes half a minute
     monkeypatch.setattr("model.execution.compile_static", lambda function: function)
-    ladder.main(parse(LadderConfig, to_flags(TINY | {"out": tmp_path / "ladder.svg"})))
+    ladder.main(parse(LadderOptions, to_flags(TINY | {"out": tmp_path / "ladder.svg"})))
 
     lines = capsys.readouterr().out.splitlines()
     rows = [line.split(" | ") for line in lines if line.startswith("| ")][1:]

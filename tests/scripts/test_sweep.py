@@ -4,7 +4,7 @@ from conftest import SMALL, script
 from matplotlib.figure import Figure
 
 from scripts import sweep
-from scripts.sweep import NOT_COMPARED, SweepConfig, compare_options, main, to_markdown
+from scripts.sweep import NOT_COMPARED, SweepOptions, compare_options, main, to_markdown
 from utils.cli import to_flags
 from utils.errors import UserError
 from utils.logger import logged_run
@@ -47,7 +47,7 @@ def test_a_run_that_fails_ends_the_sweep_and_the_same_command_continues(
     """The best group comes first; its line has a band of one standard deviation."""
     figures = []
     monkeypatch.setattr(Figure, "savefig", lambda self, out, **options: figures.append(self))
-    config = SweepConfig(("max_lr a/b c",), seeds=(1, 2), out=tmp_path / "out")
+    config = SweepOptions(("max_lr a/b c",), seeds=(1, 2), out=tmp_path / "out")
     with pytest.raises(UserError, match="the run max_lr=c seed=2 has failed"):
         main(config)
     assert "error: no rate" in capfd.readouterr().err and not (config.out / "table.md").exists()
@@ -68,7 +68,7 @@ def test_a_run_that_fails_ends_the_sweep_and_the_same_command_continues(
 
 def test_a_mistake_is_found_before_the_first_run(stand_in, tmp_path):
     with pytest.raises(UserError, match="the run max_lr=d seed=1 has failed"):
-        main(SweepConfig(("max_lr c d",), seeds=(1,), out=tmp_path / "out"))
+        main(SweepOptions(("max_lr c d",), seeds=(1,), out=tmp_path / "out"))
     assert not (tmp_path / "out").exists()
 
 
@@ -94,7 +94,7 @@ def test_runs_are_compared_by_the_values_of_their_options(trained, shards, monke
 
 def test_an_option_without_values_is_named(tmp_path):
     with pytest.raises(UserError, match="max_lr has no values"):
-        main(SweepConfig(("recipe gpt2", "max_lr"), out=tmp_path))
+        main(SweepOptions(("recipe gpt2", "max_lr"), out=tmp_path))
 
 
 def test_a_sweep_takes_a_run_that_was_resumed_by_hand(shards, tmp_path):

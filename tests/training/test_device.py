@@ -6,7 +6,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from conftest import gap, script, train_args
 
-from config import TrainConfig
+from config import TrainOptions
 from model import loss as loss_module
 from model.execution import Execution, execute
 from model.gpt import GPT
@@ -31,7 +31,7 @@ def chunks_of_logits(monkeypatch):
 
 def models(recipe, device, **options):
     """Return a model in float64 on the CPU, and its copy made ready to train on a device."""
-    config = TrainConfig(**SMALL).model_config(parse_recipe(recipe), 1009)
+    config = TrainOptions(**SMALL).model_config(parse_recipe(recipe), 1009)
     generator = torch.Generator().manual_seed(0)
     exact = GPT(config).to("cpu")
     for p in exact.parameters():

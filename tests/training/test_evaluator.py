@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from config import TrainConfig
+from config import TrainOptions
 from data.loader import Mixture
 from model.config import GPTConfig
 from model.generate import TOKENS_PER_CHECK
@@ -20,7 +20,7 @@ ALONE = Process(0, 1, torch.device("cpu"))
 def make(shards, tmp_path):
     path = tmp_path / "lambada.jsonl"
     path.write_text("".join(f'{{"text": "the cat {i}"}}\n' for i in range(12)))
-    config = TrainConfig(
+    config = TrainOptions(
         max_steps=7, eval_every=3, sample_every=2, val_tokens=320, micro_batch_size=4,
         lambada_every=5, lambada_data=path,
     )  # fmt: skip

@@ -21,9 +21,9 @@ from conftest import (
     train_options,
 )
 
-from config import TrainConfig, log_folder
+from config import TrainOptions, log_folder
 from data.manifest import read_manifest, write_manifest
-from finetuning.options import FinetuneConfig
+from finetuning.options import FinetuneOptions
 from model.formats.checkpoint import load_checkpoint
 from training.options import read_options, resolve_options
 from utils.logger import read_metrics
@@ -76,7 +76,7 @@ def test_the_log_follows_the_checkpoints():
     assert train_options().log_dir == Path("logs")
     assert train_options(checkpoint_dir=Path("a/checkpoints")).log_dir == Path("a/logs")
     assert train_options(checkpoint_dir=Path("/a/b")).log_dir == Path("/a/b/logs")
-    folder = FinetuneConfig.checkpoint_folder(["--method", "sft"])
+    folder = FinetuneOptions.checkpoint_folder(["--method", "sft"])
     assert log_folder(folder) == Path("runs/sft/logs")
 
 
@@ -90,7 +90,7 @@ def test_a_resumed_run_logs_where_it_did_unless_it_was_moved_or_branches_off(
     folder.mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     saved = load_checkpoint(trained / "checkpoints/model_last.pt")
-    began = TrainConfig(checkpoint_dir=Path("run/checkpoints"), log_dir=Path(log)).to_dict()
+    began = TrainOptions(checkpoint_dir=Path("run/checkpoints"), log_dir=Path(log)).to_dict()
     saved["config"] |= {name: began[name] for name in ("checkpoint_dir", "log_dir")}
     torch.save(saved, folder / "model_last.pt")
     shutil.copytree(run, moved)
@@ -98,7 +98,7 @@ def test_a_resumed_run_logs_where_it_did_unless_it_was_moved_or_branches_off(
 
     def log_dir(cwd, *words):
         monkeypatch.chdir(cwd)
-        options, derived, checkpoint = read_options(TrainConfig, "train.py", [*map(str, words)])
+        options, derived, checkpoint = read_options(TrainOptions, "train.py", [*map(str, words)])
         return resolve_options(options, derived, checkpoint)[0].log_dir.resolve()
 
     for cwd, resume in (
@@ -137,17 +137,17 @@ def test_a_branch_goes_on_by_the_command_that_began_it(shards, tmp_path):
 
 def test_run_dir_is_short_for_the_folder_of_checkpoints(tmp_path):
     (tmp_path / "a.toml").write_text("run_dir = 'a'\nlog_dir = 'c'")
-    for config_class, flags, folders_of_run in (
-        (TrainConfig, "--run_dir a", ("a/checkpoints", None)),
-        (TrainConfig, "--checkpoint_dir b --run_dir a", ("b", None)),  # the longer word wins
-        (TrainConfig, f"--run_dir b --config {tmp_path}/a.toml", ("b/checkpoints", "c")),
+    for options_class, flags, folders_of_run in (
+        (TrainOptions, "--run_dir a", ("a/checkpoints", None)),
+        (TrainOptions, "--checkpoint_dir b --run_dir a", ("b", None)),  # the longer word wins
+        (TrainOptions, f"--run_dir b --config {tmp_path}/a.toml", ("b/checkpoints", "c")),
         (
-            FinetuneConfig,
+            FinetuneOptions,
             "--run_dir a --method sft --data x --init_from y",
             ("a/checkpoints", None),
         ),
     ):
-        options, _, _ = read_options(config_class, "train.py", flags.split())
+        options, _, _ = read_options(options_class, "train.py", flags.split())
         checkpoint_dir, log_dir = folders_of_run
         assert options.checkpoint_dir == Path(checkpoint_dir)
         assert options.log_dir == (log_dir and Path(log_dir))

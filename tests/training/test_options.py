@@ -8,7 +8,7 @@ import pytest
 import torch
 from conftest import ROOT, bad, folders, losses, script, train_args, without
 
-from config import TrainConfig
+from config import TrainOptions
 from model.formats.checkpoint import load_checkpoint
 from recipes import RECIPES
 from training import options as options_module
@@ -31,7 +31,7 @@ device = "cpu"
 
 def resolve(*flags):
     """Return the resolved options of train.py, and the checkpoint that it resumes."""
-    options, derived, checkpoint = read_options(TrainConfig, "train.py", [str(x) for x in flags])
+    options, derived, checkpoint = read_options(TrainOptions, "train.py", [str(x) for x in flags])
     return resolve_options(options, derived, checkpoint)[0], checkpoint
 
 
@@ -91,8 +91,8 @@ def test_a_resumed_run_keeps_the_recipe_that_it_began_with(monkeypatch):
     began = RECIPES["modern"]
     checkpoint = {"config": {"recipe": "modern"}, "recipe": asdict(began), "optimizer": {}}
     monkeypatch.setitem(RECIPES, "modern", replace(began, max_lr=1.0, momentum=0.5))
-    assert find_recipe(TrainConfig(recipe="modern"), checkpoint) == began
-    assert find_recipe(TrainConfig(recipe="modern,momentum=0.8"), checkpoint).momentum == 0.8
+    assert find_recipe(TrainOptions(recipe="modern"), checkpoint) == began
+    assert find_recipe(TrainOptions(recipe="modern,momentum=0.8"), checkpoint).momentum == 0.8
 
 
 @pytest.fixture

@@ -169,7 +169,7 @@ def run_to_end(like, folder, losses):
     newest = ckpt.find_newest(folder)
     state = TrainState.start(newest and ckpt.load_checkpoint(newest))
     resume = None if newest is None else str(newest)
-    config = replace(like.run.config, checkpoint_dir=folder, resume=resume)
+    config = replace(like.run.options, checkpoint_dir=folder, resume=resume)
     run = replace(like.run, config=config, state=state)
     run.logger = SimpleNamespace(print=lambda text: None)
     saver = Saver(run, like.model, like.optimizers)

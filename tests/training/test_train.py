@@ -28,7 +28,7 @@ from conftest import (
     without,
 )
 
-from config import TrainConfig
+from config import TrainOptions
 from data.loader import Mixture
 from model.formats.checkpoint import load_checkpoint
 from train import build_model
@@ -168,7 +168,7 @@ def test_a_checkpoint_that_is_resumed_is_opened_once(shards, trained, tmp_path):
     path = tmp_path / "model_last.pt"
     shutil.copy(trained / "checkpoints/model_last.pt", path)
     flags = ["--resume", path, "--checkpoint_dir", tmp_path / "branch", "--data_dir", shards]
-    options, derived, checkpoint = read_options(TrainConfig, "train.py", list(map(str, flags)))
+    options, derived, checkpoint = read_options(TrainOptions, "train.py", list(map(str, flags)))
     options, recipe = resolve_options(options, derived, checkpoint)
     path.unlink()
     stream = Mixture([shards], "train", 32).stream

@@ -7,7 +7,7 @@ from typing import Literal
 import pytest
 from conftest import ROOT, user_error
 
-from config import TrainConfig
+from config import TrainOptions
 from recipes import RECIPES
 from sample import SampleOptions
 from utils.cli import FLAGS_BY_NANOGPT_NAME, flag_value, parse, to_flags, user_message
@@ -52,13 +52,13 @@ class Options:
     [
         Options(),
         Options(folders=(Path("c d"),), text="-", number=3e-4, size="auto", on=False),
-        TrainConfig(recipe="modern", data_dir=(Path("x"), Path("y")), use_torch_compile=True),
-        *(TrainConfig(recipe=recipe, micro_batch_size="auto") for recipe in RECIPES),
+        TrainOptions(recipe="modern", data_dir=(Path("x"), Path("y")), use_torch_compile=True),
+        *(TrainOptions(recipe=recipe, micro_batch_size="auto") for recipe in RECIPES),
     ],
 )
 def test_options_survive_as_flags(options):
     values = vars(options)
-    if isinstance(options, TrainConfig):  # to be found from any working directory
+    if isinstance(options, TrainOptions):  # to be found from any working directory
         options = replace(options, checkpoint_dir=options.checkpoint_dir.absolute())
         values = options.to_dict()
     assert parse(type(options), to_flags(values)) == options
@@ -93,11 +93,11 @@ def test_a_flag_of_nanogpt_is_answered_by_its_name_here():
     for name, flag in FLAGS_BY_NANOGPT_NAME.items():
         assert name in table and f"--{flag}" in table
         with pytest.raises(UserError, match=f"there is no --{name}, but --{flag};"):
-            parse(SampleOptions if flag == "prompt" else TrainConfig, [f"--{name}=1"])
+            parse(SampleOptions if flag == "prompt" else TrainOptions, [f"--{name}=1"])
     with pytest.raises(UserError, match="but --max_lr; .*--no_use_torch_compile; --help"):
-        parse(TrainConfig, ["--learning_rate=1", "--compile=False"])
+        parse(TrainOptions, ["--learning_rate=1", "--compile=False"])
     with pytest.raises(UserError, match="config/x.py stands without a flag; --help lists"):
-        parse(TrainConfig, ["config/x.py"])
+        parse(TrainOptions, ["config/x.py"])
     with pytest.raises(UserError, match="without a flag; perhaps --checkpoint .*conftest.py$"):
         parse(SampleOptions, [str(ROOT / "tests/conftest.py")])
 
@@ -116,7 +116,7 @@ def test_a_number_out_of_the_range_in_the_type_of_its_field_is_refused(name, all
 def test_a_word_in_the_place_of_a_number_is_a_sentence_without_types_of_python(value):
     for name in ("max_steps", "n_layer", "seed"):
         with pytest.raises(UserError, match=f"--{name} takes INT, not {value};"):
-            parse(TrainConfig, [f"--{name}", value])
+            parse(TrainOptions, [f"--{name}", value])
     for name in ("max_lr", "beta2"):
         with pytest.raises(UserError, match=f"--{name} takes FLOAT, not x{value};"):
-            parse(TrainConfig, [f"--{name}", f"x{value}"])
+            parse(TrainOptions, [f"--{name}", f"x{value}"])

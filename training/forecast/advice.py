@@ -4,7 +4,7 @@ import itertools
 import math
 from dataclasses import replace
 
-from config import ResolvedTrainConfig
+from config import ResolvedTrainOptions
 from model.config import GPTConfig
 from model.gpt import GPT
 from model.initial_weights import build_without_weights
@@ -17,7 +17,7 @@ from utils.errors import UserError
 
 
 def choose_micro_batch(
-    options: ResolvedTrainConfig,
+    options: ResolvedTrainOptions,
     recipe: Recipe,
     shape: GPTConfig,
     hardware: Hardware,
@@ -42,7 +42,7 @@ def choose_micro_batch(
 
 
 def largest_micro_batch(
-    options: ResolvedTrainConfig, recipe: Recipe, shape: GPTConfig, hardware: Hardware
+    options: ResolvedTrainOptions, recipe: Recipe, shape: GPTConfig, hardware: Hardware
 ) -> tuple[int, int]:
     """Return the most sequences of a micro-batch whose forecast fits USABLE of the free memory, and
     that forecast in bytes; 0 and that of one sequence if none fits. The sequences divide a
@@ -60,7 +60,7 @@ def largest_micro_batch(
 
 
 def advise(
-    options: ResolvedTrainConfig, recipe: Recipe, shape: GPTConfig, hardware: Hardware
+    options: ResolvedTrainOptions, recipe: Recipe, shape: GPTConfig, hardware: Hardware
 ) -> str:
     """Return the flags to change so that the run fits these devices and a step takes the least time
     by forecast. Of equally fast ones, which on devices of unknown speed are all, the first counts:

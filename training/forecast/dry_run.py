@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from config import ResolvedTrainConfig
+from config import ResolvedTrainOptions
 from data.loader import Mixture
 from data.named_tokenizer import TOKENIZERS
 from data.shards import MissingShards
@@ -27,7 +27,7 @@ FEWEST_FITTED_TOKENS = 100_000_000  # shortest run that fitted_loss was fitted t
 
 
 def print_forecast(
-    options: ResolvedTrainConfig, recipe: Recipe, checkpoint: Checkpoint | None
+    options: ResolvedTrainOptions, recipe: Recipe, checkpoint: Checkpoint | None
 ) -> None:
     """Print what would be trained and its forecast; on the main process, for all. `checkpoint` is
     that of --resume, None for a new run. Raises UserError for what the run would refuse, as far as
@@ -106,7 +106,7 @@ def print_forecast(
     print(f"next: {describe_next(options, fits, 'val' in data)}")
 
 
-def open_data(options: ResolvedTrainConfig) -> dict[str, Mixture]:
+def open_data(options: ResolvedTrainOptions) -> dict[str, Mixture]:
     """Open the data of the run, and print how often it is read; return it by split. Print a note
     for a split without shards, which may be made before the run."""
     data: dict[str, Mixture] = {}
@@ -122,7 +122,7 @@ def open_data(options: ResolvedTrainConfig) -> dict[str, Mixture]:
     return data
 
 
-def describe_next(options: ResolvedTrainConfig, fits: bool, has_shards: bool) -> str:
+def describe_next(options: ResolvedTrainOptions, fits: bool, has_shards: bool) -> str:
     """Return what to do after the dry run."""
     if not fits:
         return "other options, as the advice above says, and a dry run with them"

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from config import MachineOptions, ResolvedTrainConfig
+from config import MachineOptions, ResolvedTrainOptions
 from model import loss
 from model.config import GPTConfig
 from model.gpt import GPT
@@ -47,7 +47,7 @@ class Hardware:
     for GPUs whose peak in `dtype` is not known."""
 
     @classmethod
-    def of(cls, options: ResolvedTrainConfig) -> "Hardware":
+    def of(cls, options: ResolvedTrainOptions) -> "Hardware":
         """Return the hardware that the options name: a GPU by name, or that of this machine."""
         gpu = NAMED_GPUS.get(options.device)  # None for a device of this machine, such as cuda
         if gpu is not None:
@@ -81,7 +81,7 @@ class Hardware:
         )
         return num_parts, num_shards if options.sharding != "none" else 1
 
-    def count_micro_steps(self, options: ResolvedTrainConfig) -> int:
+    def count_micro_steps(self, options: ResolvedTrainOptions) -> int:
         """Return the micro-batches that a process takes in a step, whose gradients add up. Raises
         UserError for a --total_batch_size that does not divide into them."""
         num_parts, _ = self.count_parts(options)
@@ -99,7 +99,7 @@ def free_memory(device: torch.device) -> int:
     return free // processes_here
 
 
-def checkpointing(options: ResolvedTrainConfig) -> str:
+def checkpointing(options: ResolvedTrainOptions) -> str:
     """Return --activation_checkpointing as the blocks follow it: with dropout, "cheap" is the same
     as "block" unless it is compiled (Block.run of model/gpt.py)."""
     if options.dropout > 0 and not options.use_torch_compile:
@@ -181,7 +181,7 @@ def count_weights(shape: GPTConfig) -> tuple[int, int]:
 
 
 def forecast_memory(
-    options: ResolvedTrainConfig, recipe: Recipe, shape: GPTConfig, hardware: Hardware
+    options: ResolvedTrainOptions, recipe: Recipe, shape: GPTConfig, hardware: Hardware
 ) -> dict[str, int]:
     """Return the bytes of one process at its peak, by part. Their sum has to fit; the names are
     printed by --dry_run."""

@@ -5,7 +5,7 @@ The formulas are those of docs/SCALING.md: ring algorithms, without latencies.
 
 from dataclasses import dataclass
 
-from config import ResolvedTrainConfig
+from config import ResolvedTrainOptions
 from model.gpt import GPT
 from training.forecast.memory import FLOAT32_BYTES, Hardware, checkpointing, count_weights
 from utils.throughput import NETWORK_BANDWIDTH
@@ -42,7 +42,7 @@ class StepForecast:
         return overlapped + self.activation_bytes / self.bandwidth
 
 
-def step_flops(options: ResolvedTrainConfig, model: GPT) -> float:
+def step_flops(options: ResolvedTrainOptions, model: GPT) -> float:
     """Return the FLOPs of a step on all devices."""
     shape = model.config
     token_flops = model.flops_per_token()
@@ -59,7 +59,7 @@ def step_flops(options: ResolvedTrainConfig, model: GPT) -> float:
 
 
 def forecast_step(
-    options: ResolvedTrainConfig, model: GPT, hardware: Hardware
+    options: ResolvedTrainOptions, model: GPT, hardware: Hardware
 ) -> StepForecast | None:
     """Return the forecast of a step of a model, which may be on the device "meta"; None for devices
     whose peak or bandwidth is not known."""
