@@ -79,7 +79,7 @@ class RunOptions:
         return Path(self.resume)
 
     @property
-    def source(self) -> Path | str | None:
+    def weights_from(self) -> Path | str | None:
         """Where the weights come from that this start of the run begins with, None for new ones."""
         return self.resumed or self.init_from
 
@@ -179,12 +179,12 @@ class ModelOptions:
         """Return the architecture: the recipe's, the named size and the options over it."""
         n_layer, n_head, n_embd = SIZES[self.model_type]
         # n_embd, block_size, vocab_size, and the fields that the recipe sets, such as "position"
-        shape = recipe.shape(self.n_embd or n_embd, self.context, vocab_size)
+        model_fields = recipe.model_fields(self.n_embd or n_embd, self.context, vocab_size)
         return GPTConfig(
             n_layer=self.n_layer or n_layer,
             n_head=self.n_head or n_head,
             dropout=self.dropout,
-            **shape,
+            **model_fields,
         )
 
 
@@ -360,7 +360,7 @@ class ResolvedOptions(MachineOptions, SaveOptions, OptimizerOptions, RunOptions,
 
     @property
     @abstractmethod
-    def last_update(self) -> int:
+    def decay_end(self) -> int:
         """Update, counted from 0, at which the learning rate is --min_lr."""
 
 
@@ -371,7 +371,7 @@ class ResolvedTrainOptions(ResolvedOptions, TrainOptions):
     block_size: int
 
     @property
-    def last_update(self) -> int:
+    def decay_end(self) -> int:
         return self.max_steps - 1
 
 

@@ -27,7 +27,7 @@ from model.formats.huggingface import save_pretrained
 from model.formats.huggingface_weights import EMBEDDING, HEAD, differences, nearest_gpt2
 from model.gpt import GPT
 from training.parallel.own_rows import copy_state
-from training.run import TrainState
+from training.run import Progress
 from training.writer import save_checkpoint
 from utils.cli import start_script
 from utils.distributed import ALONE
@@ -144,7 +144,7 @@ def import_model(name: str, out: Path) -> None:
         "model_config": asdict(model.config),
         "tokenizer": tokenizer_spec,
         # step 0, with a run_id of its own: in its folder no run may write over the file
-        **asdict(TrainState()),
+        **asdict(Progress()),
         "best_loss": math.inf,
     }
     # All rows of the weights; `moments`, the optimizer state, is empty.

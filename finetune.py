@@ -45,8 +45,8 @@ from training.parallel.data_parallel import clip_grad_norm, sync_gradients
 from training.parallel.own_rows import fill_model
 from training.run import Run, StepResult, reason_to_skip, seed_step, start_process
 from training.saver import Saver, finish_writing
-from training.schedule import set_rates
-from training.start import SavedModel, init_checksum, open_original, open_start
+from training.schedule import set_learning_rates
+from training.start import InitialModel, init_checksum, open_initial, open_original
 from utils import distributed
 from utils.cli import call_and_exit
 from utils.devices import autocast
@@ -67,30 +67,31 @@ def main() -> None:
     given_options, derived, checkpoint = read_options(FinetuneOptions, "finetune.py", sys.argv[1:])
     process = start_process(given_options)  # catches signals from here on
     device_options = resolve_on_device(given_options, derived, process)
-    # `start` has shape, weights and tokenizer of the resumed model, or of the model of --init_from.
-    start = open_start(device_options, checkpoint, process)
-    assert start is not None  # --init_from is required
-    weights_checksum = init_checksum(device_options, checkpoint, start, process)
-    model, weights = build_model(device_options, start)
+    # `initial` has architecture, weights and tokenizer of the resumed model, or of the model of
+    # --init_from.
+    initial = open_initial(device_options, checkpoint, process)
+    assert initial is not None  # --init_from is required
+    weights_checksum = init_checksum(device_options, checkpoint, initial, process)
+    model, weights = build_model(device_options, initial)
     # --batch_size, --max_steps and --max_lr have defaults by the number of rows and of parameters
     assert device_options.data is not None  # FinetuneOptions demands it
     num_rows = len(read_lines(device_options.data))
     options = resolve_options(
         device_options, num_rows, model.num_parameters(), process.data_parallel
     )
-    entries = checkpoint_entries(options, derived, start.tokenizer, weights_checksum)
+    entries = checkpoint_entries(options, derived, initial.tokenizer, weights_checksum)
     run = Run.start(options, checkpoint, process, entries)  # locks the folders of the run
-    state = run.state  # step, tokens, ...
+    progress = run.progress  # step, tokens, ...
 
     method = open_data(run, model, weights, checkpoint)
     # The default recipe is AdamW for all weights, also of a model that was trained with Muon.
     wrapped, optimizers = run.distribute(model, weights, Recipe(), checkpoint)
-    del weights, start, checkpoint  # closes the file that their tensors are mapped from
+    del weights, initial, checkpoint  # closes the file that their tensors are mapped from
 
     # The log is opened last: an error above leaves the files of an earlier run as they were.
     with run.open_log(model.config):  # closed however the run ends
         saver = Saver(run, model, optimizers)
-        resumed = f"; resumed at step {state.step}" if state.step else ""
+        resumed = f"; resumed at step {progress.step}" if progress.step else ""
         process.print(
             f"{options.method} of {options.init_from} on {options.data}: {num_rows:,} rows, "
             f"{options.batch_size} in a step; {options.max_steps:,} steps{resumed}"
@@ -100,7 +101,7 @@ def main() -> None:
         try:
             while True:
                 # once in a while: save and evaluate; every process takes part
-                step = state.step
+                step = progress.step
                 if saver.due(step):
                     saver.save_last()
                 if method.held_out and (run.ended or is_due(options.eval_every, step)):
@@ -121,13 +122,13 @@ def main() -> None:
                 example_ids = step_sequences(step, options.batch_size, num_rows, options.seed)
                 prepared = method.prepare(model, step, example_ids)
                 result = train_step(run, wrapped, optimizers, method, prepared)
-                state.advance(result)  # counts the step, also a skipped one
+                progress.advance(result)  # counts the step, also a skipped one
                 if result.skip_reason is None:
-                    run.logger.log_train(result.figures | timer.stop(result.tokens), state.step)
+                    run.logger.log_train(result.metrics | timer.stop(result.tokens), progress.step)
                 else:
-                    run.logger.log_skip(result.skip_reason, example_ids.tolist(), state.step)
-                if prepared.sample and is_due(options.sample_every, state.step):
-                    run.logger.log_sample(prepared.sample, state.step)
+                    run.logger.log_skip(result.skip_reason, example_ids.tolist(), progress.step)
+                if prepared.sample and is_due(options.sample_every, progress.step):
+                    run.logger.log_sample(prepared.sample, progress.step)
                 saver.end_after_patience()  # UserError after 5 skipped steps in a row
                 if result.got_signal:
                     raise Stopped
@@ -180,9 +181,9 @@ def train_step(
     beside its loss. `wrapped` is what Run.distribute returned."""
     options = run.options
     process = run.process
-    state = run.state
-    lr = set_rates(optimizers, options, state.step)
-    seed_step(options.seed, state.step, process.rank)  # for dropout
+    progress = run.progress
+    lr = set_learning_rates(optimizers, options, progress.step)
+    seed_step(options.seed, progress.step, process.rank)  # for dropout
 
     # forward and backward, micro-batch by micro-batch: the gradients add up
     shares: dict[str, Tensor] = {}  # scalars: the share of this process in each mean
@@ -217,61 +218,64 @@ def train_step(
     shares["signals"] = torch.full_like(grad_norm, process.signal != 0)
     # tolist waits for the GPU, and so does get_scale in float16
     totals = process.sum(torch.stack(list(shares.values()))).tolist()
-    figures = dict(zip(shares, totals, strict=True))  # the same on every process
-    got_signal = figures.pop("signals") > 0
+    metrics = dict(zip(shares, totals, strict=True))  # the same on every process
+    got_signal = metrics.pop("signals") > 0
 
     # update, unless a loss or gradient is not finite: then no process updates
-    skip_reason = reason_to_skip(figures["loss"], figures["grad_norm"])
-    figures |= prepared.metrics  # grpo: reward, completion_tokens, cut
-    figures["lr"] = lr
+    skip_reason = reason_to_skip(metrics["loss"], metrics["grad_norm"])
+    metrics |= prepared.metrics  # grpo: reward, completion_tokens, cut
+    metrics["lr"] = lr
     if run.scaler.is_enabled():
-        figures["scale"] = run.scaler.get_scale()
+        metrics["scale"] = run.scaler.get_scale()
     for optimizer in optimizers:
         if skip_reason is None:
             optimizer.step()  # not scaler.step: the check for infinities is done
         optimizer.zero_grad(set_to_none=True)
     run.scaler.update()
-    tokens = round(figures["tokens"])  # of this step, summed as a float above
-    figures["tokens"] = state.tokens + tokens  # of all steps so far
-    return StepResult(figures, skip_reason, got_signal, tokens)
+    tokens = round(metrics["tokens"])  # of this step, summed as a float above
+    metrics["tokens"] = progress.tokens + tokens  # of all steps so far
+    return StepResult(metrics, skip_reason, got_signal, tokens)
 
 
-def build_model(options: FinetuneOptions, start: SavedModel) -> tuple[GPT, dict[str, Rows]]:
+def build_model(options: FinetuneOptions, initial: InitialModel) -> tuple[GPT, dict[str, Rows]]:
     """Return the model to train, on the device "meta", and the weights that it begins with, by
-    parameter name. Raise UserError for a context that `start` does not have, and for one that
+    parameter name. Raise UserError for a context that `initial` does not have, and for one that
     learned another kind of text or has another head."""
     is_reward = options.method == "reward"
     if options.resumed is not None:
-        check_head(options.resumed, start.checkpoint, is_reward)
-    longest = start.shape.block_size
+        check_head(options.resumed, initial.checkpoint, is_reward)
+    longest = initial.model_config.block_size
     T = options.block_size or longest
     # a resumed run keeps its context: the optimizer state of the position embedding has its length
     if T > longest or (options.resumed and T < longest):
         raise UserError(
-            f"--block_size {T}: {options.source} has a context of {longest}; give that, or none"
+            f"--block_size {T}: {options.weights_from} has a context of {longest}; give that, or "
+            "none"
         )
 
     # A chat model would rate or write plain text badly, and the other way round: only sft may
     # change --plain. Checkpoints of train.py and models of other projects do not record it, and
     # either is allowed.
-    learned_plain = start.checkpoint.get("config", {}).get("plain", options.plain)
+    learned_plain = initial.checkpoint.get("config", {}).get("plain", options.plain)
     if options.method != "sft" and learned_plain != options.plain:
-        raise UserError(f"{options.source} was fine-tuned on another kind of text: change --plain")
+        raise UserError(
+            f"{options.weights_from} was fine-tuned on another kind of text: change --plain"
+        )
     # dpo and grpo compare log-probabilities of two passes, which dropout would make random
     dropout = options.dropout if options.method in ("sft", "reward") else 0.0
-    shape = replace(start.shape, block_size=T, dropout=dropout)
+    model_config = replace(initial.model_config, block_size=T, dropout=dropout)
     execution = Execution(options.activation_checkpointing, options.use_torch_compile)
-    weights = dict(start.weights)  # a copy, changed below
+    weights = dict(initial.weights)  # a copy, changed below
     if not is_reward:
-        model = build_without_weights(GPT, shape)
+        model = build_without_weights(GPT, model_config)
         execute(model, execution)
         return model, weights
     # A resumed reward model has a head. A new one gets zeros, so that all rewards begin at 0.
-    weights.setdefault(REWARD_HEAD, torch.zeros(1, shape.n_embd))
+    weights.setdefault(REWARD_HEAD, torch.zeros(1, model_config.n_embd))
     # Rewards need no logits, so an untied model loses its lm_head, which nothing would train.
     weights.pop("lm_head.weight", None)
-    shape = replace(shape, tied=True)
-    reward_model = build_without_weights(RewardModel, shape)
+    model_config = replace(model_config, tied=True)
+    reward_model = build_without_weights(RewardModel, model_config)
     execute(reward_model, execution)
     return reward_model, weights
 

@@ -54,20 +54,20 @@ class Recipe:
     def __post_init__(self) -> None:
         check_ranges(self)  # UserError for a value out of its field's range
 
-    def shape(self, n_embd: int, block_size: int, vocab_size: int) -> dict:
+    def model_fields(self, n_embd: int, block_size: int, vocab_size: int) -> dict:
         """Return the fields of GPTConfig that the recipe gives a model of these sizes, with the
         sizes; layers, heads and dropout are the caller's."""
-        shape = {"block_size": block_size, "vocab_size": vocab_size, "n_embd": n_embd}
+        fields = {"block_size": block_size, "vocab_size": vocab_size, "n_embd": n_embd}
 
         # GPTConfig's own default is 4 x n_embd. Other widths are rounded up to 64, as matmuls are
         # slow at odd ones.
         if self.mlp_ratio != 4:
-            shape["n_inner"] = 64 * math.ceil(self.mlp_ratio * n_embd / 64)
+            fields["n_inner"] = 64 * math.ceil(self.mlp_ratio * n_embd / 64)
 
         # + 1, because the logarithm of a vocabulary of one token would be 0
         ngrams = int(self.ngram_bits / math.log2(vocab_size + 1))
-        shape["ngrams"] = max(1, ngrams)  # 1: no embeddings of n-grams
-        return shape | self.model  # the recipe's own fields win
+        fields["ngrams"] = max(1, ngrams)  # 1: no embeddings of n-grams
+        return fields | self.model  # the recipe's own fields win
 
 
 LLAMA = {"position": "rotary", "norm": "rms", "activation": "swiglu", "bias": False, "tied": False}

@@ -38,9 +38,9 @@ from training.options import read_options, resolve_on_device, resolve_options
 from training.parallel.data_parallel import clip_grad_norm, sync_gradients
 from training.run import Run, StepResult, reason_to_skip, seed_step, start_process
 from training.saver import Saver, finish_writing
-from training.schedule import set_rates
-from training.start import SavedModel, digest, init_checksum, open_start
-from training.summary import note_recipe, print_summary, start_shape
+from training.schedule import set_learning_rates
+from training.start import InitialModel, digest, init_checksum, open_initial
+from training.summary import agreed_model_config, note_recipe, print_summary
 from training.trial import halve_until_it_fits
 from utils import distributed
 from utils.cli import call_and_exit
@@ -64,27 +64,27 @@ def main() -> None:
 
     # The model is new, pre-trained or resumed. run.distribute gives it memory and fills in its
     # weights, which are read from a file or drawn from the seed row by row (model/rows.py).
-    start = open_start(options, checkpoint, process)  # None for random weights
-    note_recipe(options, recipe, start, process)  # if the weights are from another one
-    model, weights = build_model(options, recipe, train_data.stream, start)
+    initial = open_initial(options, checkpoint, process)  # None for random weights
+    note_recipe(options, recipe, initial, process)  # if the weights are from another one
+    model, weights = build_model(options, recipe, train_data.stream, initial)
     is_forecast = options.micro_batch_size == "auto"
     options = resolve_on_device(options, recipe, model.config, process)  # dtype and micro-batch
-    began_from = init_checksum(options, checkpoint, start, process)
+    began_from = init_checksum(options, checkpoint, initial, process)
     entries = checkpoint_entries(options, derived, recipe, train_data, val_data, began_from)
     run = Run.start(options, checkpoint, process, entries)  # locks the run's folders
-    state = run.state  # step, tokens, ...
+    progress = run.progress  # step, tokens, ...
     # `wrapped` shares the weights of `model` and synchronizes gradients
     wrapped, optimizers = run.distribute(model, weights, recipe, checkpoint)
     if is_forecast:  # a micro-batch that runs out of memory is halved
         run.options = options = halve_until_it_fits(run, wrapped)
-    del start, weights, checkpoint  # closes the file from which their tensors are mapped
+    del initial, weights, checkpoint  # closes the file from which their tensors are mapped
 
     # batches, evaluation, log, checkpoints; a resumed run goes on with the data of its next step
     num_sequences = options.sequences_per_step(process.data_parallel)  # in a global batch
     slicing = Slicing(
         num_sequences, options.sequences_per_pass, process.data_rank, process.data_parallel
     )
-    steps = range(state.step, options.max_steps)
+    steps = range(progress.step, options.max_steps)
     micro_batches = train_batches(train_data, slicing, options.seed, steps)
     batches = prefetch(process.to_device(micro_batches))  # a thread reads ahead
     evaluator = Evaluator(options, model, val_data, process, run.dtype)
@@ -96,7 +96,7 @@ def main() -> None:
         try:
             while True:
                 # every so often: save, evaluate, score and sample
-                step = state.step
+                step = progress.step
                 if saver.due(step):
                     saver.save_last()
                 if evaluator.due(step):
@@ -114,12 +114,12 @@ def main() -> None:
                 # one step, then its log
                 timer.start()
                 result = train_step(run, wrapped, optimizers, batches, slicing.micro_steps)
-                state.advance(result)  # counts the step, also a skipped one
+                progress.advance(result)  # counts the step, also a skipped one
                 if result.skip_reason is None:
-                    run.logger.log_train(result.figures | timer.stop(result.tokens), state.step)
+                    run.logger.log_train(result.metrics | timer.stop(result.tokens), progress.step)
                 else:
                     ids = train_data.step_ids(step, num_sequences, options.seed)
-                    run.logger.log_skip(result.skip_reason, ids.tolist(), state.step)
+                    run.logger.log_skip(result.skip_reason, ids.tolist(), progress.step)
                 saver.end_after_patience()  # UserError after 5 skipped steps in a row
                 if result.got_signal:  # on any process
                     raise Stopped
@@ -145,9 +145,9 @@ def train_step(
     micro-steps; several processes end the step first, see StepResult.got_signal."""
     options = run.options
     process = run.process
-    state = run.state
-    lr = set_rates(optimizers, options, state.step)  # warmup and decay
-    seed_step(options.seed, state.step, process.rank)  # for dropout
+    progress = run.progress
+    lr = set_learning_rates(optimizers, options, progress.step)  # warmup and decay
+    seed_step(options.seed, progress.step, process.rank)  # for dropout
 
     # Forward and backward, micro-batch by micro-batch. The gradients add up, and loss_sum becomes
     # the mean loss of this process in nats per token.
@@ -180,9 +180,9 @@ def train_step(
     # Update, unless loss or norm is not finite. Both are means, so that all processes update, or
     # none. scaler.step would decide for each optimizer alone, and look at gradients alone.
     skip_reason = reason_to_skip(mean_loss, mean_norm)  # None if both are finite
-    figures = {"loss": mean_loss, "lr": lr, "grad_norm": mean_norm}
+    metrics = {"loss": mean_loss, "lr": lr, "grad_norm": mean_norm}
     if run.scaler.is_enabled():
-        figures["scale"] = run.scaler.get_scale()  # before `update` changes it
+        metrics["scale"] = run.scaler.get_scale()  # before `update` changes it
     for optimizer in optimizers:
         if skip_reason is None:
             optimizer.step()
@@ -190,24 +190,24 @@ def train_step(
     # float16: a lower scale after infinities, a higher one after 2,000 steps without any
     run.scaler.update()
     tokens = options.total_batch_size
-    figures["tokens"] = state.tokens + tokens  # all tokens of the run so far
-    return StepResult(figures, skip_reason, got_signal=share_of_signals > 0, tokens=tokens)
+    metrics["tokens"] = progress.tokens + tokens  # all tokens of the run so far
+    return StepResult(metrics, skip_reason, got_signal=share_of_signals > 0, tokens=tokens)
 
 
 def build_model(
-    options: ResolvedTrainOptions, recipe: Recipe, stream: TokenStream, start: SavedModel | None
+    options: ResolvedTrainOptions, recipe: Recipe, stream: TokenStream, initial: InitialModel | None
 ) -> tuple[GPT, Mapping[str, Rows]]:
     """Return the model of the run, without memory yet, and the weights that it begins with: those
-    of `start`, or new ones from the seed. Raises UserError for weights of another architecture or
+    of `initial`, or new ones from the seed. Raises UserError for weights of another architecture or
     tokenizer than the run's."""
-    # also takes over the tokenizer of `start`, in place, as stream.tokenizer
-    shape = start_shape(options, recipe, stream, start)
-    model = build_without_weights(GPT, shape)
+    model_config = agreed_model_config(options, recipe, stream, initial)
+    model = build_without_weights(GPT, model_config)
     execute(model, Execution(options.activation_checkpointing, options.use_torch_compile))
-    if start is not None:
-        return model, start.weights
+    if initial is not None:
+        stream.tokenizer = initial.tokenizer  # the same tokens, perhaps with a chat template
+        return model, initial.weights
     # random numbers, drawn when their rows are read
-    return model, initial_weights(model, shape, options.seed, zero_init=recipe.zero_init)
+    return model, initial_weights(model, model_config, options.seed, zero_init=recipe.zero_init)
 
 
 def checkpoint_entries(

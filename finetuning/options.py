@@ -126,7 +126,7 @@ class ResolvedFinetuneOptions(ResolvedOptions, FinetuneOptions):
     micro_batch_size: int
 
     @property
-    def last_update(self) -> int:
+    def decay_end(self) -> int:
         # One after the last step, max_steps - 1, so that it still learns with --min_lr 0, as in
         # trl.
         return self.max_steps

@@ -62,7 +62,7 @@ class ScaledDotProduct(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.block_size = config.block_size
-        self.dropout = config.dropout  # above 0, Block.run recomputes whole blocks under "cheap"
+        self.dropout = config.dropout  # above 0, "cheap" is "block": choose_block
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
         """Return (B, H, T, D) for queries (B, H, T, D) of the newest T of S tokens, keys and values
@@ -74,10 +74,10 @@ class ScaledDotProduct(nn.Module):
         assert mask is not None or T in (1, S)
         is_causal = mask is None and T > 1  # a single query attends to all tokens
 
-        group_size = q.size(1) // k.size(1)
-        if group_size > 1:  # GQA (Ainslie et al. 2023)
-            k = k.repeat_interleave(group_size, dim=1)  # (B, H, S, D)
-            v = v.repeat_interleave(group_size, dim=1)
+        queries_per_key = q.size(1) // k.size(1)
+        if queries_per_key > 1:  # GQA (Ainslie et al. 2023)
+            k = k.repeat_interleave(queries_per_key, dim=1)  # (B, H, S, D)
+            v = v.repeat_interleave(queries_per_key, dim=1)
 
         # F.scaled_dot_product_attention does not know whether the model is in eval()
         dropout = 0.0

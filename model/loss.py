@@ -17,7 +17,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint as recompute
 
 # Sizes in bytes. training/forecast/memory.py forecasts memory from LOGITS_BYTES and SOFTMAX_BYTES.
 # Up to this size of a batch's float32 logits, a single F.cross_entropy is faster than chunks.
@@ -236,7 +236,7 @@ class HeadCrossEntropy(nn.Module):
         for start in range(0, len(x), num_rows):
             rows = slice(start, start + num_rows)
             inputs = (x[rows], weight, targets[rows], reduction)
-            losses.append(checkpoint(self.loss_of_chunk, *inputs, use_reentrant=False))
+            losses.append(recompute(self.loss_of_chunk, *inputs, use_reentrant=False))
         return torch.cat(losses)  # (N,)
 
     def loss_of_chunk(self, x: Tensor, weight: Tensor, targets: Tensor, reduction: str) -> Tensor:

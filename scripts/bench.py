@@ -133,7 +133,7 @@ def main(options: BenchOptions) -> None:
         rate = options.micro_batch_size * options.block_size / median.step_seconds  # tokens/s
         mfu = None
         if gpu is not None:
-            mfu = rate * flops_per_token / gpu.peak
+            mfu = rate * flops_per_token / gpu.peak_flops
         measured[side] = {"rate": rate, "peak_bytes": median.peak_bytes, "mfu": mfu}
 
     row: dict[str, object] = {

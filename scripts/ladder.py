@@ -140,18 +140,18 @@ def build(rung: str, options: LadderOptions) -> Program:
     """Return the program of a rung: this project's model, with a plain part for each change that
     comes later. It runs in a process of its own, which scripts/measure.py starts."""
     changes = RUNGS[: RUNGS.index(rung) + 1]  # this rung's change and all before
-    shape = GPTConfig(
+    model_config = GPTConfig(
         block_size=options.block_size,
         n_layer=options.n_layer,
         n_head=options.n_head,
         n_embd=options.n_embd,
     )
     checkpointing = "block" if "activation checkpointing" in changes else "none"
-    model = GPT(shape)
+    model = GPT(model_config)
     if "padded vocabulary" not in changes:
         # All rungs begin with the same weights, as scripts/measure.py seeds before. Here only the
         # rows of the padding are missing.
-        model = rebuild(model, UnpaddedConfig(**vars(shape)))
+        model = rebuild(model, UnpaddedConfig(**vars(model_config)))
     execute(model, Execution(checkpointing, "compile" in changes))
     if "fused attention" not in changes:
         for block in model.transformer.h:

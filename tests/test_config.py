@@ -11,7 +11,7 @@ from model.config import GPTConfig
 from model.gpt import GPT
 from model.initial_weights import build_without_weights
 from recipes import parse_recipe
-from training.options import model_shape
+from training.options import continued_model_config
 from utils.cli import parse
 from utils.errors import UserError
 from utils.throughput import find_gpu, gpu_of
@@ -80,14 +80,17 @@ def test_the_architecture_of_other_weights_is_adopted_or_a_contradiction_named()
     weights = TrainOptions(**sizes).model_config(parse_recipe("modern"), 257)
 
     def shape(recipe="gpt2", **options):
-        return model_shape(TrainOptions(**options), parse_recipe(recipe), weights)
+        return continued_model_config(TrainOptions(**options), parse_recipe(recipe), weights)
 
     assert shape(init_from="x", block_size=16) == replace(weights, block_size=16)
     assert shape("modern", resume="x", **sizes) == weights
     for options, message in (
         ({"init_from": "x", "block_size": 16, "n_layer": 3}, "x holds .* n_layer 2 .here 3."),
         ({"init_from": "x", "block_size": 64}, "x has a context of 32: give that --block_size"),
-        ({"resume": "y", "block_size": 16}, "y holds a model of another shape: block_size 32"),
+        (
+            {"resume": "y", "block_size": 16},
+            "y holds a model of another architecture: block_size 32",
+        ),
         # nor one that began from other weights: its optimizer state has 32 positions
         (
             {"resume": "y", "init_from": "x", "block_size": 16},
@@ -102,7 +105,7 @@ def test_flops_follow_the_palm_formula_and_peaks_are_of_the_very_chip():
     model = build_without_weights(GPT, GPTConfig())
     assert model.flops_per_token() == 6 * 123_653_376 + 12 * 12 * 768 * 1024
     assert gpu_of(torch.device("cpu"), torch.bfloat16) is None
-    for name, peak in {
+    for name, peak_flops in {
         "A100-SXM4-80GB": 312e12,
         "H100 80GB HBM3": 989e12,
         "H100 PCIe": 756e12,
@@ -111,4 +114,4 @@ def test_flops_follow_the_palm_formula_and_peaks_are_of_the_very_chip():
         "A100-SXM4-40GB MIG 1g.5gb": None,
     }.items():
         gpu = find_gpu(f"NVIDIA {name}")
-        assert (gpu and gpu.peak) == peak
+        assert (gpu and gpu.peak_flops) == peak_flops

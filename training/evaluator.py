@@ -115,11 +115,11 @@ class Evaluator:
             with uncompiled(self.options.use_torch_compile):
                 results, _ = score_task()  # without the rows for --dump
             # the last result is of the whole benchmark; for CORE, n counts the items of all tasks
-            figures: dict[str, float] = {"n": results[-1].n}
+            metrics: dict[str, float] = {"n": results[-1].n}
             for result in results:
                 if result.task == name:  # not a single task of CORE
-                    figures[result.metric] = result.value
-            yield name, figures
+                    metrics[result.metric] = result.value
+            yield name, metrics
 
     def sample(self, step: int) -> str | None:
         """Return a short text written from an empty prompt; None if none is due, or if the

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from model.gpt import GPT
 from recipes import Recipe
-from training.parallel.tensor_parallel import group_size, stacked_layers
+from training.parallel.tensor_parallel import fused_layers, tensor_parallel_of
 
 # Jordan et al. 2024: a, b and c of the polynomial a s + b s^3 + c s^5 of a singular value s, chosen
 # steep at 0 so that small singular values grow to about 1 in five iterations.
@@ -37,31 +37,31 @@ STACK_ENTRIES = 2**26
 def matrix_groups(model: GPT) -> list[dict]:
     """Return the blocks' matrices as parameter groups of one shape, which Muon updates together.
 
-    "split_sizes" of a group are the row counts of the matrices that a weight stacks. With tensor
+    "fused_rows" of a group are the row counts of the matrices that a weight stacks. With tensor
     parallelism they are the row counts of one process's parts of these.
     """
     # row counts of the matrices in c_attn, and in c_fc of SwiGLU, by the layer's name
-    stacked = stacked_layers(model.config)
-    tensor_parallel = group_size(model)  # processes that share each block
+    fused = fused_layers(model.config)
+    tensor_parallel = tensor_parallel_of(model)  # processes that share each block
     groups: list[dict] = []
     for layer_name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"):
         # A sharded weight is a DTensor, whose size is that of the whole matrix.
         weights = [block.get_parameter(f"{layer_name}.weight") for block in model.transformer.h]
-        split_sizes = stacked.get(layer_name, (weights[0].size(0),))
+        fused_rows = fused.get(layer_name, (weights[0].size(0),))
         # A c_proj is divided by columns, but split here, too: orthogonalize joins the parts again.
-        part_sizes = tuple(size // tensor_parallel for size in split_sizes)
+        local_fused_rows = tuple(size // tensor_parallel for size in fused_rows)
         num_stacked = max(1, STACK_ENTRIES // weights[0].numel())  # matrices of a group
         for start in range(0, len(weights), num_stacked):
             stack = weights[start : start + num_stacked]
-            # set_rates in training/schedule.py multiplies the learning rate by lr_scale.
-            groups.append({"params": stack, "lr_scale": 1.0, "split_sizes": part_sizes})
+            # set_learning_rates in training/schedule.py multiplies the learning rate by lr_scale.
+            groups.append({"params": stack, "lr_scale": 1.0, "local_fused_rows": local_fused_rows})
     return groups
 
 
 class Muon(torch.optim.Optimizer):
     """Muon with Nesterov momentum and decoupled weight decay.
 
-    The parameters of a group have one shape. Its "split_sizes" are the row counts of the matrices
+    The parameters of a group have one shape. Its "fused_rows" are the row counts of the matrices
     that each of them stacks, as queries, keys and values do: each of these is orthogonalized alone.
     The caller sets the "lr" of every group before a step. The recipe gives the momentum, cautious
     weight decay and NorMuon. Newton-Schulz runs in `dtype`.
@@ -87,13 +87,13 @@ class Muon(torch.optim.Optimizer):
             momenta = torch.stack([p.grad.to(self.dtype) for p in parameters])  # (n, R, C)
             if isinstance(momenta, DTensor):  # this process holds (n, r, C)
                 # full_tensor gathers the rows, and every process orthogonalizes whole matrices.
-                update = orthogonalize(momenta.full_tensor(), group["split_sizes"])
+                update = orthogonalize(momenta.full_tensor(), group["local_fused_rows"])
                 # src_data_rank=None: each process keeps its rows, and nothing is sent.
                 update = distribute_tensor(
                     update, momenta.device_mesh, momenta.placements, src_data_rank=None
                 )
             else:
-                update = orthogonalize(momenta, group["split_sizes"])
+                update = orthogonalize(momenta, group["local_fused_rows"])
             if self.recipe.normuon > 0:  # 0: plain Muon
                 update = self.normalize_rows(parameters, update)
             update = local_shard(update)  # (n, r, C)
@@ -149,17 +149,17 @@ class Muon(torch.optim.Optimizer):
         torch._foreach_sub_(weights, update.unbind(), alpha=lr)
 
 
-def orthogonalize(stack: Tensor, split_sizes: tuple[int, ...]) -> Tensor:
-    """Orthogonalize each of the matrices of `split_sizes` rows that the matrices of a stack
-    (n, R, C) are made of. Where processes share a block, `split_sizes` are the rows that one of
+def orthogonalize(stack: Tensor, fused_rows: tuple[int, ...]) -> Tensor:
+    """Orthogonalize each of the matrices of `fused_rows` rows that the matrices of a stack
+    (n, R, C) are made of. Where processes share a block, `fused_rows` are the rows that one of
     them has of each matrix, and its rows of all matrices stand before those of the next process.
 
     Tall matrices are scaled by sqrt(rows / columns), so that an update changes the output of a
     layer by about as much for any shape (Jordan et al. 2024).
     """
     orthogonalized: list[Tensor] = []
-    stack = stack.unflatten(1, (-1, sum(split_sizes)))  # (n, processes, rows of each, C)
-    for parts in stack.split(split_sizes, dim=2):  # such as queries, keys, values
+    stack = stack.unflatten(1, (-1, sum(fused_rows)))  # (n, processes, rows of each, C)
+    for parts in stack.split(fused_rows, dim=2):  # such as queries, keys, values
         x = parts.flatten(1, 2)  # (n, rows of all processes, C)
         _, num_rows, num_columns = x.shape
         if num_rows > num_columns:

@@ -189,7 +189,7 @@ def resolve_options(
     recipe = find_recipe(options, checkpoint)
     resolved = resolve_compile(resolve_from_recipe(options, recipe), derived)
     # Check before processes connect that --tensor_parallel divides the heads. With --init_from
-    # `start_shape` of training/summary.py checks it, after the file is opened.
+    # `agreed_model_config` of training/summary.py checks it, after the file is opened.
     if resolved.init_from is None:
         # any vocabulary will do, as heads and MLP do not depend on it
         check_divides(resolved.model_config(recipe, GPTConfig.vocab_size), resolved.tensor_parallel)
@@ -260,48 +260,50 @@ def resolve_dtype(options: Machine, process: Process) -> Machine:
 
 
 def resolve_on_device(
-    options: ResolvedTrainOptions, recipe: Recipe, shape: GPTConfig, process: Process
+    options: ResolvedTrainOptions, recipe: Recipe, model_config: GPTConfig, process: Process
 ) -> ResolvedTrainOptions:
     """Return the options with a dtype, and with a number for --micro_batch_size auto, for a model
-    of this shape. Every process must call it."""
+    of this architecture. Every process must call it."""
     options = resolve_dtype(options, process)
     if options.micro_batch_size != "auto":
         return options
     hardware = Hardware.of(options)
     # The process with the least memory decides for all, as they need equal micro-batches.
-    hardware = replace(hardware, free=process.min(hardware.free))
+    hardware = replace(hardware, free_bytes=process.min(hardware.free_bytes))
     # the largest micro-batch that should fit, in sequences, and a sentence for the user
-    size, sentence = choose_micro_batch(options, recipe, shape, hardware)
+    micro_batch_size, sentence = choose_micro_batch(options, recipe, model_config, hardware)
     process.print(sentence)
-    return replace(options, micro_batch_size=size)
+    return replace(options, micro_batch_size=micro_batch_size)
 
 
-def model_shape(options: ResolvedTrainOptions, recipe: Recipe, saved_shape: GPTConfig) -> GPTConfig:
-    """Return the architecture of a run that begins with weights of `saved_shape`, which are resumed
-    or those of --init_from. Raises UserError for options that ask for another one."""
-    if options.block_size > saved_shape.block_size:
+def continued_model_config(
+    options: ResolvedTrainOptions, recipe: Recipe, saved_config: GPTConfig
+) -> GPTConfig:
+    """Return the architecture of a run that begins with weights of `saved_config`, which are
+    resumed or those of --init_from. Raises UserError for options that ask for another one."""
+    if options.block_size > saved_config.block_size:
         raise UserError(
-            f"{options.source} has a context of {saved_shape.block_size}: give that --block_size, "
-            "or a smaller one"
+            f"{options.weights_from} has a context of {saved_config.block_size}: give that "
+            "--block_size, or a smaller one"
         )
     # Dropout is not part of the weights, and a new run may train the first positions of a longer
     # context. A resumed run may not: its data order and optimizer state belong to its context.
-    shape = replace(saved_shape, dropout=options.dropout)
+    model_config = replace(saved_config, dropout=options.dropout)
     if options.resumed is None:
-        shape = replace(shape, block_size=options.block_size)
+        model_config = replace(model_config, block_size=options.block_size)
 
-    # With --init_from the architecture is that of the weights. Options that ask for GPT-2's shape
-    # are taken for defaults that nobody gave; any other shape must agree with the weights.
-    options_shape = options.model_config(recipe, shape.vocab_size)
-    gpt2_shape = GPTConfig(options.block_size, shape.vocab_size, dropout=options.dropout)
-    if options.init_from is not None and options_shape == gpt2_shape:
+    # With --init_from the architecture is that of the weights. Options that ask for GPT-2's own
+    # are taken for defaults that nobody gave; any others must agree with the weights.
+    options_config = options.model_config(recipe, model_config.vocab_size)
+    gpt2_config = GPTConfig(options.block_size, model_config.vocab_size, dropout=options.dropout)
+    if options.init_from is not None and options_config == gpt2_config:
         # in a resumed run a shorter --block_size is still a difference, and refused below
-        options_shape = replace(shape, block_size=options.block_size)
-    if options_shape == shape:
-        return shape
-    changes = list_changes(vars(shape), vars(options_shape))
+        options_config = replace(model_config, block_size=options.block_size)
+    if options_config == model_config:
+        return model_config
+    changes = list_changes(vars(model_config), vars(options_config))
     raise UserError(
-        f"{options.source} holds a model of another shape: {changes}; leave out "
+        f"{options.weights_from} holds a model of another architecture: {changes}; leave out "
         "--recipe, --model_type and the sizes, or begin a new model in another --checkpoint_dir"
     )
 

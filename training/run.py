@@ -63,7 +63,7 @@ FIRST_LOSS_SCALE = 2.0**10
 class StepResult:
     """Outcome of one training step, the same on every process."""
 
-    figures: dict[str, float]
+    metrics: dict[str, float]
     """Row for the log, of the whole step: loss, lr, grad_norm, ...; "tokens" are those of the run,
     this step included."""
     skip_reason: str | None
@@ -75,7 +75,7 @@ class StepResult:
 
 
 @dataclass
-class TrainState:
+class Progress:
     """Progress of a run: what changes from step to step beside weights and optimizer state. A
     checkpoint holds it, and a resumed run continues from it."""
 
@@ -91,7 +91,7 @@ class TrainState:
     """Newest steps in a row without finite loss and gradient."""
 
     @classmethod
-    def start(cls, checkpoint: Checkpoint | None) -> "TrainState":
+    def start(cls, checkpoint: Checkpoint | None) -> "Progress":
         """Return the state of a new run, or that in the checkpoint that is resumed."""
         if checkpoint is None:
             return cls()
@@ -178,22 +178,24 @@ def check_folders(options: ResolvedOptions, checkpoint: Checkpoint | None) -> No
         )
 
     # content of config.json: None without a log, {} if it cannot be read
-    log = logged_run(options.log_dir)
+    logged_config = logged_run(options.log_dir)
     # A branch that was killed before its first checkpoint has left its log alone.
-    if log is not None and not saved and options.is_branch and checkpoint is not None:
-        if log.get("parent") == run_position(checkpoint):
+    if logged_config is not None and not saved and options.is_branch and checkpoint is not None:
+        if logged_config.get("parent") == run_position(checkpoint):
             return
     # The default is "", as the run_id of a new run is None here.
-    if log is not None and log.get("run_id", "") != run_id:
+    if logged_config is not None and logged_config.get("run_id", "") != run_id:
         raise UserError(f"{options.log_dir} holds the log of another run; {OTHER_RUN_REMEDY}")
 
 
-def remove_checkpoints(folder: Path, state: TrainState) -> None:
-    """Remove the checkpoints of other runs and of later steps than `state`, and damaged ones."""
+def remove_checkpoints(folder: Path, progress: Progress) -> None:
+    """Remove the checkpoints of other runs and of later steps than `progress`, and damaged ones."""
     for path in newest_first(folder):
         try:
             checkpoint = load_checkpoint(path)
-            is_earlier = checkpoint["run_id"] == state.run_id and checkpoint["step"] <= state.step
+            is_earlier = (
+                checkpoint["run_id"] == progress.run_id and checkpoint["step"] <= progress.step
+            )
         except UserError:  # damaged
             is_earlier = False
         if not is_earlier:
@@ -232,7 +234,7 @@ class Run(Generic[Options]):
     """Dtype of matmuls."""
     scaler: GradScaler
     """Scales the loss up in float16, and gradients down again; disabled in other dtypes."""
-    state: TrainState
+    progress: Progress
     """Progress: step, tokens, ..."""
     entries: Checkpoint
     """Entries of its checkpoints and config.json beside options, model and progress."""
@@ -256,20 +258,20 @@ class Run(Generic[Options]):
         # {} in the checkpoint unless it trained in float16
         if checkpoint is not None and checkpoint["scaler"]:
             scaler.load_state_dict(checkpoint["scaler"])
-        state = TrainState.start(checkpoint)
+        progress = Progress.start(checkpoint)
         if options.is_branch:
             assert checkpoint is not None
             # the run in the other folder may go on under its own id
-            state = replace(state, run_id=uuid.uuid4().hex, parent=run_position(checkpoint))
+            progress = replace(progress, run_id=uuid.uuid4().hex, parent=run_position(checkpoint))
         # "device NVIDIA H100 80GB HBM3, torch 2.13.0+cu130, matmuls torch.bfloat16"
-        machine = ", ".join(f"{name} {x}" for name, x in describe(process.device).items())
-        process.print(f"{machine}, matmuls {dtype}")
-        return cls(options, process, dtype, scaler, state, entries)
+        device_text = ", ".join(f"{name} {x}" for name, x in describe(process.device).items())
+        process.print(f"{device_text}, matmuls {dtype}")
+        return cls(options, process, dtype, scaler, progress, entries)
 
     @property
     def ended(self) -> bool:
         """True after the last step; a signal raises Stopped instead."""
-        return self.state.step == self.options.max_steps
+        return self.progress.step == self.options.max_steps
 
     def distribute(
         self,
@@ -279,10 +281,10 @@ class Run(Generic[Options]):
         checkpoint: Checkpoint | None,
     ) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
         """Give `model`, which is on the device "meta", memory and `weights`. Return the module to
-        train, which shares them and synchronizes gradients, and its optimizers, with the state in
-        the checkpoint that is resumed. Every process must call it; raises UserError for a damaged
-        file, and for a disk without room for checkpoints."""
-        # float32 weights, and the optimizer state of most of them
+        train, which shares them and synchronizes gradients, and its optimizers, with the progress
+        in the checkpoint that is resumed. Every process must call it; raises UserError for a
+        damaged file, and for a disk without room for checkpoints."""
+        # float32 weights, and the optimizer progress of most of them
         file_bytes = 4 * (1 + MOMENTS[recipe.optimizer]) * model.num_parameters()
         with self.process.together():
             if self.process.is_main:
@@ -298,38 +300,38 @@ class Run(Generic[Options]):
             fill_optimizers(model, optimizers, checkpoint["optimizer"])
         return wrapped, optimizers
 
-    def open_log(self, shape: GPTConfig) -> Logger:
-        """Open the log of a model of this shape, and write config.json. Before, remove the
+    def open_log(self, model_config: GPTConfig) -> Logger:
+        """Open the log of a model of this architecture, and write config.json. Before, remove the
         checkpoints that --overwrite replaces. The caller closes the log, which is a context."""
         options = self.options
-        state = self.state
+        progress = self.progress
         # The config.json in the folder, read before it is written anew below; None without a log.
-        log = logged_run(options.log_dir)
+        logged_config = logged_run(options.log_dir)
         # rows are appended to a log of the same run only
-        begins_empty = log is None or log.get("run_id") != state.run_id
+        begins_empty = logged_config is None or logged_config.get("run_id") != progress.run_id
         if self.process.is_main:
             if options.overwrite:
-                remove_checkpoints(options.checkpoint_dir, state)
+                remove_checkpoints(options.checkpoint_dir, progress)
             # Before the Logger opens its files: by run_id a run that is killed here finds its log.
             content = {
-                "run_id": state.run_id,
-                "parent": state.parent,
+                "run_id": progress.run_id,
+                "parent": progress.parent,
                 **self.entries,
                 # a short name: the spec itself may be megabytes of JSON
                 "tokenizer": tokenizer_identity(self.entries["tokenizer"]),
                 "config": options.to_dict(),
-                "model_config": asdict(shape),
+                "model_config": asdict(model_config),
                 "versions": describe(self.process.device),
             }
             with atomic_write(options.log_dir / CONFIG) as file:
                 file.write(json.dumps(content, indent=1).encode())
         self.logger = Logger(
             options.log_dir,
-            start=state.step,
+            start=progress.step,
             total=options.max_steps,
             is_main=self.process.is_main,
             begins_empty=begins_empty,
-            open_wandb=partial(open_wandb, options, state.run_id) if options.wandb else None,
+            open_wandb=partial(open_wandb, options, progress.run_id) if options.wandb else None,
         )
         return self.logger
 
@@ -340,7 +342,9 @@ class Run(Generic[Options]):
         folder = shlex.quote(str(self.options.checkpoint_dir))
         if self.stopping:
             command = f"{distributed.launcher()} {sys.argv[0]} --resume {folder}"
-            self.logger.print(f"stopped; saved at step {self.state.step}: continue with {command}")
+            self.logger.print(
+                f"stopped; saved at step {self.progress.step}: continue with {command}"
+            )
         elif self.process.is_main:
             best = ""
             best_path = self.options.checkpoint_dir / BEST

@@ -1,7 +1,7 @@
 """Saver: writes the checkpoints of a run.
 
-Without sharding a thread of the main process writes a copy of the state while training goes on.
-Under sharding no process has all of the state: each writes what it holds into the one file, and
+Without sharding a thread of the main process writes a copy of the progress while training goes on.
+Under sharding no process has all of the progress: each writes what it holds into the one file, and
 training waits. The format of the file stands in model/formats/checkpoint.py.
 """
 
@@ -13,7 +13,7 @@ import torch
 
 from model.formats.checkpoint import BEST, LAST, NUMBERED, load_checkpoint, numbered
 from model.gpt import GPT
-from training.parallel.own_rows import Piece, copy_state
+from training.parallel.own_rows import OwnRows, copy_state
 from training.run import PATIENCE, Run
 from training.writer import save_checkpoint
 from utils.distributed import ALONE, Process
@@ -40,7 +40,7 @@ class Saver:
     """
 
     run: Run
-    """Run of train.py or finetune.py: options, state and process."""
+    """Run of train.py or finetune.py: options, progress and process."""
     model: GPT
     """The trained model itself, without DDP around it."""
     optimizers: list[torch.optim.Optimizer]
@@ -83,7 +83,7 @@ class Saver:
     def save_last(self) -> None:
         """Save model_last.pt, unless it is of this step already. Every process must call it."""
         self.wait()
-        self.save(LAST, self.last_step != self.run.state.step)
+        self.save(LAST, self.last_step != self.run.progress.step)
         # Training goes on while a file is written, except for the first one: without it a run that
         # is killed could not be continued.
         if self.is_first:
@@ -96,50 +96,54 @@ class Saver:
         self.wait()
         # A run begins with weights that lie elsewhere already, or are random. Their loss counts
         # without a file: a run that diverges from the first step on has no best model.
-        if self.run.state.step == 0:
+        if self.run.progress.step == 0:
             self.best_loss = loss
             return
         # `write` sets self.best_loss after the file is written
         self.save(BEST, loss < self.best_loss, best_loss=loss)
 
     def save(self, name: str, condition: bool, **changes: object) -> None:
-        """Copy the state of the run, with `changes` of its entries, and have it written as `name`,
-        if the condition of the main process holds. Every process must call it, as sharded state is
-        written by all; and `wait` before: a second copy would take memory on a slow disk."""
+        """Copy the progress of the run, with `changes` of its entries, and have it written as
+        `name`, if the condition of the main process holds. Every process must call it, as sharded
+        progress is written by all; and `wait` before: a second copy would take memory on a slow
+        disk."""
         process = self.run.process
         # the main process decides: the others always agree
         if not process.all_agree(condition or not process.is_main):
             return
         is_sharded = self.run.options.sharding != "none" and process.world_size > 1
         if not is_sharded and not process.is_main:
-            return  # the main process has all of the state
-        # copies on the CPU; `moments` is the optimizer state
-        weights, moments = copy_state(self.model, self.optimizers, process)
+            return  # the main process has all of the progress
+        # copies on the CPU; `optimizer_state` is the optimizer progress
+        weights, optimizer_state = copy_state(self.model, self.optimizers, process)
         entries = {
             "config": self.run.options.to_dict(),
             "model_config": asdict(self.model.config),
             **self.run.entries,
-            **asdict(self.run.state),  # step, tokens, ...
+            **asdict(self.run.progress),  # step, tokens, ...
             "best_loss": self.best_loss,
             "scaler": self.run.scaler.state_dict(),  # {} unless in float16
             **changes,  # overwrites best_loss
         }
         if is_sharded:
             # Not in a thread, whose collectives would mix with those of the next step.
-            self.write(name, weights, moments, entries, process)
+            self.write(name, weights, optimizer_state, entries, process)
             return
         # daemon: after an error the process waits for the thread only in finish_writing, which has
         # a time limit
         self.thread = threading.Thread(
-            target=self.write, args=(name, weights, moments, entries), name=THREAD, daemon=True
+            target=self.write,
+            args=(name, weights, optimizer_state, entries),
+            name=THREAD,
+            daemon=True,
         )
         self.thread.start()
 
     def write(
         self,
         name: str,
-        weights: dict[str, Piece],
-        moments: dict[str, dict[str, Piece]],
+        weights: dict[str, OwnRows],
+        optimizer_state: dict[str, dict[str, OwnRows]],
         entries: dict,
         process: Process = ALONE,
     ) -> None:
@@ -150,7 +154,7 @@ class Saver:
         keep = self.run.options.keep_last
         step = entries["step"]
         try:
-            save_checkpoint(folder / name, weights, moments, entries, process)
+            save_checkpoint(folder / name, weights, optimizer_state, entries, process)
             if not self.run.process.is_main:
                 return
             if name == BEST:
@@ -179,10 +183,10 @@ class Saver:
 
     def end_after_patience(self) -> None:
         """If PATIENCE steps in a row had no finite loss and gradient, save and raise UserError."""
-        state = self.run.state
-        if state.bad_steps < PATIENCE:  # the same on every process
+        progress = self.run.progress
+        if progress.bad_steps < PATIENCE:  # the same on every process
             return
-        state.bad_steps = 0  # saved, so that a resumed run can skip PATIENCE steps again
+        progress.bad_steps = 0  # saved, so that a resumed run can skip PATIENCE steps again
         self.save_last()
         self.finish()
         raise UserError(

@@ -1,7 +1,7 @@
 """Learning rate as a pure function of the step.
 
 A run warms up linearly to max_lr, keeps it until the decay begins, and decays to exactly min_lr at
-`last_update` of its options. A schedule is an entry of SCHEDULES. There is no state: a resumed run
+`decay_end` of its options. A schedule is an entry of SCHEDULES. There is no state: a resumed run
 computes the same rates.
 """
 
@@ -19,19 +19,19 @@ class Schedule:
     """Decay of the learning rate from max_lr to min_lr."""
 
     remaining: Callable[[float], float]
-    """Share of max_lr - min_lr that remains, for the progress of the decay from 0 to 1."""
+    """Share of max_lr - min_lr that remains, for the fraction of the decay that is done, 0 to 1."""
     decay_share: float = 1.0
     """Share of all updates that the decay takes; 1: it begins at the end of warmup."""
 
 
-def cosine(progress: float) -> float:
+def cosine(decay_fraction: float) -> float:
     """Fall along half a cosine: slow, fast, slow (Loshchilov and Hutter 2017)."""
-    return 0.5 * (1 + math.cos(math.pi * progress))
+    return 0.5 * (1 + math.cos(math.pi * decay_fraction))
 
 
-def linear(progress: float) -> float:
+def linear(decay_fraction: float) -> float:
     """Fall along a line."""
-    return 1 - progress
+    return 1 - decay_fraction
 
 
 SCHEDULES = {
@@ -44,25 +44,25 @@ SCHEDULES = {
 def learning_rate(step: int, options: ResolvedOptions) -> float:
     """Return the learning rate of update `step`, which counts from 0. The options are resolved:
     what nobody gave follows from the recipe, and is a number."""
-    num_updates = options.last_update + 1  # last_update counts from 0
+    num_steps = options.decay_end + 1  # decay_end counts from 0
     # Warmup takes at most half of all updates, so that some are left for the decay.
-    warmup_steps = min(options.warmup_steps, num_updates // 2)
+    warmup_steps = min(options.warmup_steps, num_steps // 2)
     if step < warmup_steps:
         # + 1: the first rate is not 0, and the first one after warmup is max_lr.
         return options.max_lr * (step + 1) / (warmup_steps + 1)
 
     schedule = SCHEDULES[options.schedule]
     # At least two updates, as the first one of the decay still has max_lr.
-    decay_updates = max(2, round(schedule.decay_share * num_updates))
-    decay_start = max(warmup_steps, num_updates - decay_updates)
+    decay_steps = max(2, round(schedule.decay_share * num_steps))
+    decay_start = max(warmup_steps, num_steps - decay_steps)
     # The last update has exactly min_lr. A run of one update would divide by 0.
-    decay_length = max(1, options.last_update - decay_start)
-    progress = max(0, step - decay_start) / decay_length  # 0 until the decay begins
-    remaining = schedule.remaining(progress)  # falls from 1 to 0
+    decay_length = max(1, options.decay_end - decay_start)
+    decay_fraction = max(0, step - decay_start) / decay_length  # 0 until the decay begins
+    remaining = schedule.remaining(decay_fraction)  # falls from 1 to 0
     return options.min_lr + remaining * (options.max_lr - options.min_lr)
 
 
-def set_rates(
+def set_learning_rates(
     optimizers: list[torch.optim.Optimizer], options: ResolvedOptions, step: int
 ) -> float:
     """Set the learning rate of every parameter group for update `step`; return it, for the log.

@@ -38,10 +38,10 @@ DIFFERENT = (
 
 
 @dataclass
-class SavedModel:
+class InitialModel:
     """A model that a run begins with, before its weights are filled in."""
 
-    shape: GPTConfig
+    model_config: GPTConfig
     weights: Mapping[str, Rows]
     """Float32, by parameter name: mapped from a checkpoint, or whole in memory."""
     tokenizer: str
@@ -56,9 +56,9 @@ class SavedModel:
         return checksum(self.weights, process if self.checkpoint else ALONE)
 
 
-def open_start(
+def open_initial(
     options: RunOptions, checkpoint: Checkpoint | None, process: Process
-) -> SavedModel | None:
+) -> InitialModel | None:
     """Return the model that a run begins with: that of the checkpoint that is resumed, or that of
     --init_from, None without both. Every process must call it; raises UserError for a damaged file.
     """
@@ -69,17 +69,20 @@ def open_start(
         return open_saved(options.init_from, process) if options.init_from else None
     # `checkpoint` is open already. Its path serves error messages only: it may hold a later save.
     assert options.resumed is not None
-    return saved_model(options.resumed, checkpoint, process)
+    return open_initial_checkpoint(options.resumed, checkpoint, process)
 
 
 def init_checksum(
-    options: RunOptions, checkpoint: Checkpoint | None, start: SavedModel | None, process: Process
+    options: RunOptions,
+    checkpoint: Checkpoint | None,
+    initial: InitialModel | None,
+    process: Process,
 ) -> int | None:
-    """Return the checksum of the weights of --init_from that a run began from, which `start` holds
-    if the run is new; None for random ones. Raises UserError if a resumed run is given other
+    """Return the checksum of the weights of --init_from that a run began from, which `initial`
+    holds if the run is new; None for random ones. Raises UserError if a resumed run is given other
     weights by --init_from than it began from. Every process must call it."""
     if checkpoint is None:
-        return start.checksum(process) if start is not None else None
+        return initial.checksum(process) if initial is not None else None
     # Another path, even on one machine only, may hold the same weights: compare checksums.
     if not process.all_agree(options.init_from == checkpoint["config"]["init_from"]):
         open_original(options, checkpoint, process)
@@ -101,26 +104,26 @@ def open_original(
     return original.weights
 
 
-def open_saved(name: str | Path, process: Process) -> SavedModel:
+def open_saved(name: str | Path, process: Process) -> InitialModel:
     """Return the model of --init_from. Every process must call it."""
     path = find_checkpoint(name)  # None for a model of another project
     if path is not None:
         checkpoint = load_checkpoint(path)
         check_head(path, checkpoint, is_reward_model=False)
-        return saved_model(path, checkpoint, process)
+        return open_initial_checkpoint(path, checkpoint, process)
     model, tokenizer = open_pretrained(name)  # model on the CPU, tokenizer spec
-    return SavedModel(model.config, model.state_dict(), tokenizer, {})
+    return InitialModel(model.config, model.state_dict(), tokenizer, {})
 
 
-def saved_model(path: Path, checkpoint: Checkpoint, process: Process) -> SavedModel:
+def open_initial_checkpoint(path: Path, checkpoint: Checkpoint, process: Process) -> InitialModel:
     """Return the model of an open checkpoint. Every process must call it; raises UserError for a
     damaged file."""
     # Each process reads a part of the rows below, so all must have the same file; with --resume
     # FOLDER each machine picks one. The CRC-32 of its checksums identifies it.
     if not process.all_equal(digest(checkpoint["checksums"])):
         raise UserError(DIFFERENT)
-    shape, weights = open_weights(path, checkpoint, process)
-    return SavedModel(shape, weights, checkpoint["tokenizer"], checkpoint)
+    model_config, weights = open_weights(path, checkpoint, process)
+    return InitialModel(model_config, weights, checkpoint["tokenizer"], checkpoint)
 
 
 def digest(content: object) -> int:
@@ -130,7 +133,8 @@ def digest(content: object) -> int:
 
 def compare_processes(options: RunOptions, entries: Checkpoint, process: Process) -> None:
     """Raise UserError on every process if they differ in their options, or in what the run is made
-    of, the `entries` of its checkpoints. saved_model has compared the checkpoint that they resume.
+    of, the `entries` of its checkpoints. open_initial_checkpoint has compared the checkpoint that
+    they resume.
 
     They would average gradients of different models, or wait for each other for ever. Every process
     must call it, before the first exchange of gradients.

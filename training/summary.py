@@ -9,10 +9,10 @@ from model.config import GPTConfig
 from model.gpt import GPT
 from recipes import Recipe
 from training.forecast.step_time import step_flops
-from training.options import model_shape
+from training.options import continued_model_config
 from training.parallel.tensor_parallel import check_divides
 from training.run import Run
-from training.start import SavedModel
+from training.start import InitialModel
 from utils.devices import seconds_on_cpu
 from utils.distributed import Process
 from utils.errors import UserError
@@ -21,47 +21,45 @@ MOST_EPOCHS = 100  # above this the model would learn its text by heart
 SLOW_RUN_SECONDS = 3600  # above this the user is told how long a run on a CPU takes
 
 
-def start_shape(
+def agreed_model_config(
     options: ResolvedTrainOptions,
     recipe: Recipe,
     stream: TokenStream | None,
-    start: SavedModel | None,
+    initial: InitialModel | None,
 ) -> GPTConfig:
     """Return the architecture of the run: that of the model that it begins with, but dropout may
-    differ, and a new run's context may be shorter. Set the spec of that model's tokenizer in
-    `stream`, for checkpoints to save: it may hold a chat template. It is None in a dry run without
-    shards.
+    differ, and a new run's context may be shorter. `stream` is None in a dry run without shards.
 
     Raise UserError if options ask for another architecture, if the processes that share each block
     do not divide it, and unless the shards hold the tokens of that model.
     """
-    if start is None:
+    if initial is None:
         vocab_size = GPTConfig.vocab_size if stream is None else stream.vocab_size
-        shape = options.model_config(recipe, vocab_size)
+        model_config = options.model_config(recipe, vocab_size)
     else:
-        shape = model_shape(options, recipe, start.shape)
+        model_config = continued_model_config(options, recipe, initial.model_config)
         if stream is not None:
-            identity = tokenizer_identity(start.tokenizer)
+            identity = tokenizer_identity(initial.tokenizer)
             if identity != stream.tokenizer_identity:
                 raise UserError(
-                    f"{options.source} takes tokens of {identity}, the shards hold those of "
+                    f"{options.weights_from} takes tokens of {identity}, the shards hold those of "
                     f"{stream.tokenizer_identity}"
                 )
-            stream.tokenizer = start.tokenizer
-    check_divides(shape, options.tensor_parallel)
-    return shape
+    check_divides(model_config, options.tensor_parallel)
+    return model_config
 
 
 def note_recipe(
-    options: ResolvedTrainOptions, recipe: Recipe, start: SavedModel | None, process: Process
+    options: ResolvedTrainOptions, recipe: Recipe, initial: InitialModel | None, process: Process
 ) -> None:
     """Say so if the weights that a run begins with were trained by another recipe."""
     # {} for a model of another project; finetune.py's have no recipe
-    checkpoint = start.checkpoint if start is not None else {}
+    checkpoint = initial.checkpoint if initial is not None else {}
     if checkpoint.get("recipe", asdict(recipe)) != asdict(recipe):
         process.print(
-            f"note: {options.source} was trained by the recipe {checkpoint['config']['recipe']}; "
-            f"its architecture stays, optimizer and rates are now those of {options.recipe}"
+            f"note: {options.weights_from} was trained by the recipe "
+            f"{checkpoint['config']['recipe']}; its architecture stays, optimizer and rates are "
+            f"now those of {options.recipe}"
         )
 
 
@@ -102,8 +100,8 @@ def print_summary(
         f"{model.num_parameters():,} parameters; {len(train_data.stream):,} train tokens; "
         f"{epochs}: {describe_steps(options, slicing.micro_steps, run.process.data_parallel)}"
     )
-    if run.state.step > 0:
-        text += f"; resumed at step {run.state.step}"
+    if run.progress.step > 0:
+        text += f"; resumed at step {run.progress.step}"
     if options.use_torch_compile:
         text += "; the first step compiles"
     run.logger.print(text)
@@ -112,7 +110,7 @@ def print_summary(
         # Estimated from the speed of a matmul: a progress bar shows nothing before the first step
         # ends, which may take minutes.
         step_seconds = seconds_on_cpu(step_flops(options, model), run.dtype)
-        run_seconds = step_seconds * (options.max_steps - run.state.step)
+        run_seconds = step_seconds * (options.max_steps - run.progress.step)
         if run_seconds > SLOW_RUN_SECONDS:
             run.logger.print(
                 f"the run takes about {run_seconds / 3600:,.0f} hours on this processor, "

@@ -28,35 +28,40 @@ def halve_until_it_fits(run: Run[ResolvedTrainOptions], wrapped: nn.Module) -> R
     # leave it alone, so that there the forecast stays.
     if options.sharding != "none" and process.world_size > 1:
         return options
-    size = options.sequences_per_pass
-    while not process.all_agree(has_memory(run, wrapped, size)):
-        if size == 1:
+    micro_batch_size = options.sequences_per_pass
+    while not process.all_agree(has_memory(run, wrapped, micro_batch_size)):
+        if micro_batch_size == 1:
             raise UserError(
                 "out of memory with a micro-batch of one sequence: recompute activations, divide "
                 "the state among more processes, or train a smaller model"
             )
-        smaller = size // 2
-        while size % smaller:  # a divisor of the old one divides a process's share of a step, too
+        smaller = micro_batch_size // 2
+        # a divisor of the old one divides a process's share of a step, too
+        while micro_batch_size % smaller:
             smaller -= 1
-        process.print(f"out of memory with a micro-batch of {size}: {smaller} from here on")
-        size = smaller
-    return replace(options, micro_batch_size=size)
+        process.print(
+            f"out of memory with a micro-batch of {micro_batch_size}: {smaller} from here on"
+        )
+        micro_batch_size = smaller
+    return replace(options, micro_batch_size=micro_batch_size)
 
 
-def has_memory(run: Run[ResolvedTrainOptions], wrapped: nn.Module, size: int) -> bool:
+def has_memory(run: Run[ResolvedTrainOptions], wrapped: nn.Module, micro_batch_size: int) -> bool:
     """Return whether this process has the memory for the forward and backward passes of a step with
-    micro-batches of `size` sequences. It exchanges nothing with others, and leaves no gradients."""
+    micro-batches of `micro_batch_size` sequences. It exchanges nothing with others, and leaves no
+    gradients."""
     device = run.process.device
-    ids = torch.zeros(size, run.options.block_size, dtype=torch.long, device=device)  # (B, T)
+    size = (micro_batch_size, run.options.block_size)  # (B, T)
+    idx = torch.zeros(size, dtype=torch.long, device=device)
     try:
-        if run.state.step == 0:
+        if run.progress.step == 0:
             # Optimizers take the memory of their state in the first step, at most that of AdamW.
             num_weights = sum(p.numel() for p in wrapped.parameters())
             state = torch.empty(MOMENTS["adamw"], num_weights, device=device)  # noqa: F841
         for _ in range(2):  # gradients of the first micro-batch are in memory during the second
             with sync_gradients(wrapped, run.options.sharding, last=False):
                 with autocast(device, run.dtype, keep_weights=False):
-                    loss = wrapped(ids, ids)
+                    loss = wrapped(idx, idx)
                 loss.backward()
         return True
     except Exception as error:

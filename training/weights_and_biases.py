@@ -13,7 +13,7 @@ def open_wandb(options: RunOptions, run_id: str) -> Any:
 
     wandb_run = wandb.init(
         project=os.environ.get("WANDB_PROJECT", "gpt2"),
-        id=run_id,  # TrainState.run_id, which a resumed run keeps
+        id=run_id,  # Progress.run_id, which a resumed run keeps
         dir=str(options.log_dir),
         config=options.to_dict(),
         resume="allow",  # continue the run of this id if it exists

@@ -236,12 +236,12 @@ class Process:
     def merge(self, outputs: dict[int, Output]) -> dict[int, Output]:
         """Return the outputs of all processes in one dict, by the number of an item or a process.
         Where two processes have one key, their outputs are equal."""
-        shares = [outputs]  # one dict for each process
+        gathered = [outputs]  # one dict for each process
         if self.world_size > 1:
-            shares = [{}] * self.world_size  # filled by the next line
-            dist.all_gather_object(shares, outputs)
+            gathered = [{}] * self.world_size  # filled by the next line
+            dist.all_gather_object(gathered, outputs)
         merged: dict[int, Output] = {}
-        for share in shares:
+        for share in gathered:
             merged.update(share)
         return merged
 

@@ -19,9 +19,9 @@ class GPU:
 
     name: str
     """Words that are all in the name that the driver gives, such as "NVIDIA H100 80GB HBM3"."""
-    peak: float
+    peak_flops: float
     """Peak FLOP/s of dense matmuls in 16 bits."""
-    memory: int = 0
+    memory_gb: int = 0
     """GB of 1e9 bytes, for the GPUs that --dry_run --device can name."""
     dtype: str = "bfloat16"
     """Dtype that --dtype auto takes on it."""
@@ -32,26 +32,26 @@ class GPU:
 # The first entry that fits is used: "H200 NVL" comes before "H200", which would fit, too.
 GPUS = (
     GPU("GB200", 2500e12),
-    GPU("B200", 2250e12, memory=180, bandwidth=900e9),
+    GPU("B200", 2250e12, memory_gb=180, bandwidth=900e9),
     GPU("H200 NVL", 835e12),
     GPU("H100 NVL", 835e12),
     GPU("H100 PCIe", 756e12),
     GPU("H800 PCIe", 756e12),
     GPU("GH200", 989e12),
-    GPU("H200", 989e12, memory=141, bandwidth=450e9),
-    GPU("H100", 989e12, memory=80, bandwidth=450e9),
+    GPU("H200", 989e12, memory_gb=141, bandwidth=450e9),
+    GPU("H100", 989e12, memory_gb=80, bandwidth=450e9),
     GPU("H800", 989e12),
-    GPU("A100", 312e12, memory=80, bandwidth=300e9),
+    GPU("A100", 312e12, memory_gb=80, bandwidth=300e9),
     GPU("A800", 312e12),
     GPU("L40S", 362e12),
     GPU("RTX 5090", 209.5e12),
-    GPU("RTX 4090", 165.2e12, memory=24, bandwidth=32e9),
+    GPU("RTX 4090", 165.2e12, memory_gb=24, bandwidth=32e9),
     GPU("RTX 3090", 71e12),
     GPU("MI300X", 1307e12),
-    GPU("T4", 65e12, memory=16, dtype="float16", bandwidth=16e9),
+    GPU("T4", 65e12, memory_gb=16, dtype="float16", bandwidth=16e9),
 )
 # GPUs that --dry_run --device can name, by that name, such as "rtx4090"
-NAMED_GPUS = {gpu.name.lower().replace(" ", ""): gpu for gpu in GPUS if gpu.memory}
+NAMED_GPUS = {gpu.name.lower().replace(" ", ""): gpu for gpu in GPUS if gpu.memory_gb}
 # Words in the names of variants ("RTX 4090 Laptop GPU") and of parts of a GPU (MIG), whose peak is
 # not that of the table.
 VARIANTS = {"MIG", "Laptop", "D", "Ti", "SUPER"}
@@ -103,7 +103,7 @@ class StepTimer:
         tokens_per_second = tokens / seconds
         mfu = None  # a share, 0 to 1; None on CPUs and unknown GPUs
         if self.gpu is not None:
-            total_peak = self.num_devices * self.gpu.peak
+            total_peak = self.num_devices * self.gpu.peak_flops
             mfu = self.flops_per_token * tokens_per_second / total_peak
         return {
             "tokens_per_s": tokens_per_second,

@@ -37,7 +37,7 @@ from finetuning.examples import TextEncoder, encode_completion, encode_messages
 from model.config import GPTConfig
 from recipes import Recipe
 from sample import SampleOptions, Writer
-from training.summary import start_shape
+from training.summary import agreed_model_config
 from utils.distributed import ALONE
 from utils.errors import UserError
 
@@ -259,7 +259,7 @@ def test_end_of_text_is_part_of_a_tokenizer_and_another_one_is_refused(tmp_path,
         evaluate.score_validation(config, scorer, tokenizer)
     with user_error(r"x takes tokens of .* with </s>, .* with \[UNK\]"):
         start = SimpleNamespace(shape=GPTConfig(), tokenizer=folders[0].tokenizer)
-        start_shape(train_options(init_from="x"), Recipe(), TokenStream(folders[1:]), start)
+        agreed_model_config(train_options(init_from="x"), Recipe(), TokenStream(folders[1:]), start)
     shutil.copy(trained("NFKC, lower case", tmp_path), tmp_path / "a")
     with user_error(f"not the tokenizer of these .*, which have {file_name}"):
         open_folder(tmp_path / "a", "val")

@@ -39,7 +39,7 @@ ITEMS = [
 @pytest.fixture(scope="module")
 def scorer(request):
     torch.manual_seed(0)
-    shape = parse_recipe(getattr(request, "param", "gpt2")).shape(32, 128, 257)
+    shape = parse_recipe(getattr(request, "param", "gpt2")).model_fields(32, 128, 257)
     model = GPT(GPTConfig(n_layer=2, n_head=2, **shape))
     for p in model.parameters():
         p.data.normal_(0, 0.3)  # far from uniform

@@ -144,7 +144,7 @@ def measure(row, folder):
     start = time.perf_counter()
 
     def counted_step(run, model, *arguments):
-        if run.state.step == 0:
+        if run.progress.step == 0:
             cells.append(f"{time.perf_counter() - start:.1f}")
             cells.append(f"{sum(path.endswith('.npy') for path in opened)}")
         calls.clear()
@@ -152,7 +152,7 @@ def measure(row, folder):
         syncs_before = count_syncs(1)
         result = train_step(run, model, *arguments)
         config = run.options
-        if run.state.step + 1 < config.max_steps:
+        if run.progress.step + 1 < config.max_steps:
             return result
 
         cells.append(f"{count_syncs(1) - syncs_before}")

@@ -19,7 +19,7 @@ from finetuning.options import FinetuneOptions, resolve_options
 from finetuning.rewards import load_reward_function
 from model.config import GPTConfig
 from model.gpt import GPT
-from training.run import TrainState
+from training.run import Progress
 from utils.distributed import Process
 
 BYTES = ByteTokenizer()
@@ -129,11 +129,11 @@ def test_grpo_rewards_what_it_samples_and_scores_it_by_the_reference(make):
 
 def test_steps_in_a_row_that_are_not_finite_count_and_change_no_weight(make):
     method = make("sft", LETTERS, max_steps=9, warmup_steps=0, max_lr=1e-3)
-    model, state = make_model(), TrainState()
+    model, state = make_model(), Progress()
     optimizer = torch.optim.SGD([{"params": model.parameters(), "lr_scale": 1.0}])
     process = replace(CPU, stop=SimpleNamespace(signal=0))
     options = resolve_options(method.options, 9, 9, 1)
-    run = SimpleNamespace(options=options, process=process, dtype=torch.float32, state=state)
+    run = SimpleNamespace(options=options, process=process, dtype=torch.float32, progress=state)
     run.scaler = GradScaler("cpu", enabled=False)
     for divisor in (0, 100, 0, 0):
         prepared = replace(method.prepare(model, 0, np.arange(8)), divisor=divisor)
@@ -142,7 +142,7 @@ def test_steps_in_a_row_that_are_not_finite_count_and_change_no_weight(make):
         state.advance(result)
         assert (result.skip_reason is not None) == before.equal(model.head_weight) == (divisor == 0)
     assert (state.step, state.bad_steps) == (4, 2)
-    assert TrainState.start(asdict(state)) == state
+    assert Progress.start(asdict(state)) == state
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ RECIPES = ("gpt2", "modern", "speedrun", "llama,n_kv_head=1")
 def tiny_gpt(recipe="gpt2", execution=None, **changes):
     """Return a model of 2 layers and heads, 32 channels, 16 positions and 257 tokens."""
     torch.manual_seed(0)
-    shape = parse_recipe(recipe).shape(32, 16, 257)
+    shape = parse_recipe(recipe).model_fields(32, 16, 257)
     model = GPT(GPTConfig(**{"n_layer": 2, "n_head": 2, **shape, **changes}))
     if execution is not None:
         execute(model, execution)

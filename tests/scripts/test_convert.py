@@ -118,7 +118,7 @@ def test_mistakes_are_sentences(shards, trained, exported, tmp_path):
         (["convert.py", "--checkpoint", last, "--out", "/dev/null/x"], "/dev/null: File exists"),
         (["sample.py", "--model", tmp_path / "none"], "none"),
         (["train.py", "--dry_run", "--init_from", exported], "has a context of 32"),
-        (other, "holds a model of another shape: n_layer 2 (here 3)"),
+        (other, "holds a model of another architecture: n_layer 2 (here 3)"),
     ):
         bad(args, message)
     assert not list(tmp_path.rglob("[a-z]*.*"))

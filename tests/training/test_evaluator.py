@@ -56,9 +56,9 @@ def test_figures_are_repeatable_and_the_model_keeps_training(make, monkeypatch):
     assert full.validate() == scores and set(scores) == {"loss", "bits_per_byte", "n"}
     monkeypatch.setattr(evaluator, "SUBSET_EXAMPLES", 5)
     for options, n in (({}, 5), ({"eval_full": True}, 12)):
-        ((task, figures),) = make(**options).benchmarks(5)
-        assert task == "lambada" and list(figures) == ["n", "acc", "perplexity"]
-        assert figures["n"] == n
+        ((task, metrics),) = make(**options).benchmarks(5)
+        assert task == "lambada" and list(metrics) == ["n", "acc", "perplexity"]
+        assert metrics["n"] == n
     sample = full.sample(2)
     assert sample == full.sample(2) != full.sample(4)
     assert full.scorer.model.training

@@ -28,7 +28,7 @@ def test_adamw_decays_matrices_and_no_vectors():
 @pytest.mark.parametrize("name", ["gpt2", "modern", "speedrun", "llama,n_kv_head=1"])
 def test_muon_updates_the_matrices_of_the_blocks_and_adamw_the_rest(name):
     recipe = parse_recipe(f"{name},optimizer=muon,embedding_rate=0.3,head_rate=0.2")
-    model = GPT(GPTConfig(**SHAPE | recipe.shape(16, 8, 64)))
+    model = GPT(GPTConfig(**SHAPE | recipe.model_fields(16, 8, 64)))
     *adamw, muon = make_optimizers(model, train_options(), recipe)
     of_adamw = group_of_each_parameter(model, *adamw)
     of_muon = group_of_each_parameter(model, muon)
@@ -38,9 +38,9 @@ def test_muon_updates_the_matrices_of_the_blocks_and_adamw_the_rest(name):
         if ".h." in name and p.dim() == 2:
             group = of_muon.pop(name)
             assert (group["lr_scale"], group["weight_decay"]) == (1.0, 0.1)
-            assert sum(group["split_sizes"]) == p.size(0)
+            assert sum(group["local_fused_rows"]) == p.size(0)
             if "c_attn" in name:  # matrices of queries, keys and values
-                assert len(group["split_sizes"]) == 3
+                assert len(group["local_fused_rows"]) == 3
         else:
             group = of_adamw.pop(name)
             rate = rates.get(name.removesuffix(".weight"), 1.0)
@@ -48,13 +48,13 @@ def test_muon_updates_the_matrices_of_the_blocks_and_adamw_the_rest(name):
     assert not of_muon and not of_adamw
 
 
-def step_muon(weights, gradients, split_sizes=None, decay=0.0, dtype=torch.float32, **recipe):
+def step_muon(weights, gradients, fused_rows=None, decay=0.0, dtype=torch.float32, **recipe):
     """Return parameters that Muon has updated, each a group of its own, and the optimizer."""
     parameters = [torch.nn.Parameter(weight.clone()) for weight in weights]
     groups = []
     for p, gradient in zip(parameters, gradients, strict=True):
         p.grad = gradient.clone()
-        groups.append({"params": [p], "split_sizes": split_sizes or (p.size(0),), "lr": 0.1})
+        groups.append({"params": [p], "local_fused_rows": fused_rows or (p.size(0),), "lr": 0.1})
     optimizer = Muon(groups, Recipe(**recipe), decay, dtype)
     optimizer.step()
     return parameters, optimizer
@@ -80,7 +80,7 @@ def test_one_matrix_steps_as_with_torch_optim_muon(shape):
 def test_matrices_stacked_in_a_weight_step_as_if_alone():
     torch.manual_seed(0)
     gradient, sizes = torch.randn(10, 6), (6, 2, 2)
-    (stacked,), _ = step_muon([torch.zeros(10, 6)], [gradient], split_sizes=sizes)
+    (stacked,), _ = step_muon([torch.zeros(10, 6)], [gradient], fused_rows=sizes)
     alone, _ = step_muon([torch.zeros(rows, 6) for rows in sizes], gradient.split(sizes))
     torch.testing.assert_close(stacked, torch.cat(alone))
 

@@ -25,7 +25,7 @@ from model.gpt import GPT
 from recipes import Recipe
 from training import saver as saver_module
 from training.optimizers import make_optimizers
-from training.run import Run, TrainState, check_space
+from training.run import Progress, Run, check_space
 from training.saver import Saver
 from utils.distributed import Process
 from utils.errors import UserError, writing
@@ -40,13 +40,13 @@ def saver(tmp_path):
     model = GPT(GPTConfig(block_size=8, vocab_size=64, n_layer=1, n_head=1, n_embd=8))
     entries = {"script": "train.py", "tokenizer": "gpt2", "val_checksum": 1}
     optimizers = make_optimizers(model, config, Recipe())
-    run = Run(config, ALONE, torch.float32, GradScaler("cpu"), TrainState(), entries)
+    run = Run(config, ALONE, torch.float32, GradScaler("cpu"), Progress(), entries)
     run.logger = SimpleNamespace(print=print)
     return Saver(run, model, optimizers, is_first=False)
 
 
 def save(saver, step):
-    saver.run.state.step = step
+    saver.run.progress.step = step
     saver.save_last()
 
 
@@ -167,10 +167,10 @@ def run_to_end(like, folder, losses):
     loss losses[i]. Check after each save that what the run and the files say is what lies there.
     Return the step by file, and the lowest loss."""
     newest = ckpt.find_newest(folder)
-    state = TrainState.start(newest and ckpt.load_checkpoint(newest))
+    state = Progress.start(newest and ckpt.load_checkpoint(newest))
     resume = None if newest is None else str(newest)
     config = replace(like.run.options, checkpoint_dir=folder, resume=resume)
-    run = replace(like.run, config=config, state=state)
+    run = replace(like.run, options=config, progress=state)
     run.logger = SimpleNamespace(print=lambda text: None)
     saver = Saver(run, like.model, like.optimizers)
     while True:

@@ -51,4 +51,4 @@ def test_a_run_that_is_shorter_than_its_warmup_rises_for_half_of_it(schedule):
 
 def test_the_rate_reaches_its_end_at_the_last_update_of_a_run_that_counts_others():
     values = {"max_lr": 1.0, "min_lr": 0.1, "warmup_steps": 1, "schedule": "linear"}
-    assert learning_rate(7, SimpleNamespace(**values, last_update=7)) == 0.1
+    assert learning_rate(7, SimpleNamespace(**values, decay_end=7)) == 0.1

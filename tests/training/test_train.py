@@ -34,7 +34,7 @@ from model.formats.checkpoint import load_checkpoint
 from train import build_model
 from training.options import read_options, resolve_options
 from training.run import seed_step
-from training.start import open_start
+from training.start import open_initial
 from utils.distributed import ALONE
 from utils.logger import read_metrics
 
@@ -172,7 +172,7 @@ def test_a_checkpoint_that_is_resumed_is_opened_once(shards, trained, tmp_path):
     options, recipe = resolve_options(options, derived, checkpoint)
     path.unlink()
     stream = Mixture([shards], "train", 32).stream
-    _, begun = build_model(options, recipe, stream, open_start(options, checkpoint, ALONE))
+    _, begun = build_model(options, recipe, stream, open_initial(options, checkpoint, ALONE))
     for name, weight in weights(trained).items():
         assert begun[name][:].equal(weight)
 

@@ -19,30 +19,32 @@ from utils.errors import UserError
 def choose_micro_batch(
     options: ResolvedTrainOptions,
     recipe: Recipe,
-    shape: GPTConfig,
+    model_config: GPTConfig,
     hardware: Hardware,
 ) -> tuple[int, str]:
     """Return the sequences of a micro-batch for --micro_batch_size auto, and a sentence about it to
     print. Raises UserError, which names flags that would do, if not even one sequence fits."""
     try:
-        size, needed_bytes = largest_micro_batch(options, recipe, shape, hardware)
+        micro_batch_size, needed_bytes = largest_micro_batch(
+            options, recipe, model_config, hardware
+        )
     except UserError as error:  # the sequences of a step do not divide among the processes
-        advice = advise(options, recipe, shape, hardware)
+        advice = advise(options, recipe, model_config, hardware)
         if not advice:
             raise
         raise UserError(f"{error}; {advice}") from error
-    free_text = f"{hardware.free / 1e9:.2f} GB free"
-    if size == 0:
+    free_text = f"{hardware.free_bytes / 1e9:.2f} GB free"
+    if micro_batch_size == 0:
         raise UserError(
             f"one sequence needs {needed_bytes / 1e9:.2f} GB, but a process has {free_text}, of "
-            f"which {USABLE:.0%} may be filled: {advise(options, recipe, shape, hardware)}"
+            f"which {USABLE:.0%} may be filled: {advise(options, recipe, model_config, hardware)}"
         )
-    forecast = f"by forecast {needed_bytes / 1e9:.2f} GB of {free_text}"
-    return size, f"micro-batch {size}, {forecast}"
+    forecast_text = f"by forecast {needed_bytes / 1e9:.2f} GB of {free_text}"
+    return micro_batch_size, f"micro-batch {micro_batch_size}, {forecast_text}"
 
 
 def largest_micro_batch(
-    options: ResolvedTrainOptions, recipe: Recipe, shape: GPTConfig, hardware: Hardware
+    options: ResolvedTrainOptions, recipe: Recipe, model_config: GPTConfig, hardware: Hardware
 ) -> tuple[int, int]:
     """Return the most sequences of a micro-batch whose forecast fits USABLE of the free memory, and
     that forecast in bytes; 0 and that of one sequence if none fits. The sequences divide a
@@ -50,23 +52,23 @@ def largest_micro_batch(
     # A process has as many sequences in a step as micro-steps of one sequence.
     num_sequences = hardware.count_micro_steps(replace(options, micro_batch_size=1))
     # A size that does not divide them would leave a smaller last micro-batch.
-    for size in range(num_sequences, 0, -1):
-        if num_sequences % size == 0:
-            trial = replace(options, micro_batch_size=size)
-            needed_bytes = sum(forecast_memory(trial, recipe, shape, hardware).values())
-            if needed_bytes <= USABLE * hardware.free:
-                return size, needed_bytes
+    for micro_batch_size in range(num_sequences, 0, -1):
+        if num_sequences % micro_batch_size == 0:
+            trial = replace(options, micro_batch_size=micro_batch_size)
+            needed_bytes = sum(forecast_memory(trial, recipe, model_config, hardware).values())
+            if needed_bytes <= USABLE * hardware.free_bytes:
+                return micro_batch_size, needed_bytes
     return 0, needed_bytes  # bytes of one sequence, the last trial
 
 
 def advise(
-    options: ResolvedTrainOptions, recipe: Recipe, shape: GPTConfig, hardware: Hardware
+    options: ResolvedTrainOptions, recipe: Recipe, model_config: GPTConfig, hardware: Hardware
 ) -> str:
     """Return the flags to change so that the run fits these devices and a step takes the least time
     by forecast. Of equally fast ones, which on devices of unknown speed are all, the first counts:
     the run's own flags with another micro-batch, then the plainest. Return what else would help if
     none fits, and "" if no flags make the numbers of the run divide."""
-    model = build_without_weights(GPT, shape)  # forecast_step counts its FLOPs
+    model = build_without_weights(GPT, model_config)  # forecast_step counts its FLOPs
     world_size = hardware.world_size
     # values of --shard_across: the processes of two machines, of three, ...
     several_machines = range(2 * hardware.per_machine, world_size + 1, hardware.per_machine)
@@ -85,25 +87,25 @@ def advise(
     for combination in itertools.product(*values.values()):
         flags = dict(zip(values, combination, strict=True))
         try:
-            check_divides(shape, flags["tensor_parallel"])
+            check_divides(model_config, flags["tensor_parallel"])
             # raises UserError for flags that exclude each other
             trial = replace(options, **flags)
-            size, _ = largest_micro_batch(trial, recipe, shape, hardware)
+            micro_batch_size, _ = largest_micro_batch(trial, recipe, model_config, hardware)
         except UserError:  # the numbers do not divide, or the flags do not go together
             continue
-        if size == 0:
+        if micro_batch_size == 0:
             advice = advice or "no flags make it fit; take a smaller model, or more GPUs"
             continue
-        step = forecast_step(replace(trial, micro_batch_size=size), model, hardware)
-        seconds = step.seconds if step is not None else 0.0
+        forecast = forecast_step(replace(trial, micro_batch_size=micro_batch_size), model, hardware)
+        seconds = forecast.seconds if forecast is not None else 0.0
         if seconds < best_seconds:
             best_seconds = seconds
-            flags = {"micro_batch_size": size, **flags}
+            flags = {"micro_batch_size": micro_batch_size, **flags}
             changes = {
                 name: value for name, value in flags.items() if value != getattr(options, name)
             }
             flags_text = " ".join(to_flags(changes)) or "this run"
             advice = f"what fits is {flags_text}"
-            if step is not None:
+            if forecast is not None:
                 advice = f"the fastest that fits is {flags_text}, {seconds:.2f} s a step"
     return advice

@@ -1,4 +1,4 @@
-"""The forecast of a run that --dry_run prints: shape, memory, time and cost."""
+"""The forecast of a run that --dry_run prints: size, memory, time and cost."""
 
 from dataclasses import replace
 
@@ -15,8 +15,8 @@ from training.forecast.advice import advise, choose_micro_batch
 from training.forecast.memory import USABLE, Hardware, forecast_memory
 from training.forecast.step_time import MFU, StepForecast, forecast_step, step_flops
 from training.run import check_folders
-from training.start import init_checksum, open_start
-from training.summary import describe_epochs, describe_steps, start_shape
+from training.start import init_checksum, open_initial
+from training.summary import agreed_model_config, describe_epochs, describe_steps
 from utils.devices import seconds_on_cpu
 from utils.distributed import ALONE, is_main_process
 from utils.throughput import NAMED_GPUS, NETWORK_BANDWIDTH
@@ -37,20 +37,21 @@ def print_forecast(
         return
     hardware = Hardware.of(options)
     # ALONE: only the main process gets here.
-    start = open_start(options, checkpoint, ALONE)
+    initial = open_initial(options, checkpoint, ALONE)
     data = open_data(options)
-    if start is None and not data:  # only the user knows the tokenizer of shards that are to come
+    if initial is None and not data:  # only the user knows the tokenizer of shards that are to come
         print("note: GPT-2's vocabulary assumed; a model of bytes is smaller")
     if checkpoint is not None:
-        init_checksum(options, checkpoint, start, ALONE)
-    shape = start_shape(options, recipe, data["train"].stream if data else None, start)
+        init_checksum(options, checkpoint, initial, ALONE)
+    stream = data["train"].stream if data else None
+    model_config = agreed_model_config(options, recipe, stream, initial)
     if options.micro_batch_size == "auto":
-        size, sentence = choose_micro_batch(options, recipe, shape, hardware)
+        micro_batch_size, sentence = choose_micro_batch(options, recipe, model_config, hardware)
         print(sentence)
-        options = replace(options, micro_batch_size=size)
+        options = replace(options, micro_batch_size=micro_batch_size)
 
     # what is trained, on what
-    model = build_without_weights(GPT, shape)
+    model = build_without_weights(GPT, model_config)
     is_named_gpu = options.device in NAMED_GPUS  # such as h100
     num_parts, _ = hardware.count_parts(options)  # parts of the data
     steps_text = describe_steps(options, hardware.count_micro_steps(options), num_parts)
@@ -59,19 +60,19 @@ def print_forecast(
         device_name = NAMED_GPUS[options.device].name
     print(f"{model.num_parameters():,} parameters; {steps_text} on {device_name}, {hardware.dtype}")
 
-    bytes_by_part = forecast_memory(options, recipe, shape, hardware)
-    fits = sum(bytes_by_part.values()) <= USABLE * hardware.free
+    bytes_by_part = forecast_memory(options, recipe, model_config, hardware)
+    fits = sum(bytes_by_part.values()) <= USABLE * hardware.free_bytes
     print_memory(bytes_by_part, fits, hardware)
 
     # bytes sent, and advice
-    step = forecast_step(options, model, hardware)  # None for devices of unknown speed
+    forecast = forecast_step(options, model, hardware)  # None for devices of unknown speed
     utilization = MFU  # share of the peak
-    if step is not None and hardware.world_size > 1:
-        print_sending(step)
+    if forecast is not None and hardware.world_size > 1:
+        print_sending(forecast)
         # A GPU also waits for what others send.
-        utilization *= step.compute_seconds / step.seconds
-    if not fits or (step is not None and step.sending_seconds > step.compute_seconds):
-        print(f"advice: {advise(options, recipe, shape, hardware)}")
+        utilization *= forecast.compute_seconds / forecast.seconds
+    if not fits or (forecast is not None and forecast.sending_seconds > forecast.compute_seconds):
+        print(f"advice: {advise(options, recipe, model_config, hardware)}")
 
     # time and cost of the remaining steps
     steps = options.max_steps - (checkpoint["step"] if checkpoint else 0)
@@ -90,8 +91,8 @@ def print_forecast(
 
     # Loss of a new model, if it resembles those of the fit: they had GPT-2's tokens, and no n-gram
     # embeddings, of whose many parameters a token uses few.
-    has_gpt2_tokens = shape.vocab_size == TOKENIZERS["gpt2"].vocab_size
-    if options.init_from is None and has_gpt2_tokens and shape.ngrams == 1:
+    has_gpt2_tokens = model_config.vocab_size == TOKENIZERS["gpt2"].vocab_size
+    if options.init_from is None and has_gpt2_tokens and model_config.ngrams == 1:
         print(describe_loss(model.num_parameters(), options.total_batch_size * options.max_steps))
     # A run on a named GPU takes place on another machine, with folders of its own.
     if not is_named_gpu:
@@ -144,24 +145,28 @@ def print_memory(bytes_by_part: dict[str, int], fits: bool, hardware: Hardware) 
     fits_text = "fits" if fits else "does not fit"
     # not all that is free, as the forecast is not exact
     print(
-        f"  {needed / 1e9:8.2f}  in all: {fits_text} {USABLE * hardware.free / 1e9:.2f} GB, "
-        f"{USABLE:.0%} of {hardware.free / 1e9:.2f} GB free"
+        f"  {needed / 1e9:8.2f}  in all: {fits_text} {USABLE * hardware.free_bytes / 1e9:.2f} GB, "
+        f"{USABLE:.0%} of {hardware.free_bytes / 1e9:.2f} GB free"
     )
 
 
-def print_sending(step: StepForecast) -> None:
+def print_sending(forecast: StepForecast) -> None:
     """Print the bytes that a GPU sends in a step by link, their time, and that of a step. A link
     that carries nothing, as the network of a run on one machine, gets no line."""
-    print(f"a GPU sends in a step, beside {step.compute_seconds:.3f} s of compute:")
+    print(f"a GPU sends in a step, beside {forecast.compute_seconds:.3f} s of compute:")
     for num_bytes, bandwidth, destination in (
-        (step.machine_bytes, step.bandwidth, "within its machine"),
-        (step.network_bytes, NETWORK_BANDWIDTH, "between machines"),
-        (step.activation_bytes, step.bandwidth, "of activations, which the next layer waits for"),
+        (forecast.machine_bytes, forecast.bandwidth, "within its machine"),
+        (forecast.network_bytes, NETWORK_BANDWIDTH, "between machines"),
+        (
+            forecast.activation_bytes,
+            forecast.bandwidth,
+            "of activations, which the next layer waits for",
+        ),
     ):
         if num_bytes > 0:
             text = f"{num_bytes / 1e9:8.2f} GB in {num_bytes / bandwidth:7.3f} s"
             print(f"  {text} {destination}, at {bandwidth / 1e9:.0f} GB/s")
-    print(f"a step takes {step.seconds:.3f} s if weights and gradients are sent meanwhile")
+    print(f"a step takes {forecast.seconds:.3f} s if weights and gradients are sent meanwhile")
 
 
 def describe_time(flops: float, hardware: Hardware, utilization: float, mfu: float) -> str:
@@ -175,13 +180,13 @@ def describe_time(flops: float, hardware: Hardware, utilization: float, mfu: flo
         return text if hours < LONG_HOURS else f"{text}; bash train.sh demo takes minutes"
     if hardware.gpu is None:
         return ""
-    peak = hardware.gpu.peak  # FLOP/s
-    gpu_hours = flops / (peak * utilization) / 3600  # sum over GPUs
+    peak_flops = hardware.gpu.peak_flops  # FLOP/s
+    gpu_hours = flops / (peak_flops * utilization) / 3600  # sum over GPUs
     num_gpus = hardware.world_size
     gpus_text = "1 GPU" if num_gpus == 1 else f"{num_gpus:,} GPUs"
     return (
         f": {describe_hours(gpu_hours / num_gpus)} on {gpus_text} and "
-        f"{gpu_hours * DOLLARS_PER_GPU_HOUR:,.2f} $, at {mfu:.0%} MFU of {peak / 1e12:,.0f} "
+        f"{gpu_hours * DOLLARS_PER_GPU_HOUR:,.2f} $, at {mfu:.0%} MFU of {peak_flops / 1e12:,.0f} "
         f"TFLOP/s and {DOLLARS_PER_GPU_HOUR:.2f} $ per GPU hour"
     )
 

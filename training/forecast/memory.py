@@ -37,7 +37,7 @@ class Hardware:
     device: torch.device
     dtype: torch.dtype
     """Dtype of matmuls."""
-    free: int
+    free_bytes: int
     """Bytes that each process can allocate."""
     world_size: int = 1
     per_machine: int = 1
@@ -52,7 +52,7 @@ class Hardware:
         gpu = NAMED_GPUS.get(options.device)  # None for a device of this machine, such as cuda
         if gpu is not None:
             device = torch.device("cuda")
-            free = gpu.memory * 10**9  # from GB; all of it counts as free
+            free_bytes = gpu.memory_gb * 10**9  # from GB; all of it counts as free
             dtype_name = gpu.dtype if options.dtype == "auto" else options.dtype
             dtype = getattr(torch, dtype_name)
             if dtype_name not in ("float16", gpu.dtype):  # its peak is not known
@@ -60,14 +60,14 @@ class Hardware:
         else:
             # `launched` reads torchrun's environment; without torchrun it returns 0 or the default.
             device = pick_device(options.device, launched("LOCAL_RANK"))
-            free = free_memory(device)
+            free_bytes = free_memory(device)
             dtype = pick_dtype(options.dtype, device)  # on a CPU, "auto" times matmuls
             gpu = gpu_of(device, dtype)
         # Without a launcher, the run has one tensor-parallel group.
         world_size = launched("WORLD_SIZE", options.tensor_parallel)
         # For --dry_run a person may set WORLD_SIZE alone.
         per_machine = launched("LOCAL_WORLD_SIZE", min(GPUS_PER_MACHINE, world_size))
-        return cls(device, dtype, free, world_size, per_machine, gpu)
+        return cls(device, dtype, free_bytes, world_size, per_machine, gpu)
 
     def count_parts(self, options: MachineOptions) -> tuple[int, int]:
         """Return the number of parts of the data, and that of the processes that divide one copy of
@@ -94,37 +94,39 @@ def free_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     # Half of all memory: the system, other programs and the page cache have the rest.
-    free = host_memory() // 2
+    free_bytes = host_memory() // 2
     processes_here = launched("LOCAL_WORLD_SIZE", launched("WORLD_SIZE", 1))
-    return free // processes_here
+    return free_bytes // processes_here
 
 
 def checkpointing(options: ResolvedTrainOptions) -> str:
     """Return --activation_checkpointing as the blocks follow it: with dropout, "cheap" is the same
-    as "block" unless it is compiled (Block.run of model/gpt.py)."""
+    as "block" unless it is compiled (choose_block of model/execution.py)."""
     if options.dropout > 0 and not options.use_torch_compile:
         return options.activation_checkpointing.replace("cheap", "block")
     return options.activation_checkpointing
 
 
-def block_activations(shape: GPTConfig, itemsize: int, mode: str, tensor_parallel: int = 1) -> int:
+def block_activations(
+    model_config: GPTConfig, itemsize: int, mode: str, tensor_parallel: int = 1
+) -> int:
     """Return the bytes per token that autograd keeps of one block for the backward pass, in each of
     `tensor_parallel` processes that share it.
 
     `itemsize` is the bytes of a number in matmuls, 2 or 4; norms and the residual stream are
     float32. `mode` is that of `checkpointing`.
     """
-    C = shape.n_embd
+    C = model_config.n_embd
     residual = FLOAT32_BYTES * C  # whole on each process
     if mode == "block":
         return residual  # the block's input
 
     # channels per process of each tensor
-    inner = shape.inner // tensor_parallel
+    inner = model_config.inner // tensor_parallel
     attention = C // tensor_parallel  # queries, and the output of the heads
-    keys = shape.kv_heads * shape.head_size // tensor_parallel  # values have as many
+    keys = model_config.kv_heads * model_config.head_size // tensor_parallel  # values have as many
     qkv = attention + 2 * keys  # c_attn's output
-    hidden = 2 * inner if shape.is_gated else inner  # c_fc's output
+    hidden = 2 * inner if model_config.is_gated else inner  # c_fc's output
     if mode == "cheap":
         # the block's input, and the outputs of the four linear layers and of attention
         projections = 2 * C  # outputs of both c_proj, whole on each process
@@ -134,24 +136,24 @@ def block_activations(shape: GPTConfig, itemsize: int, mode: str, tensor_paralle
     normed = 2 * C  # inputs of c_attn and c_fc
     # Attention reads views of c_attn's output, or copies.
     is_grouped = keys < attention
-    if is_grouped and shape.position == "rotary" and not shape.qk_norm:
+    if is_grouped and model_config.position == "rotary" and not model_config.qk_norm:
         qkv = 0  # of which nothing but the copies below is read again
     if is_grouped:
         qkv += 2 * attention  # a key and a value for each query
-    if shape.position == "rotary" or shape.qk_norm:
+    if model_config.position == "rotary" or model_config.qk_norm:
         qkv += attention + keys  # queries and keys, rotated or normalized
     activated = inner  # input of the MLP's c_proj
-    if shape.is_gated:
+    if model_config.is_gated:
         activated += inner  # SiLU of the gate, which multiplies the other half
     return residuals + itemsize * (normed + qkv + attention + hidden + activated)
 
 
-def head_memory(shape: GPTConfig, tokens: int, hardware: Hardware, compiled: bool) -> int:
+def head_memory(model_config: GPTConfig, tokens: int, hardware: Hardware, compiled: bool) -> int:
     """Return the bytes that the loss of `tokens` tokens, those of a micro-batch, holds at its peak
     (model/loss.py), from the output of the final norm on."""
     itemsize = hardware.dtype.itemsize
-    C = shape.n_embd
-    V = shape.padded_vocab_size
+    C = model_config.n_embd
+    V = model_config.padded_vocab_size
     hidden = FLOAT32_BYTES * tokens * C  # output of the final norm
     # The loss computes the gradients of hidden states and head in its forward pass.
     gradients = FLOAT32_BYTES * (tokens * C + V * C)
@@ -169,28 +171,28 @@ def head_memory(shape: GPTConfig, tokens: int, hardware: Hardware, compiled: boo
     return hidden + gradients + copies + logits
 
 
-# Cached: it builds the model, and `advise` asks for the same shape hundreds of times.
+# Cached: it builds the model, and `advise` asks for the same one hundreds of times.
 @functools.cache
-def count_weights(shape: GPTConfig) -> tuple[int, int]:
+def count_weights(model_config: GPTConfig) -> tuple[int, int]:
     """Return the number of weights in the matrices of the blocks, which a recipe's optimizer
     trains, and of all others: embeddings, head, biases and gains."""
-    model = build_without_weights(GPT, shape)
+    model = build_without_weights(GPT, model_config)
     num_weights = sum(p.numel() for p in model.parameters())
     num_matrix_weights = sum(p.numel() for p in model.transformer.h.parameters() if p.dim() >= 2)
     return num_matrix_weights, num_weights - num_matrix_weights
 
 
 def forecast_memory(
-    options: ResolvedTrainOptions, recipe: Recipe, shape: GPTConfig, hardware: Hardware
+    options: ResolvedTrainOptions, recipe: Recipe, model_config: GPTConfig, hardware: Hardware
 ) -> dict[str, int]:
     """Return the bytes of one process at its peak, by part. Their sum has to fit; the names are
     printed by --dry_run."""
     itemsize = hardware.dtype.itemsize  # bytes per number in matmuls
     tensor_parallel = options.tensor_parallel  # processes that share each block
     num_parts, num_shards = hardware.count_parts(options)
-    num_matrix_weights, num_other_weights = count_weights(shape)
+    num_matrix_weights, num_other_weights = count_weights(model_config)
     num_matrix_weights //= tensor_parallel  # per process from here on
-    block_weights = num_matrix_weights // shape.n_layer
+    block_weights = num_matrix_weights // model_config.n_layer
     num_weights = num_matrix_weights + num_other_weights
     # float32 numbers of optimizer state, before sharding
     num_moments = MOMENTS["adamw"] * num_other_weights
@@ -222,14 +224,17 @@ def forecast_memory(
         # Autograd keeps autocast's copies for the backward pass.
         compute_weights = itemsize * num_matrix_weights
 
-    tokens = options.sequences_per_pass * shape.block_size  # in a micro-batch
-    per_block = block_activations(shape, itemsize, mode, tensor_parallel)  # bytes per token
-    final_norm = FLOAT32_BYTES * shape.n_embd  # bytes of its input per token
+    tokens = options.sequences_per_pass * model_config.block_size  # in a micro-batch
+    per_block = block_activations(model_config, itemsize, mode, tensor_parallel)  # bytes per token
+    final_norm = FLOAT32_BYTES * model_config.n_embd  # bytes of its input per token
 
     # The backward pass of a block holds its recomputed activations, three float32 gradients of the
     # residual stream, and the head's gradient, which waits for that of the embedding.
-    recomputed = tokens * (block_activations(shape, itemsize, "none", tensor_parallel) - per_block)
-    block_backward = FLOAT32_BYTES * shape.n_embd * (3 * tokens + shape.padded_vocab_size)
+    all_of_block = block_activations(model_config, itemsize, "none", tensor_parallel)
+    recomputed = tokens * (all_of_block - per_block)
+    block_backward = (
+        FLOAT32_BYTES * model_config.n_embd * (3 * tokens + model_config.padded_vocab_size)
+    )
     if uses_fsdp:
         # Gradients of whole matrices are complete when the activations are used up.
         recomputed = max(recomputed, itemsize * block_weights)
@@ -241,10 +246,10 @@ def forecast_memory(
         "weights cast or gathered for compute": compute_weights,
         "gradients": gradients,  # per process already
         "optimizer": FLOAT32_BYTES * num_moments // num_shards,
-        "activations": tokens * (shape.n_layer * per_block + final_norm),
+        "activations": tokens * (model_config.n_layer * per_block + final_norm),
         # The loss is over before the blocks' backward pass, so only the larger of the two counts.
         "head and logits, or one block's backward pass": max(
-            head_memory(shape, tokens, hardware, options.use_torch_compile),
+            head_memory(model_config, tokens, hardware, options.use_torch_compile),
             block_backward + recomputed,
         ),
     }

@@ -44,15 +44,18 @@ class StepForecast:
 
 def step_flops(options: ResolvedTrainOptions, model: GPT) -> float:
     """Return the FLOPs of a step on all devices."""
-    shape = model.config
+    model_config = model.config
     token_flops = model.flops_per_token()
     if checkpointing(options) == "block":
         # A second forward pass of the blocks: 2 FLOPs a weight, and 4 C T of attention. It ends
         # before the last matmul, whose output only dropout needs.
-        recomputed, _ = count_weights(shape)
-        if shape.dropout == 0:
-            recomputed -= shape.n_layer * shape.inner * shape.n_embd
-        token_flops += 2 * recomputed + 4 * shape.n_layer * shape.n_embd * shape.block_size
+        recomputed, _ = count_weights(model_config)
+        if model_config.dropout == 0:
+            recomputed -= model_config.n_layer * model_config.inner * model_config.n_embd
+        token_flops += (
+            2 * recomputed
+            + 4 * model_config.n_layer * model_config.n_embd * model_config.block_size
+        )
     # Each process of a tensor group computes the whole head, which is counted once above.
     token_flops += 6 * model.head_weight.numel() * (options.tensor_parallel - 1)
     return options.total_batch_size * token_flops
@@ -70,11 +73,11 @@ def forecast_step(
     num_parts, num_shards = hardware.count_parts(options)
     micro_steps = hardware.count_micro_steps(options)
     itemsize = hardware.dtype.itemsize  # bytes per number in matmuls
-    shape = model.config
+    model_config = model.config
 
     # FSDP2 gathers the blocks' weights in the dtype of matmuls, all others in float32 and once a
     # step, and reduces gradients in float32.
-    num_matrix_weights, num_other_weights = count_weights(shape)
+    num_matrix_weights, num_other_weights = count_weights(model_config)
     num_matrix_weights //= tensor_parallel  # tensor parallelism divides the blocks' matrices alone
     gradients = FLOAT32_BYTES * (num_matrix_weights + num_other_weights)
     sharded = 0  # bytes of all-gathers and reduce-scatters of a step; 0 under DDP
@@ -95,16 +98,16 @@ def forecast_step(
 
     # Tensor parallelism all-reduces (tokens, C) twice a block in each pass: in the dtype of matmuls
     # in the forward, in float32 in the backward.
-    token_bytes = shape.n_layer * shape.n_embd * (2 * itemsize + 2 * FLOAT32_BYTES)
+    token_bytes = model_config.n_layer * model_config.n_embd * (2 * itemsize + 2 * FLOAT32_BYTES)
     if checkpointing(options) == "block":
         # Recomputation repeats the all-reduce after attention, and with dropout that after the MLP.
         # The compiler keeps both under "cheap".
-        num_reduces = 1 if shape.dropout == 0 else 2
-        token_bytes += num_reduces * shape.n_layer * shape.n_embd * itemsize
+        num_reduces = 1 if model_config.dropout == 0 else 2
+        token_bytes += num_reduces * model_config.n_layer * model_config.n_embd * itemsize
     activations = options.total_batch_size // num_parts * token_bytes  # bytes in a step
     activation_bytes, _ = split_by_link(2 * activations, tensor_parallel, tensor_parallel)
     return StepForecast(
-        compute_seconds=step_flops(options, model) / (hardware.world_size * gpu.peak * MFU),
+        compute_seconds=step_flops(options, model) / (hardware.world_size * gpu.peak_flops * MFU),
         machine_bytes=machine_bytes + between_copies[0],
         network_bytes=network_bytes + between_copies[1],
         activation_bytes=activation_bytes,
@@ -112,13 +115,13 @@ def forecast_step(
     )
 
 
-def split_by_link(num_bytes: float, group_size: int, per_machine: int) -> tuple[float, float]:
+def split_by_link(num_bytes: float, num_sharing: int, per_machine: int) -> tuple[float, float]:
     """Return the bytes that a process sends in its machine and between machines in an all-gather or
     a reduce-scatter of `num_bytes` in all, in a group with `per_machine` processes in a machine.
 
     Each process sends its part of the bytes through its own network card, as in NCCL's rings.
     """
-    num_machines = group_size / per_machine
+    num_machines = num_sharing / per_machine
     # In a ring of P processes each sends (P - 1) / P of the bytes.
     machine_bytes = num_bytes * (per_machine - 1) / per_machine
     network_bytes = num_bytes / per_machine * (num_machines - 1) / num_machines

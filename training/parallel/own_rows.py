@@ -61,15 +61,15 @@ def fill(model: GPT, name: str, x: Tensor, whole: Rows) -> None:
         assert isinstance(whole, Tensor)
         x.copy_(whole)
         return
-    values = whole[held_rows(model, name, x)]  # (r, columns) or (r,)
+    content = whole[held_rows(model, name, x)]  # (r, columns) or (r,)
     if not isinstance(x, DTensor):
-        x.copy_(values)
+        x.copy_(content)
         return
     placement = placements_of(x).get("tensor", Replicate())
     if placement.is_shard(1):  # the process holds some columns of a c_proj
         mesh = x.device_mesh
-        values = values.chunk(mesh["tensor"].size(), dim=1)[mesh.get_local_rank("tensor")]
-    x.to_local().copy_(values)
+        content = content.chunk(mesh["tensor"].size(), dim=1)[mesh.get_local_rank("tensor")]
+    x.to_local().copy_(content)
 
 
 def fill_model(model: GPT, weights: Mapping[str, Rows], device: torch.device) -> None:
@@ -101,13 +101,13 @@ def fill_optimizers(
     It is empty before the first step: then there is nothing to do."""
     if not saved:
         return
-    for name, values in optimizer_state(model, optimizers).items():
-        for key, x in values.items():
+    for name, content in optimizer_state(model, optimizers).items():
+        for key, x in content.items():
             fill(model, name, x, saved[name][key])
 
 
 @dataclass
-class Piece:
+class OwnRows:
     """Rows of a whole tensor that this process writes to a file; no rows if another one writes
     them."""
 
@@ -115,31 +115,31 @@ class Piece:
     """Shape of the whole tensor."""
     rows: Tensor
     """Indices of the rows, int64 (r,); a vector is one row."""
-    values: Tensor
+    content: Tensor
     """A copy of the rows (r, columns), on the CPU."""
 
 
 @torch.no_grad()
-def copy_piece(model: GPT, name: str, x: Tensor, process: Process) -> Piece:
+def copy_own_rows(model: GPT, name: str, x: Tensor, process: Process) -> OwnRows:
     """Return a copy of what this process writes of the parameter `name`, or of `x` of its optimizer
     state. Every process must call it where tensors are divided."""
     if isinstance(x, DTensor):
-        rows, values = rows_to_write(model, name, x, process)
+        rows, content = rows_to_write(model, name, x, process)
     else:
         # Every process has all rows of a plain tensor, and the main one writes them. A vector is
         # one row, and so is a number, such as AdamW's "step".
-        values = x.view(1, -1) if is_vector(x.shape) else x
+        content = x.view(1, -1) if is_vector(x.shape) else x
         if not process.is_main:
-            values = values[:0]
-        rows = torch.arange(len(values))
+            content = content[:0]
+        rows = torch.arange(len(content))
     # copy=True: on a CPU, too, training goes on while a thread writes
-    return Piece(x.shape, rows, values.to("cpu", copy=True))  # a DTensor has the whole shape
+    return OwnRows(x.shape, rows, content.to("cpu", copy=True))  # a DTensor has the whole shape
 
 
 def rows_to_write(model: GPT, name: str, x: DTensor, process: Process) -> tuple[Tensor, Tensor]:
     """Return the indices, int64 (r,), and the values (r, columns) of the rows that this process
     writes of a divided tensor: of several processes that hold the same rows, one writes them. The
-    arguments are those of copy_piece. Every process must call it."""
+    arguments are those of copy_own_rows. Every process must call it."""
     vector = is_vector(x.shape)
     # Gather columns, so that rows are whole, and vectors, which are small. Rows stay divided.
     placements: list[Placement] = []
@@ -147,10 +147,10 @@ def rows_to_write(model: GPT, name: str, x: DTensor, process: Process) -> tuple[
         placements.append(Replicate() if vector or placement.is_shard(1) else placement)
     x = x.redistribute(placements=placements)
     rows = held_rows(model, name, x)
-    values = x.to_local()
+    content = x.to_local()
     if vector:
         # one row (1, n); argsort inverts the order of tensor parallelism
-        values = values.view(1, -1)[:, rows.argsort().to(values.device)]
+        content = content.view(1, -1)[:, rows.argsort().to(content.device)]
         rows = torch.zeros(1, dtype=torch.int64)
 
     # If several processes hold the same rows, the first one writes: rank 0 along each dimension
@@ -161,24 +161,24 @@ def rows_to_write(model: GPT, name: str, x: DTensor, process: Process) -> tuple[
         if placement.is_replicate() and x.device_mesh.get_local_rank(dimension) > 0:
             is_writer = False
     if is_writer:
-        return rows, values
-    return rows[:0], values[:0]
+        return rows, content
+    return rows[:0], content[:0]
 
 
 def copy_state(
     model: GPT, optimizers: list[torch.optim.Optimizer], process: Process
-) -> tuple[dict[str, Piece], dict[str, dict[str, Piece]]]:
+) -> tuple[dict[str, OwnRows], dict[str, dict[str, OwnRows]]]:
     """Return copies of what this process writes of the weights and of the optimizer state, by the
     name of the parameter. They take as much memory again, on the host. Every process must call it
     where tensors are divided."""
-    weights: dict[str, Piece] = {}
+    weights: dict[str, OwnRows] = {}
     for name, x in model.state_dict().items():
-        weights[name] = copy_piece(model, name, x, process)
-    moments: dict[str, dict[str, Piece]] = {}
+        weights[name] = copy_own_rows(model, name, x, process)
+    states: dict[str, dict[str, OwnRows]] = {}
     # Before the first step there is no state, and PyTorch would create it by a step of its own.
     if optimizers and optimizers[0].state:
-        for name, values in optimizer_state(model, optimizers).items():
-            moments[name] = {}
-            for key, x in values.items():
-                moments[name][key] = copy_piece(model, name, x, process)
-    return weights, moments
+        for name, content in optimizer_state(model, optimizers).items():
+            states[name] = {}
+            for key, x in content.items():
+                states[name][key] = copy_own_rows(model, name, x, process)
+    return weights, states

@@ -33,28 +33,28 @@ from model.gpt import GPT, Block
 from utils.errors import UserError
 
 
-def stacked_layers(config: GPTConfig) -> dict[str, tuple[int, ...]]:
+def fused_layers(config: GPTConfig) -> dict[str, tuple[int, ...]]:
     """Return the layers of a block whose weight stacks several matrices, with the row counts of
     these: queries, keys and values in c_attn, gate and value of SwiGLU in c_fc."""
     kv_rows = config.kv_heads * config.head_size  # keys; values have as many
-    stacked: dict[str, tuple[int, ...]] = {"attn.c_attn": (config.n_embd, kv_rows, kv_rows)}
+    fused: dict[str, tuple[int, ...]] = {"attn.c_attn": (config.n_embd, kv_rows, kv_rows)}
     if config.is_gated:
-        stacked["mlp.c_fc"] = (config.inner, config.inner)
-    return stacked
+        fused["mlp.c_fc"] = (config.inner, config.inner)
+    return fused
 
 
-def group_size(model: GPT) -> int:
+def tensor_parallel_of(model: GPT) -> int:
     """Return the number of processes that share each block of a model, 1 without parallelize."""
     block = model.transformer.h[0]
     assert isinstance(block, Block)
     return model.config.n_head // block.attn.num_heads  # all heads / those of this process
 
 
-def row_order(split_sizes: tuple[int, ...], tensor_parallel: int) -> Tensor:
+def row_order(fused_rows: tuple[int, ...], tensor_parallel: int) -> Tensor:
     """Return the indices, int64 (rows,), of the rows of stacked matrices in the order in which
     `tensor_parallel` processes take equal parts of each matrix, one process after another.
-    `split_sizes` are the row counts of the matrices."""
-    matrices = torch.arange(sum(split_sizes)).split(split_sizes)  # row indices by matrix
+    `fused_rows` are the row counts of the matrices."""
+    matrices = torch.arange(sum(fused_rows)).split(fused_rows)  # row indices by matrix
     parts = [
         rows.view(tensor_parallel, -1) for rows in matrices
     ]  # (tensor_parallel, rows of a process) each
@@ -66,9 +66,9 @@ def model_rows(model: GPT, name: str, num_rows: int) -> Tensor:
     """Return the indices, int64 (num_rows,), that bring the rows of the parameter `name` from the
     order of the model, which checkpoints have, into that in which the processes hold them, one
     after another."""
-    for layer_name, split_sizes in stacked_layers(model.config).items():
+    for layer_name, fused_rows in fused_layers(model.config).items():
         if layer_name in name:  # weight and bias
-            return row_order(split_sizes, group_size(model))
+            return row_order(fused_rows, tensor_parallel_of(model))
     return torch.arange(num_rows)  # other layers keep the order of the model
 
 

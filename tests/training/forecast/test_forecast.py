@@ -22,7 +22,7 @@ RECIPES = ("gpt2", "speedrun", "llama,n_kv_head=2,n_inner=100")
 
 def need(recipe="gpt2", accumulation=2, world_size=1, per_machine=None, **changes):
     """Return the forecast of a small model on GPUs."""
-    shape = GPTConfig(n_layer=4, n_head=4, **parse_recipe(recipe).shape(256, 256, 300))
+    shape = GPTConfig(n_layer=4, n_head=4, **parse_recipe(recipe).model_fields(256, 256, 300))
     tokens = 16 * 256 * accumulation * world_size
     run = {"micro_batch_size": 16, "block_size": 256, "total_batch_size": tokens, **changes}
     hardware = Hardware(GPU, torch.bfloat16, 0, world_size, per_machine or world_size)
@@ -35,7 +35,7 @@ def need(recipe="gpt2", accumulation=2, world_size=1, per_machine=None, **change
 def test_weights_gradients_and_optimizer_are_the_bytes_of_their_tensors(name):
     name += ",normuon=0"
     recipe, forecast = parse_recipe(name), need(name)
-    model = GPT(GPTConfig(n_layer=4, n_head=4, **recipe.shape(256, 256, 300)))
+    model = GPT(GPTConfig(n_layer=4, n_head=4, **recipe.model_fields(256, 256, 300)))
     weights = list(model.parameters())
     for p in weights:
         p.grad = torch.ones_like(p)
@@ -138,14 +138,14 @@ def test_a_dry_run_says_which_loss_a_published_fit_expects_of_gpt2s_tokens(shard
 
 
 @pytest.mark.parametrize(
-    "device, dtype, memory, peak, fits",
+    "device, dtype, memory, peak_flops, fits",
     [
         ("h100", "bfloat16", 80, 989, "fits"),
         ("t4", "float16", 16, 65, "does not fit"),
     ],
 )
 def test_a_dry_run_forecasts_for_a_gpu_that_is_not_here(
-    tmp_path, device, dtype, memory, peak, fits
+    tmp_path, device, dtype, memory, peak_flops, fits
 ):
     args = ("--device", device, "--data_dir", tmp_path, "--model_type", "gpt2-large")
     out = dry_run(*args, "--micro_batch_size", 16)
@@ -155,8 +155,8 @@ def test_a_dry_run_forecasts_for_a_gpu_that_is_not_here(
     assert f"in all: {fits} {0.9 * memory:.2f} GB, 90% of {memory:.2f} GB free\n" in out
     flops, hours = re.search(r"(\S+) FLOPs .* ([\d.,]+) hours .*on 1 GPU and ", out).groups()
     hours = float(hours.replace(",", ""))
-    assert hours == pytest.approx(float(flops) / (0.4 * peak * 1e12) / 3600, rel=0.01)
-    assert f"40% MFU of {peak:,.0f} TFLOP/s" in out
+    assert hours == pytest.approx(float(flops) / (0.4 * peak_flops * 1e12) / 3600, rel=0.01)
+    assert f"40% MFU of {peak_flops:,.0f} TFLOP/s" in out
     # MFU leaves out what is computed again, and no peak of float32 is known
     again = dry_run(*args, "--micro_batch_size", 16, "--activation_checkpointing", "block")
     assert "at 33% MFU" in again
@@ -318,7 +318,7 @@ def test_a_dry_run_names_flags_where_a_run_does_not_fit_or_waits_for_the_network
     [
         ("--run_dir RUN", "holds the checkpoints of another run"),
         ("--data_dir SHARDS SHARDS", "names a folder twice"),
-        ("--init_from RUN --n_layer 3", "holds a model of another shape"),
+        ("--init_from RUN --n_layer 3", "holds a model of another architecture"),
         ("--resume RUN --max_steps 30 --init_from RUN", "does not hold the weights"),
         ("--hellaswag_every 1 --hellaswag_data README.md", "cannot score hellaswag"),
     ],

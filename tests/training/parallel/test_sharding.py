@@ -144,11 +144,11 @@ def write(*arguments):
     saves += 1
     if saves == 2 and os.environ["RANK"] == "1":
         raise OSError(28, "No space left on device")
-    write_pieces(*arguments)
+    write_own_rows(*arguments)
 
 saves = 0
-write_pieces = writer.write_pieces
-writer.write_pieces = write
+write_own_rows = writer.write_own_rows
+writer.write_own_rows = write
 train.main()
 """
 
