@@ -39,7 +39,7 @@ from training.parallel.data_parallel import clip_grad_norm, sync_gradients
 from training.run import Run, StepResult, reason_to_skip, seed_step, start_process
 from training.saver import Saver, finish_writing
 from training.schedule import set_learning_rates
-from training.start import InitialModel, digest, init_checksum, open_initial
+from training.start import InitialModel, crc32_of, init_checksum, open_initial
 from training.summary import agreed_model_config, note_recipe, print_summary
 from training.trial import halve_until_it_fits
 from utils import distributed
@@ -235,7 +235,7 @@ def checkpoint_entries(
             "checksum of --data_dir": train_data.stream.digest,
         },
         # the lowest loss counts among validations on the same tokens
-        "val_checksum": digest([val_data.stream.digest, options.val_tokens, val_data.weights]),
+        "val_checksum": crc32_of([val_data.stream.digest, options.val_tokens, val_data.weights]),
         "init_checksum": began_from,
     }
 

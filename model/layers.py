@@ -104,18 +104,18 @@ class KVCache:
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.length = 0  # tokens whose keys and values all layers have appended
-        # Tensors of `capacity` tokens, by the key that `append` gets: (layer, "k"), (layer, "v"),
+        # Tensors of `capacity` tokens, by the name that `append` gets: (layer, "k"), (layer, "v"),
         # and "tokens" for the token ids of n-gram embeddings.
         self.buffers: dict[object, Tensor] = {}
 
-    def append(self, key: object, x: Tensor, dim: int) -> Tensor:
-        """Store `x` of T new tokens, which lie along `dim`, under a key, and return what the cache
+    def append(self, name: object, x: Tensor, dim: int) -> Tensor:
+        """Store `x` of T new tokens, which lie along `dim`, under a name, and return what the cache
         holds under it of all S tokens so far, as a view."""
-        if key not in self.buffers:
+        if name not in self.buffers:
             shape = list(x.shape)
             shape[dim] = self.capacity
-            self.buffers[key] = x.new_empty(shape)
-        buffer = self.buffers[key]
+            self.buffers[name] = x.new_empty(shape)
+        buffer = self.buffers[name]
         num_new = x.size(dim)
         # narrow is a slice along `dim`; beyond the capacity it raises an error
         buffer.narrow(dim, self.length, num_new).copy_(x)

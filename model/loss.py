@@ -63,14 +63,14 @@ def chunk_rows(num_rows: int, max_rows: int) -> int:
 
 
 def cross_entropy_(
-    logits: Tensor, targets: Tensor, grad_scale: Tensor | None, vocab_size: int
+    logits: Tensor, targets: Tensor, token_weights: Tensor | None, vocab_size: int
 ) -> Tensor:
     """Return the cross-entropy (n,) in nats of logits (n, padded V) against targets (n,), and
     overwrite the logits with their gradient.
 
-    The gradient of token i is multiplied by `grad_scale[i]`, which is 0 for a target of -1; the
+    The gradient of token i is multiplied by `token_weights[i]`, which is 0 for a target of -1; the
     cross-entropy of such a token means nothing, and the caller multiplies it by 0. Without
-    `grad_scale` the logits stay.
+    `token_weights` the logits stay.
 
     It is written for the compiler, which makes two loops of it.
     """
@@ -86,15 +86,15 @@ def cross_entropy_(
     logsumexp = maximum + (x - maximum).exp().sum(-1, keepdim=True).log()
     target_logits = torch.where(is_target, x, 0.0).sum(-1)  # (n,)
     nats = logsumexp.squeeze(-1) - target_logits
-    if grad_scale is not None:  # None in validation
+    if token_weights is not None:  # None in validation
         # softmax(x) - one_hot(target)
         grad = (x - logsumexp).exp_().add_(is_target, alpha=-1)
-        logits.copy_(grad.mul_(grad_scale.unsqueeze(-1)))
+        logits.copy_(grad.mul_(token_weights.unsqueeze(-1)))
     return nats
 
 
 def cross_entropy_by_rows_(
-    logits: Tensor, targets: Tensor, grad_scale: Tensor | None, vocab_size: int
+    logits: Tensor, targets: Tensor, token_weights: Tensor | None, vocab_size: int
 ) -> Tensor:
     """Do what cross_entropy_ does, faster on a CPU and without the compiler: some rows at a time,
     in few operations, and by gather and scatter instead of a comparison of each target with every
@@ -111,11 +111,11 @@ def cross_entropy_by_rows_(
         # The softmax of the largest logit m is exp(m - logsumexp).
         logsumexp = x.amax(-1) - softmax.amax(-1).log()
         nats.append(logsumexp - x.gather(-1, target).squeeze(-1))
-        if grad_scale is not None:
+        if token_weights is not None:
             # softmax(x) - one_hot(target), in place of the softmax
             minus_one = torch.full_like(target, -1, dtype=softmax.dtype)
             grad = softmax.scatter_add_(-1, target, minus_one)
-            logits[rows] = grad.mul_(grad_scale[rows].unsqueeze(-1))
+            logits[rows] = grad.mul_(token_weights[rows].unsqueeze(-1))
     return torch.cat(nats)
 
 
@@ -142,14 +142,14 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         # every dtype below is explicit
         with torch.autocast(device_type, enabled=False):
             is_counted = targets >= 0  # (N,)
-            # `scale` is each token's share of the mean. In float16 the gradients of a mean over
-            # many tokens would round to 0: there `total` and the gradients belong to the sum, and
-            # the end of `forward` and the backward pass divide by ctx.divisor.
+            # `token_weights` is each token's share of the mean. In float16 the gradients of a mean
+            # over many tokens would round to 0: there `total` and the gradients belong to the sum,
+            # and the end of `forward` and the backward pass divide by ctx.divisor.
             num_counted = is_counted.sum()
             ctx.divisor = 1
             if dtype is torch.float16:
                 ctx.divisor = num_counted
-            scale = is_counted * ctx.divisor / num_counted  # (N,), 0 for a target of -1
+            token_weights = is_counted * ctx.divisor / num_counted  # (N,), 0 for a target of -1
 
             total = torch.zeros((), device=x.device)  # mean in nats, times the divisor
             low_x = x.to(dtype)
@@ -166,13 +166,13 @@ class ChunkedCrossEntropy(torch.autograd.Function):
                 chunk = slice(start, start + num_rows)
                 inputs = low_x[chunk]  # (n, C)
                 logits = torch.mm(inputs, low_weight.T, out=buffer[: len(inputs)])  # (n, padded V)
-                grad_scale = scale[chunk] if needs_grad else None
+                chunk_weights = token_weights[chunk] if needs_grad else None
                 if device_type == "cpu":  # also when compiled
                     cross_entropy = cross_entropy_by_rows_
                 else:
                     cross_entropy = head.cross_entropy_
-                nats = cross_entropy(logits, targets[chunk], grad_scale, head.vocab_size)  # (n,)
-                total += (nats * scale[chunk]).sum()
+                nats = cross_entropy(logits, targets[chunk], chunk_weights, head.vocab_size)  # (n,)
+                total += (nats * token_weights[chunk]).sum()
                 if needs_grad:
                     # `cross_entropy` has overwritten the logits with their gradient
                     torch.mm(logits, low_weight, out=grad_x[chunk])

@@ -59,7 +59,7 @@ def read_options(
     flags = expand_run_dir(command_line)  # ["--max_lr", "6e-4", ...]
     config_file = flag_value(flags, "config")
     if config_file is not None:
-        flags = expand_run_dir(to_flags(read_file(Path(config_file)))) + flags
+        flags = expand_run_dir(to_flags(read_options_file(Path(config_file)))) + flags
 
     checkpoint = None
     resume = flag_value(flags, "resume")  # a file, a folder, "auto", or None
@@ -133,7 +133,7 @@ def expand_run_dir(words: list[str]) -> list[str]:
     return ["--checkpoint_dir", f"{run_dir}/checkpoints"] + words
 
 
-def read_file(path: Path) -> dict:
+def read_options_file(path: Path) -> dict:
     """Return the options, by name, in a .toml file, or those of a run in its config.json. Raises
     UserError for a file of other content."""
     try:

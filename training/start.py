@@ -120,13 +120,13 @@ def open_initial_checkpoint(path: Path, checkpoint: Checkpoint, process: Process
     damaged file."""
     # Each process reads a part of the rows below, so all must have the same file; with --resume
     # FOLDER each machine picks one. The CRC-32 of its checksums identifies it.
-    if not process.all_equal(digest(checkpoint["checksums"])):
+    if not process.all_equal(crc32_of(checkpoint["checksums"])):
         raise UserError(DIFFERENT)
     model_config, weights = open_weights(path, checkpoint, process)
     return InitialModel(model_config, weights, checkpoint["tokenizer"], checkpoint)
 
 
-def digest(content: object) -> int:
+def crc32_of(content: object) -> int:
     """Return the CRC-32 of plain values, written as JSON: a number that processes can compare."""
     return zlib.crc32(json.dumps(content).encode())
 
@@ -143,7 +143,7 @@ def compare_processes(options: RunOptions, entries: Checkpoint, process: Process
     for name, value in {**entries, **options.to_dict()}.items():
         if not name.endswith(PER_MACHINE):
             common[name] = value
-    if not process.all_equal(digest(common)):
+    if not process.all_equal(crc32_of(common)):
         raise UserError(DIFFERENT)
 
 

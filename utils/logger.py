@@ -84,16 +84,18 @@ class Logger:
         if open_wandb is not None:
             self.wandb_run = self.call_wandb(open_wandb)  # None after an error
 
-    def log(self, row: dict, step: int) -> None:
+    def log(self, metrics: dict, step: int) -> None:
         """Write one row, which has its "split", and send its numbers to Weights & Biases."""
         if not self.is_main:
             return
-        self.metrics_file.write(to_json({"step": step, **row}) + "\n")
+        self.metrics_file.write(to_json({"step": step, **metrics}) + "\n")
         if self.wandb_run is None:
             return
-        split = row["split"]
+        split = metrics["split"]
         # keys such as "train/loss"; texts and an MFU of None are left out
-        numbers = {f"{split}/{name}": x for name, x in row.items() if isinstance(x, int | float)}
+        numbers = {
+            f"{split}/{name}": x for name, x in metrics.items() if isinstance(x, int | float)
+        }
         # "step" is a column, because wandb's own step only grows and would lose repeated steps
         self.call_wandb(self.wandb_run.log, {"step": step, **numbers})
 
@@ -107,18 +109,18 @@ class Logger:
             self.print(f"warning: the run goes on without Weights & Biases ({error!s:.200})")
             return None
 
-    def log_train(self, row: dict, step: int) -> None:
+    def log_train(self, metrics: dict, step: int) -> None:
         """Write a row of the split "train", after step `step`; show it on the progress bar, or as a
-        line at times. `row` has the figures of StepResult and those of StepTimer.stop."""
-        self.log({"split": "train", **row}, step)
+        line at times. `metrics` has those of StepResult and those of StepTimer.stop."""
+        self.log({"split": "train", **metrics}, step)
         if not self.is_main:
             return
-        text = f"loss {row['loss']:.4f}  {row['tokens_per_s']:,.0f} tok/s"
-        if "reward" in row:  # GRPO
-            text = f"reward {row['reward']:.4f}  {text}"
+        text = f"loss {metrics['loss']:.4f}  {metrics['tokens_per_s']:,.0f} tok/s"
+        if "reward" in metrics:  # GRPO
+            text = f"reward {metrics['reward']:.4f}  {text}"
         # None on CPUs, and on GPUs whose peak is not known
-        if row["mfu"]:
-            text += f"  mfu {row['mfu']:.1%}"
+        if metrics["mfu"]:
+            text += f"  mfu {metrics['mfu']:.1%}"
         if not self.bar.disable:
             if step >= self.forecast_step:
                 self.bar.bar_format = None  # tqdm's own, with the time left
@@ -131,26 +133,28 @@ class Logger:
         is_last = step == self.bar.total
         if is_last or now - self.last_line_seconds >= SECONDS_PER_LINE:
             self.last_line_seconds = now
-            details = f"lr {row['lr']:.2e}  norm {row['grad_norm']:.2f}  {row['ms']:,.0f} ms"
+            details = (
+                f"lr {metrics['lr']:.2e}  norm {metrics['grad_norm']:.2f}  {metrics['ms']:,.0f} ms"
+            )
             if step >= self.forecast_step:
                 # such as "1:23:45", at the speed of this step and without evaluations
-                left = tqdm.format_interval((self.bar.total - step) * row["ms"] / 1000)
+                left = tqdm.format_interval((self.bar.total - step) * metrics["ms"] / 1000)
                 details += f"  {left} left"
             self.print(f"step {step}/{self.bar.total}  {text}  {details}")
 
-    def log_scores(self, split: str, scores: dict[str, float], step: int) -> None:
+    def log_scores(self, split: str, metrics: dict[str, float], step: int) -> None:
         """Write and print the scores of a validation or a benchmark."""
-        self.log({"split": split, **scores}, step)
-        scores = dict(scores)  # a copy to pop from
+        self.log({"split": split, **metrics}, step)
+        metrics = dict(metrics)  # a copy to pop from
         text = split  # "hellaswag", or "held_out" of fine-tuning
         if split == "val":
-            text = f"validation loss {scores.pop('loss'):.4f}"
-            if "n" in scores:  # absent in fine-tuning
-                text += f" of {scores.pop('n'):,} tokens"
-            if "bits_per_byte" in scores:  # absent if shards lack the size of their text
-                text += f", {scores.pop('bits_per_byte'):.4f} bits per byte"
+            text = f"validation loss {metrics.pop('loss'):.4f}"
+            if "n" in metrics:  # absent in fine-tuning
+                text += f" of {metrics.pop('n'):,} tokens"
+            if "bits_per_byte" in metrics:  # absent if shards lack the size of their text
+                text += f", {metrics.pop('bits_per_byte'):.4f} bits per byte"
         # the scores of a benchmark, or loss_NAME for each of several validation corpora
-        for name, score in scores.items():
+        for name, score in metrics.items():
             text += f", {name} {score:.5g}"
         self.print(f"step {step}: {text}")
 
