@@ -118,7 +118,7 @@ def main() -> None:
                 if result.skip_reason is None:
                     run.logger.log_train(result.metrics | timer.stop(result.tokens), progress.step)
                 else:
-                    ids = train_data.step_ids(step, num_sequences, options.seed)
+                    ids = train_data.sequence_ids_of_step(step, num_sequences, options.seed)
                     run.logger.log_skip(result.skip_reason, ids.tolist(), progress.step)
                 saver.end_after_patience()  # UserError after 5 skipped steps in a row
                 if result.got_signal:  # on any process
@@ -231,11 +231,13 @@ def checkpoint_entries(
         "data_order": {
             "total_batch_size": options.total_batch_size,
             "seed": options.seed,
-            "weights of --data_dir": train_data.weights,
+            "weights of --data_dir": train_data.corpus_weights,
             "checksum of --data_dir": train_data.stream.digest,
         },
         # the lowest loss counts among validations on the same tokens
-        "val_checksum": crc32_of([val_data.stream.digest, options.val_tokens, val_data.weights]),
+        "val_checksum": crc32_of(
+            [val_data.stream.digest, options.val_tokens, val_data.corpus_weights]
+        ),
         "init_checksum": began_from,
     }
 

@@ -25,17 +25,17 @@ UNICODE_PIECES = (
 def byte_level(model: models.BPE, split: str = "gpt2") -> tokenizers.Tokenizer:
     """Return byte-level BPE whose tokens lie within the pieces that `split` ("gpt2" or "unicode")
     cuts a text into."""
-    engine = tokenizers.Tokenizer(model)
+    backend = tokenizers.Tokenizer(model)
     # `to_bytes` writes a text as characters that stand for its bytes (byte_characters). With
     # use_regex it first cuts the text by GPT-2's expression.
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split == "gpt2")
-    engine.pre_tokenizer = to_bytes
+    backend.pre_tokenizer = to_bytes
     if split == "unicode":
         # isolated: each match is a piece of its own, so that no character is dropped
         cut = pre_tokenizers.Split(tokenizers.Regex(UNICODE_PIECES), "isolated")
-        engine.pre_tokenizer = pre_tokenizers.Sequence([cut, to_bytes])
-    engine.decoder = decoders.ByteLevel()  # for other programs only
-    return engine
+        backend.pre_tokenizer = pre_tokenizers.Sequence([cut, to_bytes])
+    backend.decoder = decoders.ByteLevel()  # for other programs only
+    return backend
 
 
 def to_engine(tokenizer: Tokenizer) -> tokenizers.Tokenizer:
@@ -52,9 +52,9 @@ def to_engine(tokenizer: Tokenizer) -> tokenizers.Tokenizer:
         # OpenAI's file of them: a line with the version, then one pair a line.
         lines = read_file_cached(GPT2_MERGES).decode().splitlines()
         merges = [(left, right) for left, right in map(str.split, lines[1:])]
-    engine = byte_level(models.BPE(vocab, merges))
-    engine.add_special_tokens([END_OF_TEXT])  # gets the next id, which is tokenizer.eot
-    return engine
+    backend = byte_level(models.BPE(vocab, merges))
+    backend.add_special_tokens([END_OF_TEXT])  # gets the next id, which is tokenizer.eot
+    return backend
 
 
 def save_tokenizer(
@@ -65,7 +65,7 @@ def save_tokenizer(
         tokenizer_json = tokenizer.tokenizer_json
         special_tokens = {"eos_token": tokenizer.end_of_text, **tokenizer.template_tokens}
         if not tokenizer.chat_template:  # else the template needs the model's own
-            special_tokens["bos_token"] = tokenizer.engine.id_to_token(tokenizer.start_ids[0])
+            special_tokens["bos_token"] = tokenizer.backend.id_to_token(tokenizer.start_ids[0])
         if not tokenizer.end_ids:
             # End of text is a line break here. transformers drops special tokens from a text.
             special_tokens = {}

@@ -30,11 +30,11 @@ import utils.environment  # noqa: F401 (first: it says what to type without PyTo
 import numpy as np
 from tqdm import tqdm
 
-from data.manifest import Manifest, Settings, State
+from data.manifest import Manifest, ResumePoint, Settings
 from data.named_tokenizer import TOKENIZER_FILE, TOKENIZERS, Tokenizer
-from data.sharder import MIN_VAL_TOKENS, PIECES, Document, Sharder
+from data.sharder import HELD_OUT_SPANS, MIN_VAL_TOKENS, Document, Sharder
 from data.shards import MAX_BIN_TOKENS
-from data.source import Batch, Position, Source, join_reasons, list_files
+from data.source import RowBatch, Source, SourcePosition, join_reasons, list_files
 from data.tokenizer import FileTokenizer, NoEndOfText, load_tokenizer, read_tokenizer
 from utils.cli import start_script
 from utils.errors import UserError
@@ -138,18 +138,19 @@ def tokenize(tokenizer: Tokenizer, val_fraction: float, text: str) -> Document:
 
 
 def read_documents(
-    options: ShardOptions, source: Source, tokenizer: Tokenizer, state: State
+    options: ShardOptions, source: Source, tokenizer: Tokenizer, resume_point: ResumePoint
 ) -> Iterator[Document]:
     """Yield the documents of the source in order, from where an earlier run stopped, or from the
-    beginning on; threads tokenize them. `state` is that of the manifest, State() in a new one."""
+    beginning on; threads tokenize them. `resume_point` is the manifest's, ResumePoint() in a new
+    one."""
 
-    def tokenize_batch(batch: Batch, start: State) -> list[Document]:
-        """Return the documents of a batch from row `start.documents` on. Rows before it, and the
-        first `start.tokens` tokens of its own document, are done already."""
+    def tokenize_batch(batch: RowBatch, resume_point: ResumePoint) -> list[Document]:
+        """Return the documents of a batch from row `resume_point.documents` on. Rows before it, and
+        the first `resume_point.tokens` tokens of its own document, are done already."""
         documents: list[Document] = []
         for row, text in enumerate(batch.rows):
             # a Skipped row is only counted
-            if row >= start.documents and isinstance(text, str):
+            if row >= resume_point.documents and isinstance(text, str):
                 document = tokenize(tokenizer, options.val_fraction, text)
                 # from where a later run would read the document again
                 document.position = batch.position
@@ -157,7 +158,7 @@ def read_documents(
                 documents.append(document)
         batch.rows.clear()  # a text may be as large as memory
         if documents:
-            documents[0].num_written = start.tokens  # 0 after the first batch
+            documents[0].num_written = resume_point.tokens  # 0 after the first batch
         return documents
 
     # documents of each batch, in the order of the source
@@ -165,9 +166,9 @@ def read_documents(
     # threads, not processes: tokenizers release the interpreter lock, and nothing is copied
     workers = ThreadPoolExecutor(options.num_workers)
     try:
-        for batch in source.batches(state.source):
-            pending.append(workers.submit(tokenize_batch, batch, state))
-            state = State()  # nothing of the next batches is in the shards
+        for batch in source.batches(resume_point.source):
+            pending.append(workers.submit(tokenize_batch, batch, resume_point))
+            resume_point = ResumePoint()  # nothing of the next batches is in the shards
             # three batches a thread keep all threads busy, and memory small
             if len(pending) > 3 * options.num_workers:
                 yield from pending.popleft().result()  # waits for the oldest batch
@@ -203,9 +204,9 @@ def write_shards(
                 "--allow_loss"
             )
         bar.update(len(document.tokens) - document.num_written)
-        if not sharder.write(document):  # max_shards are full, and the state is saved
+        if not sharder.write(document):  # max_shards are full, and the resume_point is saved
             return False
-    sharder.save_state(Position(len(source.names)))  # after the last file
+    sharder.save_state(SourcePosition(len(source.names)))  # after the last file
     # Every byte of text that was read, by earlier runs too, is in the shards.
     num_bytes = sum(counts.bytes for counts in source.ledger.values())
     assert num_bytes == sum(sharder.manifest.bytes.values()), "text was lost"
@@ -301,7 +302,10 @@ def report(manifest: Manifest) -> None:
         share = manifest.lost_bytes / sum(manifest.bytes.values())
         print(f"lost: {share:.2%} of the bytes, which {manifest.tokenizer} does not give back")
     if manifest.held_out:  # hashes gave a split too little text, or none
-        print(f"validation: {PIECES} pieces, spread over the last text, or texts if that is short")
+        print(
+            f"validation: {HELD_OUT_SPANS} pieces, spread over the last text, or over several if "
+            "that is short"
+        )
 
 
 def main(options: ShardOptions) -> None:
@@ -314,13 +318,13 @@ def main(options: ShardOptions) -> None:
         # "books" for books.jsonl.gz; "." has no name
         name = Path(options.input[0]).name.split(".")[0] or "text"
     folder = options.local_dir or Path("data", name)
-    start = time.time()
+    start_seconds = time.time()
     try:
         manifest, num_new = prepare(options, folder)
     except KeyboardInterrupt:
         print("the same command continues after the last whole shard", file=sys.stderr)
         raise
-    seconds = time.time() - start
+    seconds = time.time() - start_seconds
     print(f"{folder}: {'complete' if manifest.complete else 'stopped at --max_shards'}")
     report(manifest)
     if num_new:

@@ -90,7 +90,7 @@ def wrap(
 ) -> "PreTrainedTokenizerFast":
     """Return transformers' tokenizer of a tokenizer.json, which renders dialogs and writes folders.
     It warns of texts longer than `block_size` tokens."""
-    from tokenizers import Tokenizer as Engine
+    from tokenizers import Tokenizer as Backend
     from transformers import PreTrainedTokenizerFast
 
     options: dict[str, Any] = dict(special_tokens)
@@ -98,7 +98,7 @@ def wrap(
     if pre_tokenizer.get("add_prefix_space"):
         options["add_prefix_space"] = True  # transformers 4 would switch it off otherwise
     return PreTrainedTokenizerFast(
-        tokenizer_object=Engine.from_str(tokenizer_json),
+        tokenizer_object=Backend.from_str(tokenizer_json),
         chat_template=chat_template,
         model_max_length=block_size,
         model_input_names=MODEL_INPUTS,

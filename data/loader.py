@@ -85,12 +85,12 @@ def permute(positions: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
 def epoch_order(positions: np.ndarray, n: int, seed: int) -> np.ndarray:
     """Return the ids (N,) of the sequences, of n in all, at positions (N,) of the data order, epoch
     after epoch."""
-    ids = np.empty_like(positions)
+    sequence_ids = np.empty_like(positions)
     epochs = positions // n  # (N,)
     for epoch in np.unique(epochs):  # a batch may reach into the next epoch
         in_epoch = epochs == epoch
-        ids[in_epoch] = permute(positions[in_epoch] % n, n, seed, int(epoch))
-    return ids
+        sequence_ids[in_epoch] = permute(positions[in_epoch] % n, n, seed, int(epoch))
+    return sequence_ids
 
 
 def step_sequences(step: int, batch: int, n: int, seed: int) -> np.ndarray:
@@ -124,7 +124,7 @@ class Sequences:
         """Return the tokens of a sequence, int64 (T + 1,), T = block_size."""
         start = sequence_id * self.block_size
         # + 1: the target of the last input, which is the first input of the next sequence
-        return self.stream.tokens(start, self.block_size + 1)
+        return self.stream.read(start, self.block_size + 1)
 
     def batch(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return inputs and targets, int64 (B, T) each, of the sequences `ids` (B,)."""
@@ -172,96 +172,99 @@ def parse_corpora(data_dir: Sequence[Path | str]) -> list[Corpus]:
     return [Corpus(corpus.folders, corpus.weight / total) for corpus in corpora]
 
 
-def assign_places(shares: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the corpus of each place in a period of P = sum(shares) places, and its rank, the
-    number of earlier places of the same corpus in the period; int64 (P,) each.
+def assign_places(places_per_period: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the corpus of each place in a period of P = sum(places_per_period) places, and its
+    turn, the number of earlier places of the same corpus in the period; int64 (P,) each.
 
     Take the period as one unit of time. A corpus with s places cuts it into s equal parts, and has
-    a place in the middle of each part, at (rank + 1/2) / s. All places in the order of time are the
-    period. With shares of 3 and 1 the times are 1/6, 3/6, 5/6 and 1/2: corpora 0, 0, 1, 0.
+    a place in the middle of each part, at (turn + 1/2) / s. All places in the order of time are the
+    period. With 3 and 1 places the times are 1/6, 3/6, 5/6 and 1/2: corpora 0, 0, 1, 0.
 
     At a time t a corpus has had t * s places, off by at most 1/2. So of the first n places it has
     n * s / P, off by at most (K - 1) / 2 with K corpora: 1/2 with two.
     """
-    corpus_ids = np.repeat(np.arange(len(shares)), shares)  # (P,), corpus by corpus
-    ranks = np.concatenate([np.arange(share) for share in shares])  # (P,)
-    times = (ranks + 0.5) / np.array(shares)[corpus_ids]
+    corpus_ids = np.repeat(
+        np.arange(len(places_per_period)), places_per_period
+    )  # (P,), corpus by corpus
+    turns = np.concatenate([np.arange(num_places) for num_places in places_per_period])  # (P,)
+    times = (turns + 0.5) / np.array(places_per_period)[corpus_ids]
     # stable: of equal times the first corpus comes first, on every machine
     by_time = np.argsort(times, kind="stable")
-    return corpus_ids[by_time], ranks[by_time]
+    return corpus_ids[by_time], turns[by_time]
 
 
 class Mixture:
     """The corpora of --data_dir, of one split, cut into sequences. Sequence ids count through the
     corpora one after the other. A position is one in the data order, a place the position within a
-    period, and a rank counts the earlier places of the same corpus in the period: of the corpora
+    period, and a turn counts the earlier places of the same corpus in the period: of the corpora
     a, a, b, a these are 0, 1, 0, 2. Raises UserError for a damaged folder, or for folders that
     cannot be read together."""
 
     def __init__(self, data_dir: Sequence[Path | str], split: str, block_size: int) -> None:
         corpora = parse_corpora(data_dir)
-        self.weights = [float(corpus.weight) for corpus in corpora]
+        self.corpus_weights = [float(corpus.weight) for corpus in corpora]
         """Share of each corpus in the positions; they add up to 1."""
-        self.parts: list[Sequences] = []
+        self.sequences_by_corpus: list[Sequences] = []
         """Sequences of each corpus."""
         all_folders: list[ShardFolder] = []
         for corpus in corpora:
             # only folders that have shards of the split; UserError if none has
             folders = open_folders(corpus.folders, split)
-            self.parts.append(Sequences(TokenStream(folders), block_size))
+            self.sequences_by_corpus.append(Sequences(TokenStream(folders), block_size))
             all_folders += folders
         self.stream = TokenStream(all_folders)
-        """All tokens, for their number, checksum and tokenizer. Batches read `parts`."""
+        """All tokens, for their number, checksum and tokenizer. Batches read
+        `sequences_by_corpus`."""
         # Folders without weights are one corpus, which is named after the first of them.
-        first_folders = [part.stream.folders[0] for part in self.parts]
+        first_folders = [sequences.stream.folders[0] for sequences in self.sequences_by_corpus]
         self.names = [folder.name for folder in first_folders]
         """Name of each corpus, for the log: loss_NAME."""
         if len(set(self.names)) < len(self.names):  # e.g. a/shards and b/shards
             self.names = [str(folder.path) for folder in first_folders]
-        sizes = [len(part) for part in self.parts]
+        sizes = [len(sequences) for sequences in self.sequences_by_corpus]
         self.starts = np.cumsum([0, *sizes])
         """Id of the first sequence of each corpus; last, the number of sequences."""
         # the smallest number of positions in which each corpus has a whole number of places
         self.period = math.lcm(*(corpus.weight.denominator for corpus in corpora))
         """Positions after which the places of the corpora repeat."""
-        self.shares = [int(corpus.weight * self.period) for corpus in corpora]
+        self.places_per_period = [int(corpus.weight * self.period) for corpus in corpora]
         """Places of each corpus in a period."""
         if self.period > LONGEST_PERIOD:
             raise UserError(
                 "data_dir: give weights of at most six digits, or whole numbers that add up to "
                 f"at most {LONGEST_PERIOD:,}"
             )
-        self.corpus_of_place, self.rank_of_place = assign_places(self.shares)
+        self.corpus_of_place, self.turn_of_place = assign_places(self.places_per_period)
 
-    def order(self, positions: np.ndarray, seed: int) -> np.ndarray:
+    def sequence_ids_at(self, positions: np.ndarray, seed: int) -> np.ndarray:
         """Return the ids (N,) of the sequences at positions (N,) of the data order."""
         # position 10 of periods of 4 is place 2 of period 2
         num_periods, place_ids = np.divmod(positions, self.period)  # (N,) each
-        ids = np.empty_like(positions)
-        for i, part in enumerate(self.parts):
+        sequence_ids = np.empty_like(positions)
+        for i, sequences in enumerate(self.sequences_by_corpus):
             chosen = self.corpus_of_place[place_ids] == i  # (N,) bool
-            # Positions in this corpus' own order: `shares[i]` for each earlier period, plus the
-            # rank within this period.
-            ranks = self.rank_of_place[place_ids[chosen]]
-            part_positions = num_periods[chosen] * self.shares[i] + ranks
+            # Positions in this corpus' own order: `places_per_period[i]` for each earlier period,
+            # plus the rank within this period.
+            turns = self.turn_of_place[place_ids[chosen]]
+            own_positions = num_periods[chosen] * self.places_per_period[i] + turns
             # each corpus shuffles its own sequences, whose ids count from 0
-            part_ids = epoch_order(part_positions, len(part), seed)
-            ids[chosen] = self.starts[i] + part_ids
-        return ids
+            own_ids = epoch_order(own_positions, len(sequences), seed)
+            sequence_ids[chosen] = self.starts[i] + own_ids
+        return sequence_ids
 
-    def step_ids(self, step: int, num_sequences: int, seed: int) -> np.ndarray:
+    def sequence_ids_of_step(self, step: int, num_sequences: int, seed: int) -> np.ndarray:
         """Return the ids (G,) of the G = `num_sequences` of a step, those of all processes; steps
         count from 0."""
-        return self.order(step * num_sequences + np.arange(num_sequences), seed)
+        return self.sequence_ids_at(step * num_sequences + np.arange(num_sequences), seed)
 
-    def batch(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return inputs and targets, int64 (B, T) each, of the sequences `ids` (B,)."""
+    def batch(self, sequence_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return inputs and targets, int64 (B, T) each, of sequences (B,)."""
         rows: list[np.ndarray] = []  # (T + 1,) each
-        for sequence_id in ids:
+        for sequence_id in sequence_ids:
             # ids of corpus i are [starts[i], starts[i + 1]): the last start not above the id
             corpus_id = np.searchsorted(self.starts, sequence_id, side="right") - 1
-            part_id = sequence_id - self.starts[corpus_id]
-            rows.append(self.parts[corpus_id].read(part_id))
+            own_id = sequence_id - self.starts[corpus_id]
+            rows.append(self.sequences_by_corpus[corpus_id].read(own_id))
         return shift(rows)
 
     @property
@@ -272,7 +275,7 @@ class Mixture:
         # .name, as some names are paths
         return ", ".join(
             f"{100 * weight:.4g} % of {Path(name).name}"
-            for weight, name in zip(self.weights, self.names, strict=True)
+            for weight, name in zip(self.corpus_weights, self.names, strict=True)
         )
 
     def describe_epochs(self, tokens: int) -> str:
@@ -280,8 +283,8 @@ class Mixture:
         they see most often, by name."""
         # tokens that the run draws from each corpus, over the tokens that the corpus has
         epochs = [
-            weight * tokens / len(part.stream)
-            for weight, part in zip(self.weights, self.parts, strict=True)
+            weight * tokens / len(sequences.stream)
+            for weight, sequences in zip(self.corpus_weights, self.sequences_by_corpus, strict=True)
         ]
         if len(epochs) == 1:
             return f"{epochs[0]:,.2f} epochs"
@@ -291,10 +294,10 @@ class Mixture:
 
 @dataclass(frozen=True)
 class Slicing:
-    """Division of a global batch of `batch` sequences into parts of the data and micro-steps."""
+    """Division of the sequences of an optimizer step into parts of the data and micro-steps."""
 
-    batch: int
-    """Sequences in an optimizer step, of all parts."""
+    sequences_per_step: int
+    """Sequences in an optimizer step, a global batch, of all parts."""
     micro_batch: int
     """Sequences in one forward and backward pass of a process."""
     data_rank: int
@@ -306,14 +309,15 @@ class Slicing:
     def micro_steps(self) -> int:
         """Number of forward and backward passes of a process in an optimizer step."""
         # config.py has refused a --total_batch_size that leaves a remainder
-        return self.batch // (self.micro_batch * self.data_parallel)
+        return self.sequences_per_step // (self.micro_batch * self.data_parallel)
 
-    def rank_ids(self, ids: np.ndarray) -> np.ndarray:
-        """Return this part's ids (micro_steps, micro_batch) of those of a global batch (batch,)."""
+    def own_sequence_ids(self, sequence_ids: np.ndarray) -> np.ndarray:
+        """Return this part's ids (micro_steps, micro_batch) of those of a step,
+        (sequences_per_step,)."""
         # Micro-step first, part second: micro-step i of all parts is sequences [i*B*W, (i+1)*B*W)
         # of the step, whatever the number of parts W and the micro-batch B.
-        shares = ids.reshape(self.micro_steps, self.data_parallel, self.micro_batch)
-        return shares[:, self.data_rank]
+        by_part = sequence_ids.reshape(self.micro_steps, self.data_parallel, self.micro_batch)
+        return by_part[:, self.data_rank]
 
 
 def train_batches(
@@ -323,8 +327,10 @@ def train_batches(
     step."""
     for step in steps:
         # every process computes the order of the whole step, and reads only its own sequences
-        for ids in slicing.rank_ids(data.step_ids(step, slicing.batch, seed)):
-            yield data.batch(ids)  # ids (B,) of a micro-step
+        for sequence_ids in slicing.own_sequence_ids(
+            data.sequence_ids_of_step(step, slicing.sequences_per_step, seed)
+        ):
+            yield data.batch(sequence_ids)  # (B,), of a micro-step
 
 
 def prefetch(items: Iterator) -> Iterator:

@@ -45,11 +45,12 @@ class ShardEntry:
 
 
 @dataclass
-class State:
+class ResumePoint:
     """Where the next run continues: in a document, after its first `tokens` tokens."""
 
     source: dict | None = None
-    """Position (data/source.py) of the document's batch, as JSON; None: the source's beginning."""
+    """SourcePosition (data/source.py) of the document's batch, as JSON; None: the source's
+    beginning."""
     documents: int = 0
     """Rows of the batch before the document."""
     tokens: int = 0
@@ -114,7 +115,7 @@ class Manifest(Settings):
     held_out: int = 0
     """Tokens of the last document, or of the last short ones, that are held out for validation. 0
     where hashes gave both splits enough, and where nothing is divided."""
-    state: State = field(default_factory=State)
+    state: ResumePoint = field(default_factory=ResumePoint)
 
 
 def read_manifest(folder: Path) -> Manifest | None:
@@ -130,7 +131,7 @@ def read_manifest(folder: Path) -> Manifest | None:
         content["shards"] = [ShardEntry(**entry) for entry in content["shards"]]
         ledger = content.get("ledger", {})
         content["ledger"] = {name: FileCounts(**counts) for name, counts in ledger.items()}
-        content["state"] = State(**content.get("state", {}))
+        content["state"] = ResumePoint(**content.get("state", {}))
         # Keys of other versions are dropped.
         names = {field.name for field in fields(Manifest)}
         return Manifest(**{name: content[name] for name in names & content.keys()})

@@ -1,9 +1,10 @@
 """Sharder: resumable writing of documents to the shards of a folder.
 
-The one idea: whenever a shard gets full, and at the end of the source, the manifest is saved
-with all that it takes to continue from this moment, its "state". A run that is killed later has
-written more than that; the next one cuts the open shards back to the state and writes the same
-tokens again. So the shards are those of a run that was never killed, whenever that happens.
+The one idea: whenever a shard gets full, and at the end of the source, the manifest is saved with
+all that it takes to continue from this moment, its "state", a ResumePoint. A run that is killed
+later has written more than that; the next one cuts the open shards back to that point and writes
+the same tokens again. So the shards are those of a run that was never killed, whenever that
+happens.
 
 Where the documents come from, and in which order, is decided in data/source.py.
 """
@@ -19,14 +20,14 @@ from pathlib import Path
 
 import numpy as np
 
-from data.manifest import Manifest, Settings, ShardEntry, State, read_manifest, write_manifest
+from data.manifest import Manifest, ResumePoint, Settings, ShardEntry, read_manifest, write_manifest
 from data.shards import Shard, bin_header, shard_paths
-from data.source import Position, Source
+from data.source import Source, SourcePosition
 from utils.errors import UserError
 from utils.files import atomic_write, replace_file
 
 # spans of the last text; where it is divided, validation gets the end of each span
-PIECES = 10
+HELD_OUT_SPANS = 10
 ADVICE = "give another folder or empty that one"
 MIN_VAL_TOKENS = 1_025  # a sequence of GPT-2's context, and the target of its last token
 
@@ -46,7 +47,7 @@ class Document:
     """Size of the text in UTF-8, before a normalizer of the tokenizer changes it."""
     lost_text: str = ""
     """Characters of the text that the tokens do not give back."""
-    position: Position = field(default_factory=Position)
+    position: SourcePosition = field(default_factory=SourcePosition)
     """Where to read its batch again (data/source.py)."""
     row: int = 0
     """Number of rows before it in the batch."""
@@ -57,13 +58,13 @@ class Document:
 
 
 def hold_out(document: Document, num_held_out: int) -> Document:
-    """Divide a document into train and validation tokens. The end of each of PIECES equal spans is
-    held out, so that both sides hold all parts of the text, as chapters in another language. What
-    stands before the text stands before every piece. `num_held_out`: tokens, at least 1, at most
-    half of the document's."""
+    """Divide a document into train and validation tokens. The end of each of HELD_OUT_SPANS equal
+    spans is held out, so that both sides hold all parts of the text, as chapters in another
+    language. What stands before the text stands before every piece. `num_held_out`: tokens, at
+    least 1, at most half of the document's."""
     start_ids, text_ids = np.split(document.tokens, [document.num_start])
-    # fewer tokens than PIECES are held out one by one, so that no piece is empty
-    num_pieces = min(PIECES, num_held_out)
+    # fewer tokens than HELD_OUT_SPANS are held out one by one, so that no piece is empty
+    num_pieces = min(HELD_OUT_SPANS, num_held_out)
     # tokens held out of each span; the division's remainder is trained on
     piece_size = num_held_out // num_pieces
     train: list[np.ndarray] = []  # start_ids and a piece in turn
@@ -108,7 +109,7 @@ class ShardWriter:
         tokens = np.fromfile(self.file, self.dtype, start)
         self.num_tokens = len(tokens)  # fewer than `start` in an older copy of the file
         self.checksum = zlib.crc32(tokens.tobytes())  # CRC-32 of all tokens
-        self.file.truncate()  # what the earlier run wrote after its last state
+        self.file.truncate()  # what the earlier run wrote after its last resume point
 
     def write_header(self) -> None:
         """Write the header of the tokens so far at the beginning of the file, in place of an
@@ -205,9 +206,9 @@ class Sharder:
         return self.max_shards is not None and self.num_full("train") >= self.max_shards
 
     def reopen(self) -> None:
-        """Open the unfinished shards after the tokens that the state counts. Those that `end` of an
-        earlier run has listed stay in the manifest until they are longer. Raise UserError if one
-        does not hold these tokens."""
+        """Open the unfinished shards after the tokens that its state counts. Those that
+        `end` of an earlier run has listed stay in the manifest until they are longer. Raise
+        UserError if one does not hold these tokens."""
         # Neither complete nor stopped: until `end`, training warns that the folder is not finished.
         self.manifest.stopped = False
         write_manifest(self.folder, self.manifest)
@@ -328,12 +329,12 @@ class Sharder:
                     return False
         return True
 
-    def save_state(self, position: Position, row: int = 0, num_written: int = 0) -> None:
+    def save_state(self, position: SourcePosition, row: int = 0, num_written: int = 0) -> None:
         """Save the manifest, to continue after `num_written` tokens of the document in a row of the
         batch at a position. Tokens of the open shards are on disk before it counts them."""
         # tokens of each open shard, by split; `sync` forces them to disk
         open_tokens = {split: writer.sync() for split, writer in self.writers.items()}
-        self.manifest.state = State(
+        self.manifest.state = ResumePoint(
             source=asdict(position),
             documents=row,
             tokens=num_written,

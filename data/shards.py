@@ -299,30 +299,30 @@ class TokenStream:
     def __len__(self) -> int:
         return self.starts[-1]
 
-    def tokens(self, start: int, length: int) -> np.ndarray:
+    def read(self, start: int, length: int) -> np.ndarray:
         """Return tokens [start, start + length), int64 (length,), across the borders of shards.
         Raises UserError for an id that the tokenizer does not have."""
         assert 0 <= start and start + length <= len(self)
-        pieces: list[np.ndarray] = []  # one from each shard in the range
+        tokens_by_shard: list[np.ndarray] = []  # one from each shard in the range
         # the last shard that begins at `start` or before
         index = np.searchsorted(self.starts, start, side="right") - 1
         while length > 0:
             shard = self.shards[index]
             # at most to the end of the shard, whose first read opens and checks the file
-            piece = shard.read(start - self.starts[index], length)
+            tokens = shard.read(start - self.starts[index], length)
             # On a GPU, an id beyond the embedding fails an assertion that names no file.
-            highest = piece.max(initial=0)  # initial: an empty shard has no maximum
+            highest = tokens.max(initial=0)  # initial: an empty shard has no maximum
             if highest >= self.vocab_size:
                 raise UserError(
                     f"{shard.path} holds token id {highest}, not one of the {self.vocab_size:,} of "
                     f"{self.tokenizer_identity}"
                 )
-            pieces.append(piece)  # uint16 or uint32
-            start += len(piece)
-            length -= len(piece)
+            tokens_by_shard.append(tokens)  # uint16 or uint32
+            start += len(tokens)
+            length -= len(tokens)
             index += 1
         # PyTorch's embedding and cross entropy take int64 (uint16 has hardly any operation there)
-        return np.concatenate(pieces).astype(np.int64)
+        return np.concatenate(tokens_by_shard).astype(np.int64)
 
     @property
     def bytes_per_token(self) -> float | None:

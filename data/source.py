@@ -26,8 +26,8 @@ from typing import IO, Any, NamedTuple
 from data.manifest import FileCounts
 from utils.errors import UserError
 
-# Rows in a batch. A manifest counts rows within a batch (State.documents): with a smaller number
-# a later run would continue at the wrong row.
+# Rows in a batch. A manifest counts rows within a batch (ResumePoint.documents): with a smaller
+# number a later run would continue at the wrong row.
 BATCH = 100
 IN_FOLDERS = (".parquet", ".jsonl", ".txt", ".py")  # other files are read only if named
 # Beginnings of the reasons that a sound file may have: "without text", "without a column 'text'".
@@ -48,7 +48,7 @@ NOT_UTF8 = Skipped("not UTF-8, or half of a surrogate pair")
 
 
 @dataclass
-class Position:
+class SourcePosition:
     """Place of a batch in the source, from which a later run continues; JSON in a manifest."""
 
     file: int = 0
@@ -62,10 +62,10 @@ class Position:
     """State that `datasets` saves of its stream; None at the beginning, and for files."""
 
 
-class Batch(NamedTuple):
+class RowBatch(NamedTuple):
     """Successive rows of a file or dataset, BATCH of them or fewer, and where the first one is."""
 
-    position: Position
+    position: SourcePosition
     rows: list[str | Skipped]
     """Text of each row, or why it has none."""
 
@@ -413,7 +413,7 @@ class Source:
             return list(self.sizes)[self.worker_index :: self.worker_count]
         return [self.dataset]
 
-    def ledger_at(self, position: Position) -> dict[str, FileCounts]:
+    def ledger_at(self, position: SourcePosition) -> dict[str, FileCounts]:
         """Return the ledger up to a position, for the manifest. Reading is ahead of it: batches
         wait for the tokenizer."""
         ledger = dict(islice(self.ledger.items(), position.file))
@@ -421,12 +421,13 @@ class Source:
             ledger[self.names[position.file]] = FileCounts(**position.counts)
         return ledger
 
-    def batches(self, start: dict | None = None) -> Iterator[Batch]:
-        """Yield batches of rows from the beginning or from `start` on, State.source of a manifest,
-        and warn of files that are not what they seem. Raises UserError for what cannot be read, and
-        at the end if nothing was a text; `datasets` itself retries downloads for some minutes."""
-        position = Position(**(start or {}))
-        read = self.read_file if self.sizes else self.read_dataset
+    def batches(self, resume_point: dict | None = None) -> Iterator[RowBatch]:
+        """Yield batches of rows from the beginning or from `resume_point` on, ResumePoint.source of
+        a manifest, and warn of files that are not what they seem. Raises UserError for what cannot
+        be read, and at the end if nothing was a text; `datasets` itself retries downloads for some
+        minutes."""
+        position = SourcePosition(**(resume_point or {}))
+        read = self.read_batches if self.sizes else self.read_dataset
         for index in range(position.file, len(self.names)):
             name = self.names[index]
             # The counts begin with the rows that an earlier run has sharded.
@@ -437,7 +438,7 @@ class Source:
                     # asdict makes a copy: counts of the rows before this batch
                     full = replace(batch.position, file=index, counts=asdict(counts))
                     count_rows(counts, batch.rows)
-                    yield Batch(full, batch.rows)
+                    yield RowBatch(full, batch.rows)
             except UserError:  # the message names the source already
                 raise
             except Exception as error:  # a reader's own error, without the file's name
@@ -447,24 +448,24 @@ class Source:
                 message = f"{name:.300} cannot be read {quote(error)}{advice}"
                 raise UserError(message) from error
             warn_if_suspect(name, counts)
-            position = Position()  # the next file is read from its beginning
+            position = SourcePosition()  # the next file is read from its beginning
         # The ledger has the texts of earlier runs, too: this run may have begun at the very end.
         if not any(counts.texts for counts in self.ledger.values()):
             names = " ".join(self.names) or "the input"  # a worker may have no file
             worker = f" for worker {self.worker_index}" if self.worker_count > 1 else ""
             raise UserError(f"{names:.300} holds no text{worker}")
 
-    def read_file(self, name: str, position: Position) -> Iterator[Batch]:
+    def read_batches(self, name: str, position: SourcePosition) -> Iterator[RowBatch]:
         """Yield the batches of a file from a position in it on; their own positions are empty."""
         # Most formats have no index of rows: earlier rows are read again and dropped.
         first_row = position.counts.get("rows", 0)
         rows_left = islice(read_texts(name, self.column), first_row, None)
         rows = list(islice(rows_left, BATCH))
         while rows:
-            yield Batch(Position(), rows)
+            yield RowBatch(SourcePosition(), rows)
             rows = list(islice(rows_left, BATCH))
 
-    def read_dataset(self, name: str, position: Position) -> Iterator[Batch]:
+    def read_dataset(self, name: str, position: SourcePosition) -> Iterator[RowBatch]:
         """Yield the batches of the hub's dataset, named `name`, from a position on; their own
         positions have `revision` and `stream` alone."""
         import datasets  # slow to import; only the hub needs these
@@ -495,5 +496,5 @@ class Source:
                 reason = without_column(self.column, columns).reason
                 raise UserError(f"{name} is {reason}; name the column of its texts")
             rows = [as_text(value) for value in columns[self.column]]
-            yield Batch(Position(revision=revision, stream=state), rows)
+            yield RowBatch(SourcePosition(revision=revision, stream=state), rows)
             state = stream.state_dict()  # where the next batch begins

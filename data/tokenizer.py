@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from tokenizers import Tokenizer as Engine
+from tokenizers import Tokenizer as Backend
 from tokenizers.decoders import Fuse
 from tokenizers.models import BPE
 from tokenizers.processors import TemplateProcessing
@@ -86,9 +86,9 @@ class FileTokenizer(Tokenizer):
         content = spec_fields[TOKENIZER_FILE]
         # Text again, for the library; ensure_ascii would write \u escapes in place of characters.
         self.tokenizer_json = json.dumps(content, ensure_ascii=False)
-        engine = make_engine(self.tokenizer_json)
-        self.engine = engine
-        self.bos_ids = find_bos_ids(engine)  # () if there is no BOS
+        backend = make_backend(self.tokenizer_json)
+        self.backend = backend
+        self.bos_ids = find_bos_ids(backend)  # () if there is no BOS
         self.end_of_text = spec_fields["eot"]  # the token; self.eot is its id
 
         # Two files with the same definition are the same tokenizer, wherever they lie.
@@ -98,10 +98,10 @@ class FileTokenizer(Tokenizer):
             # with another end of text, other tokens separate the documents
             self.identity = f"{self.name} with {self.end_of_text}"
 
-        vocab = engine.get_vocab()  # ids by token, added tokens included
+        vocab = backend.get_vocab()  # ids by token, added tokens included
         self.vocab_size = max(vocab.values()) + 1  # not len(vocab): ids may have gaps
         self.eot = vocab[self.end_of_text]
-        self.added_ids = set(engine.get_added_tokens_decoder())
+        self.added_ids = set(backend.get_added_tokens_decoder())
         """Ids of added tokens, which are not made of the pieces of the vocabulary: special tokens
         and others."""
 
@@ -115,7 +115,7 @@ class FileTokenizer(Tokenizer):
         """Id of the token that ends an answer of a chat."""
         # start_ids[0]: the model has learned that a document ends where the next one begins
         end_ids = [self.eot, self.turn_end, self.start_ids[0]]
-        self.text_ids = {self.eot} if has_characters_alone(engine) else set()
+        self.text_ids = {self.eot} if has_characters_alone(backend) else set()
         """The id of end of text in a vocabulary of characters: it separates documents, but is text,
         too, and ends no text."""
         self.end_ids = frozenset(end_ids + spec_fields["end_ids"]) - self.text_ids
@@ -150,19 +150,19 @@ class FileTokenizer(Tokenizer):
         return bytes_of_id
 
     @cached_property
-    def continuing_engine(self) -> Engine:
+    def continuing_engine(self) -> Backend:
         """The engine without what puts a space, or a mark for one, before a text."""
         # json.loads calls the hook for each object, however deep in a sequence of components
         content = json.loads(self.tokenizer_json, object_hook=without_prefix)
-        return make_engine(json.dumps(content))
+        return make_backend(json.dumps(content))
 
     def encode(self, text: str) -> np.ndarray:
-        return encode_with(self.engine, text)
+        return encode_with(self.backend, text)
 
     def encode_continuation(self, text: str) -> np.ndarray:
         return encode_with(self.continuing_engine, text)
 
-    def encode_dialog(self, text: str) -> list[int]:
+    def encode_with_special_tokens(self, text: str) -> list[int]:
         """Return the token ids of a text of `render`: a special token's name is this token."""
         return self.renderer.encode(text, add_special_tokens=False)
 
@@ -208,9 +208,9 @@ class FileTokenizer(Tokenizer):
             text = self.render([SYSTEM, QUESTION, ANSWER])
         after_answer = text.rpartition(ANSWER["content"])[2]  # e.g. "<|im_end|>\n"
         # white space may come before the special token, as in Llama 2's template
-        for token_id in self.encode_dialog(after_answer):
+        for token_id in self.encode_with_special_tokens(after_answer):
             if token_id in self.added_ids:
-                return str(self.engine.id_to_token(token_id))
+                return str(self.backend.id_to_token(token_id))
         return self.end_of_text
 
     def lost_text(self, text: str, ids: np.ndarray) -> str:
@@ -222,8 +222,8 @@ class FileTokenizer(Tokenizer):
         # What a normalizer does, such as lower-casing or composing characters, is intended and
         # counts as no loss. Other lost characters were dropped by a pre-tokenizer, such as white
         # space, or have no token.
-        if self.engine.normalizer is not None:
-            text = self.engine.normalizer.normalize_str(text)
+        if self.backend.normalizer is not None:
+            text = self.backend.normalizer.normalize_str(text)
         # The characters that `text` has more of. The difference of Counters ignores those that
         # `decoded` has more of, such as an added space.
         lost_counts = Counter(text.replace(SPACE, " ")) - Counter(decoded)
@@ -252,33 +252,33 @@ def count_tokens(spec: str) -> int:
     return tokenizer.vocab_size
 
 
-def make_engine(tokenizer_json: str) -> Engine:
+def make_backend(tokenizer_json: str) -> Backend:
     """Return the tokenizer of a tokenizer.json, without the truncation and padding that it may ask
     for, and with special tokens in a text read as text."""
-    engine = Engine.from_str(tokenizer_json)
-    engine.no_truncation()  # some files ask for 512 tokens
-    engine.no_padding()
-    engine.encode_special_tokens = True  # the library's name for "as text"
-    return engine
+    backend = Backend.from_str(tokenizer_json)
+    backend.no_truncation()  # some files ask for 512 tokens
+    backend.no_padding()
+    backend.encode_special_tokens = True  # the library's name for "as text"
+    return backend
 
 
-def encode_with(engine: Engine, text: str) -> np.ndarray:
+def encode_with(backend: Backend, text: str) -> np.ndarray:
     """Return the token ids of a text, uint32 (n,), without BOS."""
     # encode_batch_fast frees Python's interpreter lock, so that threads of data/fineweb-edu.py work
     # at once; encode does not
-    (encoding,) = engine.encode_batch_fast([text], add_special_tokens=False)
+    (encoding,) = backend.encode_batch_fast([text], add_special_tokens=False)
     return np.array(encoding.ids, np.uint32)
 
 
-def find_bos_ids(engine: Engine) -> tuple[int, ...]:
+def find_bos_ids(backend: Backend) -> tuple[int, ...]:
     """Return the ids that the post-processor of a tokenizer.json writes before a text.
 
     The library is asked, as several kinds of post-processors write them. A text that it has no
     token for would not tell what stands before and what after it.
     """
     # the probe, or else the first token that encodes to at least one id
-    for text in (PROBE, *engine.get_vocab()):
-        encoding = engine.encode(text)  # includes what the post-processor adds
+    for text in (PROBE, *backend.get_vocab()):
+        encoding = backend.encode(text)  # includes what the post-processor adds
         if 0 in encoding.sequence_ids:  # 0: from the text; None: from the post-processor
             return tuple(encoding.ids[: encoding.sequence_ids.index(0)])
     return ()  # no text has a token
@@ -316,17 +316,17 @@ def byte_characters() -> list[str]:
     return characters
 
 
-def definition_of(engine: Engine) -> dict:
+def definition_of(backend: Backend) -> dict:
     """Return the content of the tokenizer.json of an engine, from which this takes, in place, what
     it writes behind a text: no text is trained on with ids there. Raise ValueError for BPE dropout.
     """
-    bos_ids = find_bos_ids(engine)
-    bos_tokens = [engine.id_to_token(token_id) for token_id in bos_ids]
-    engine.post_processor = TemplateProcessing(
+    bos_ids = find_bos_ids(backend)
+    bos_tokens = [backend.id_to_token(token_id) for token_id in bos_ids]
+    backend.post_processor = TemplateProcessing(
         single=[*bos_tokens, "$A"],  # BOS, then the text
         special_tokens=list(zip(bos_tokens, bos_ids, strict=True)),
     )
-    content = json.loads(engine.to_str())
+    content = json.loads(backend.to_str())
     if content["model"].get("dropout"):
         raise ValueError("with dropout a text has other ids each time: set it to null")
     return content
@@ -355,32 +355,32 @@ class NoEndOfText(UserError):
     """Error of a tokenizer of which no token is known to end a text."""
 
 
-def has_characters_alone(engine: Engine) -> bool:
+def has_characters_alone(backend: Backend) -> bool:
     """Return True for a vocabulary like nanoGPT's of characters, which has no end of text."""
     # A pre-tokenizer may write bytes as characters.
-    return engine.pre_tokenizer is None and max(map(len, engine.get_vocab())) == 1
+    return backend.pre_tokenizer is None and max(map(len, backend.get_vocab())) == 1
 
 
-def usual_ends(engine: Engine) -> Iterable[str]:
+def usual_ends(backend: Backend) -> Iterable[str]:
     """Return what may be a tokenizer's end of text, the most telling first. In a vocabulary of
     characters a line break separates documents, or any other character where it has none."""
-    if has_characters_alone(engine):
-        return ("\n", *sorted(engine.get_vocab()))
+    if has_characters_alone(backend):
+        return ("\n", *sorted(backend.get_vocab()))
     return ENDS_OF_TEXT
 
 
-def find_end_of_text(path: Path, engine: Engine, candidates: Iterable[str | None]) -> str:
+def find_end_of_text(path: Path, backend: Backend, candidates: Iterable[str | None]) -> str:
     """Return the first candidate that is a token; raise NoEndOfText if none is."""
     for token in candidates:
-        if token is not None and engine.token_to_id(token) is not None:
+        if token is not None and backend.token_to_id(token) is not None:
             return token
     raise NoEndOfText(f"{path} has no token that ends a text")
 
 
-def make_spec(engine: Engine, end_of_text: str, model_tokens: ModelTokens) -> str:
+def make_spec(backend: Backend, end_of_text: str, model_tokens: ModelTokens) -> str:
     """Return the spec of a tokenizer and of what a model says of its tokens. Raise an error for a
     vocabulary or a chat template that cannot be used."""
-    content = definition_of(engine)
+    content = definition_of(backend)
     spec_fields = {  # read by FileTokenizer
         "eot": end_of_text,
         "turn_end": end_of_text,
@@ -391,7 +391,7 @@ def make_spec(engine: Engine, end_of_text: str, model_tokens: ModelTokens) -> st
     # shards, checkpoints and models of other projects agree. Only other ends of a text or a
     # template need the file.
     name = CHECKSUMS.get(definition_checksum(content))
-    eot = engine.token_to_id(end_of_text)
+    eot = backend.token_to_id(end_of_text)
     if name is not None and TOKENIZERS[name].eot == eot:
         if model_tokens.chat_template is None and set(model_tokens.end_ids) <= {eot}:
             return name
@@ -410,13 +410,13 @@ class PlainUnpickler(pickle.Unpickler):
         raise UserError(f"it holds a {module}.{name}, not only dicts, texts and numbers")
 
 
-def character_engine(path: Path) -> Engine:
+def character_backend(path: Path) -> Backend:
     """Return a tokenizer with the characters and ids of nanoGPT's meta.pkl."""
     with open(path, "rb") as file:
         ids_of_characters = PlainUnpickler(file).load()["stoi"]
-    engine = Engine(BPE(ids_of_characters, []))  # each character a token, as there are no merges
-    engine.decoder = Fuse()  # for other programs: no spaces between tokens
-    return engine
+    backend = Backend(BPE(ids_of_characters, []))  # each character a token, as there are no merges
+    backend.decoder = Fuse()  # for other programs: no spaces between tokens
+    return backend
 
 
 def read_tokenizer(path: Path, end_of_text: str | None = None) -> str:
@@ -425,11 +425,11 @@ def read_tokenizer(path: Path, end_of_text: str | None = None) -> str:
     """
     with reading(path, "a tokenizer that can be used"):
         if path.suffix == ".pkl":
-            engine = character_engine(path)
+            backend = character_backend(path)
         else:
-            engine = make_engine(path.read_text(encoding="utf-8"))
-        candidates = usual_ends(engine) if end_of_text is None else (end_of_text,)
-        return make_spec(engine, find_end_of_text(path, engine, candidates), ModelTokens())
+            backend = make_backend(path.read_text(encoding="utf-8"))
+        candidates = usual_ends(backend) if end_of_text is None else (end_of_text,)
+        return make_spec(backend, find_end_of_text(path, backend, candidates), ModelTokens())
 
 
 def pretrained_tokenizer(folder: Path, vocab_size: int) -> str:
@@ -451,19 +451,19 @@ def pretrained_tokenizer(folder: Path, vocab_size: int) -> str:
     with reading(folder, "a folder with a tokenizer that can be used"):
         probe_ids = None  # of the file as it stands
         if path.is_file():
-            engine = make_engine(path.read_text(encoding="utf-8"))
-            probe_ids = encode_with(engine, PROBE).tolist()
-            known_name = CHECKSUMS.get(definition_checksum(definition_of(engine)))
+            backend = make_backend(path.read_text(encoding="utf-8"))
+            probe_ids = encode_with(backend, PROBE).tolist()
+            known_name = CHECKSUMS.get(definition_checksum(definition_of(backend)))
             # transformers takes seconds to import: not for GPT-2's own folder
             if known_name is not None and says_no_more(folder, TOKENIZERS[known_name].eot):
                 return known_name
         tokenizer_json, model_tokens = read_folder(folder, vocab_size)
-        engine = make_engine(tokenizer_json)
+        backend = make_backend(tokenizer_json)
         # Some classes of transformers replace the pre-tokenizer or the normalizer of the file.
-        if probe_ids not in (None, encode_with(engine, PROBE).tolist()):
+        if probe_ids not in (None, encode_with(backend, PROBE).tolist()):
             print(f"warning: transformers gives a text other ids than {path}", file=sys.stderr)
-        candidates = (model_tokens.template_tokens.get("eos_token"), *usual_ends(engine))
-        spec = make_spec(engine, find_end_of_text(folder, engine, candidates), model_tokens)
+        candidates = (model_tokens.template_tokens.get("eos_token"), *usual_ends(backend))
+        spec = make_spec(backend, find_end_of_text(folder, backend, candidates), model_tokens)
         if spec not in TOKENIZERS:
             check_round_trip(FileTokenizer(json.loads(spec)))
         return spec

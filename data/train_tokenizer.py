@@ -70,19 +70,19 @@ def main(options: TokenizerOptions) -> None:
     # compressed ones give more text.
     share = options.sample_mb * 1e6 / max(1, sum(sizes.values()))
     # an untrained tokenizer: no tokens, no merges, but the rule that cuts a text into pieces
-    engine = byte_level(models.BPE(), options.split)
+    backend = byte_level(models.BPE(), options.split)
     trainer = trainers.BpeTrainer(
         vocab_size=options.vocab_size - 1,  # end of text is added below
         # all 256 bytes, whether they occur in the text or not
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    engine.train_from_iterator(read_pieces(source, share), trainer)
-    engine.add_special_tokens([END_OF_TEXT])  # the last id, as in GPT-2
+    backend.train_from_iterator(read_pieces(source, share), trainer)
+    backend.add_special_tokens([END_OF_TEXT])  # the last id, as in GPT-2
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(engine.to_str(), encoding="utf-8")
+    options.out.write_text(backend.to_str(), encoding="utf-8")
     # fewer than --vocab_size if the text has no more pairs to merge
-    print(f"{options.out}: {engine.get_vocab_size():,} tokens")
+    print(f"{options.out}: {backend.get_vocab_size():,} tokens")
 
 
 if __name__ == "__main__":

@@ -49,7 +49,7 @@ def check_shards(stream: TokenStream) -> None:
     for start in range(0, len(stream), CHUNK):
         # Reading is the check: it raises UserError for an id beyond the vocabulary, and for a
         # header that contradicts the size of its file.
-        stream.tokens(start, min(CHUNK, len(stream) - start))
+        stream.read(start, min(CHUNK, len(stream) - start))
 
 
 if __name__ == "__main__":

@@ -59,10 +59,10 @@ class Scorer:
     def corpus_scores(self, val: Mixture, tokens: int) -> dict[str, dict[str, float]]:
         """Return what validation_loss gives for each corpus of a split, by its name, and of several
         corpora last the "weighted mean"."""
-        scores = [self.validation_loss(part, tokens) for part in val.parts]
+        scores = [self.validation_loss(part, tokens) for part in val.sequences_by_corpus]
         corpora = dict(zip(val.names, scores, strict=True))
         if len(scores) > 1:
-            corpora["weighted mean"] = weighted_mean(scores, val.weights)
+            corpora["weighted mean"] = weighted_mean(scores, val.corpus_weights)
         return corpora
 
     @torch.no_grad()

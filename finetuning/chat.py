@@ -31,14 +31,14 @@ ROLES = {
 }
 
 
-def encode_dialog(
+def encode_with_special_tokens(
     messages: Messages, tokenizer: Tokenizer, open_turn: bool = False, tools: Tools = None
 ) -> list[int]:
     """Return the token ids of a dialog; `open_turn` begins an answer after it. Only a chat template
     writes `tools`."""
     if isinstance(tokenizer, FileTokenizer) and tokenizer.chat_template:
         # as one text, like transformers: many tokenizers encode the beginning of a text differently
-        return tokenizer.encode_dialog(tokenizer.render(messages, open_turn, tools))
+        return tokenizer.encode_with_special_tokens(tokenizer.render(messages, open_turn, tools))
     ids = list(tokenizer.start_ids)  # BOS or end of text, before the first turn
     for message in messages:
         # Role and content are encoded apart: a merge of ":" with a letter would give ids in
@@ -63,7 +63,7 @@ def encode_prompt(
         if prompt and not tokenizer.end_ids:  # a vocabulary of characters
             return tokenizer.encode(prompt).tolist()
         return tokenizer.encode_document(prompt).tolist()
-    return encode_dialog(as_messages(prompt), tokenizer, open_turn=True, tools=tools)
+    return encode_with_special_tokens(as_messages(prompt), tokenizer, open_turn=True, tools=tools)
 
 
 def texts_of(message: Message) -> list[str]:
@@ -92,7 +92,7 @@ def fit_history(
     of the context, fit after them."""
     longest_prompt = block_size - min(max_new_tokens, block_size // 2)  # in tokens
     while True:
-        prompt_ids = encode_dialog(messages, tokenizer, open_turn=True)
+        prompt_ids = encode_with_special_tokens(messages, tokenizer, open_turn=True)
         # the newest question stays, however long it is: sample.py refuses one beyond the context
         if len(prompt_ids) <= longest_prompt or len(messages) == 1:
             return prompt_ids

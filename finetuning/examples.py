@@ -23,8 +23,8 @@ from finetuning.chat import (
     Messages,
     Tools,
     as_messages,
-    encode_dialog,
     encode_prompt,
+    encode_with_special_tokens,
     texts_of,
 )
 from finetuning.template import find_answer, is_learned
@@ -57,7 +57,7 @@ class Example:
 def encode_messages(messages: Messages, tokenizer: Tokenizer, tools: Tools = None) -> Example:
     """Encode a dialog of which the assistant's turns count in the loss; raise ValueError where the
     chat template does not let one of them be learned."""
-    ids = encode_dialog(messages, tokenizer, tools=tools)
+    ids = encode_with_special_tokens(messages, tokenizer, tools=tools)
     loss_mask = np.zeros(len(ids), bool)
     for i, message in enumerate(messages):
         if is_learned(message):
@@ -84,7 +84,7 @@ def encode_completion(
         return Example.of_completion(prompt_ids, completion_ids)
     # Answers of earlier turns are part of the prompt here, and do not count in the loss.
     dialog = [*as_messages(prompt), {"role": "assistant", "content": completion}]
-    ids = encode_dialog(dialog, tokenizer, tools=tools)
+    ids = encode_with_special_tokens(dialog, tokenizer, tools=tools)
     answer = find_answer(dialog, len(dialog) - 1, ids, tokenizer, tools)
     return Example.of_completion(ids[: answer.start], ids[answer])
 

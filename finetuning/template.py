@@ -13,7 +13,7 @@ A row is refused if the template writes an answer in a way that cannot be learne
 
 from data.named_tokenizer import Tokenizer
 from data.tokenizer import FileTokenizer
-from finetuning.chat import Message, Messages, Tools, encode_dialog, texts_of
+from finetuning.chat import Message, Messages, Tools, encode_with_special_tokens, texts_of
 
 # fields of an answer that a template may write beside its content
 FIELDS = ("reasoning_content", "reasoning", "thinking", "tool_calls")
@@ -31,7 +31,7 @@ def find_answer(
     if the chat template does not let it be learned."""
     if not (isinstance(tokenizer, FileTokenizer) and tokenizer.chat_template):
         # the project's own format: end of text closes the answer, and is learned, too
-        start = len(encode_dialog(messages[:index], tokenizer, open_turn=True))
+        start = len(encode_with_special_tokens(messages[:index], tokenizer, open_turn=True))
         return slice(start, dialog_ids.index(tokenizer.eot, start) + 1)
 
     if index == 0:  # templates are not made for a prompt without any message
@@ -39,10 +39,10 @@ def find_answer(
     # the text of the dialog up to the answer, which sampling continues, and up to the answer's end
     prompt = tokenizer.render(messages[:index], open_turn=True, tools=tools)
     until_answer = tokenizer.render(messages[: index + 1], tools=tools)
-    prompt_ids = tokenizer.encode_dialog(prompt)
+    prompt_ids = tokenizer.encode_with_special_tokens(prompt)
     start = len(prompt_ids)  # place of the answer in dialog_ids
     # text after the end of an answer, such as a line break, is not sampled
-    turn_end = tokenizer.engine.id_to_token(tokenizer.turn_end)  # such as <|im_end|>
+    turn_end = tokenizer.backend.id_to_token(tokenizer.turn_end)  # such as <|im_end|>
     assert turn_end
     answer, end, _ = until_answer[len(prompt) :].partition(turn_end)
     if not end:  # a model would write on to the end of its context

@@ -46,7 +46,7 @@ class Evaluator:
         self, options: TrainOptions, model: GPT, val: Mixture, process: Process, dtype: torch.dtype
     ) -> None:
         self.options = options
-        self.val = val  # val.parts has the sequences of each corpus
+        self.val = val  # val.sequences_by_corpus has those of each
         self.intervals = {
             "eval": options.eval_every,
             "sample": options.sample_every,

@@ -13,7 +13,7 @@ import pytest
 from conftest import documents, environment, script, user_error, write_rows
 from pyarrow import parquet
 from tokenizers import Regex, models, normalizers, pre_tokenizers, trainers
-from tokenizers import Tokenizer as Engine
+from tokenizers import Tokenizer as Backend
 
 from data import sharder
 from data.manifest import read_manifest, write_manifest
@@ -111,11 +111,11 @@ def test_a_listed_shard_keeps_its_name_and_first_tokens_while_sharding_goes_on(
 ):
     shard(corpus, tmp_path, max_shards=2)
     before = TokenStream([open_folder(tmp_path, "val")])
-    tokens = before.tokens(0, len(before))
+    tokens = before.read(0, len(before))
 
     def check_then_write(*args):
         for stream in (before, TokenStream([open_folder(tmp_path, "val")])):
-            assert (stream.tokens(0, len(tokens)) == tokens).all()
+            assert (stream.read(0, len(tokens)) == tokens).all()
         write_manifest(*args)
 
     monkeypatch.setattr(sharder, "write_manifest", check_then_write)
@@ -328,13 +328,13 @@ def test_pieces_of_a_long_text_have_the_ids_of_the_whole(tmp_path, monkeypatch, 
     monkeypatch.setattr(fineweb_edu, "CONTEXT", 100)
     num_pieces = []
     for normalizer, pre_tokenizer in product(NORMALIZERS, PRE_TOKENIZERS):
-        engine = Engine(model)
-        engine.normalizer, engine.pre_tokenizer = normalizer, pre_tokenizer
+        backend = Backend(model)
+        backend.normalizer, backend.pre_tokenizer = normalizer, pre_tokenizer
         trainer = MODELS[model](
             vocab_size=300, special_tokens=["</s>", "<unk>"], show_progress=False
         )
-        engine.train_from_iterator(documents()[:10], trainer)
-        engine.save(str(tmp_path / "tokenizer.json"))
+        backend.train_from_iterator(documents()[:10], trainer)
+        backend.save(str(tmp_path / "tokenizer.json"))
         tokenizer = load_tokenizer(read_tokenizer(tmp_path / "tokenizer.json"))
         num_pieces.append(len(list(fineweb_edu.split_text(tokenizer, text))))
         document = fineweb_edu.tokenize(tokenizer, 0.5, text)

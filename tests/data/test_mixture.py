@@ -56,15 +56,17 @@ def test_shares_are_exact_and_each_corpus_runs_through_its_own_order(folders):
     mixture = Mixture(names, "train", 32)
     for start in (0, 2**55 // 10_000 * 10_000 + 7_000):
         positions = start + np.arange(10_000)
-        ids = mixture.order(positions, seed=3)
+        ids = mixture.sequence_ids_at(positions, seed=3)
         corpus = np.searchsorted(mixture.starts, ids, side="right") - 1
-        for i, (part, tenths) in enumerate(zip(mixture.parts, (7, 2, 1), strict=True)):
+        for i, (part, tenths) in enumerate(
+            zip(mixture.sequences_by_corpus, (7, 2, 1), strict=True)
+        ):
             part_ids = ids[corpus == i] - mixture.starts[i]
             part_positions = start * tenths // 10 + np.arange(1000 * tenths)
             assert (part_ids == epoch_order(part_positions, len(part), seed=3)).all()
             batch, expected = mixture.batch(ids[corpus == i][:5]), part.batch(part_ids[:5])
             assert (batch[0] == expected[0]).all()
-    tokens_of_c = len(mixture.parts[2].stream)
+    tokens_of_c = len(mixture.sequences_by_corpus[2].stream)
     assert mixture.describe_epochs(10 * tokens_of_c).startswith("1.00 epochs of c, the corpus seen")
     assert mixture.title == "70 % of a, 20 % of b, 10 % of c"
     with user_error("give weights of at most six digits"):
@@ -110,7 +112,7 @@ def test_a_stream_of_several_folders_needs_a_split_once_and_is_verified(folders,
     val, train = (Mixture(names, split, 32).stream for split in ("val", "train"))
     assert [folder.path for folder in val.folders] == names[1:] and len(train.folders) == 2
     assert val.bytes_per_token == Mixture(names[1:], "val", 32).stream.bytes_per_token
-    num_documents = (train.tokens(0, len(train)) == 256).sum()
+    num_documents = (train.read(0, len(train)) == 256).sum()
     assert train.bytes_per_token == (len(train) - num_documents) / len(train)
     config = verify.VerifyOptions(tuple(names))
     verify.main(config)

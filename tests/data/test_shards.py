@@ -105,13 +105,13 @@ def test_the_manifest_lists_the_shards_and_each_is_opened_when_it_is_first_read(
     opened = stream()
     assert len(opened) == 30 and opened.digest == digest
     write(tmp_path, "train", 0, range(12))  # longer, as the sharding went on
-    assert opened.tokens(0, 10).tolist() == list(range(10))
+    assert opened.read(0, 10).tolist() == list(range(10))
     with pytest.raises(FileNotFoundError, match="train_000001.npy"):
-        opened.tokens(5, 10)
+        opened.read(5, 10)
     write(tmp_path, "train", 1, range(10))
-    assert opened.tokens(5, 10).tolist() == [*range(5, 10), *range(5)]
+    assert opened.read(5, 10).tolist() == [*range(5, 10), *range(5)]
     with user_error("train_000002.npy is not as manifest.json lists it"):
-        opened.tokens(20, 5)
+        opened.read(20, 5)
     entries[0].sha256 = entries[1].sha256[::-1]
     assert stream().digest != digest
 
@@ -163,8 +163,8 @@ def test_folders_of_datatrove_are_streams_of_their_files(tmp_path, dtype):
     write_datatrove(tmp_path, "train_00002_unshuffled", [4, 50256], dtype=dtype)
     write_datatrove(tmp_path, "000_val", [5, 50256], dtype=dtype)
     train, val = (TokenStream([open_folder(tmp_path, split)]) for split in ("train", "val"))
-    assert train.tokens(1, 6).tolist() == [2, 50256, 3, 50256, 4, 50256]
-    assert len(train) == 7 and val.tokens(0, 2).tolist() == [5, 50256]
+    assert train.read(1, 6).tolist() == [2, 50256, 3, 50256, 4, 50256]
+    assert len(train) == 7 and val.read(0, 2).tolist() == [5, 50256]
     assert train.tokenizer == "gpt2" and train.bytes_per_token is None
 
 

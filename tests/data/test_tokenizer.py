@@ -15,7 +15,7 @@ from conftest import documents, train_options, user_error
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_fineweb_edu import fineweb_edu, shard
-from tokenizers import Tokenizer as Engine
+from tokenizers import Tokenizer as Backend
 from tokenizers import models, normalizers, pre_tokenizers, processors
 from transformers import AutoTokenizer
 
@@ -117,17 +117,17 @@ KINDS = {
 def trained(name, folder):
     """Train a tokenizer of KINDS on English; return the path of its tokenizer.json."""
     model, pre_tokenizer, normalizer = KINDS[name]
-    engine = Engine(model)
+    backend = Backend(model)
     if pre_tokenizer:
-        engine.pre_tokenizer = pre_tokenizer
-    engine.normalizer = normalizer
-    trainer = engine.model.get_trainer()
+        backend.pre_tokenizer = pre_tokenizer
+    backend.normalizer = normalizer
+    trainer = backend.model.get_trainer()
     trainer.special_tokens = ["</s>", "[UNK]", *EVERY_BYTE]
     trainer.vocab_size, trainer.show_progress = 700, False
     if pre_tokenizer is BYTE_LEVEL:
         trainer.initial_alphabet = pre_tokenizers.ByteLevel.alphabet()
-    engine.train_from_iterator(documents()[:50], trainer)
-    engine.save(str(folder / "tokenizer.json"))
+    backend.train_from_iterator(documents()[:50], trainer)
+    backend.save(str(folder / "tokenizer.json"))
     return folder / "tokenizer.json"
 
 
@@ -162,7 +162,7 @@ def test_text_is_lost_only_where_that_is_asked_for(tmp_path, capsys, name, decod
 @cache
 def engine_of(kind):
     with tempfile.TemporaryDirectory() as folder:
-        return Engine.from_file(str(trained(kind, Path(folder))))
+        return Backend.from_file(str(trained(kind, Path(folder))))
 
 
 @settings(max_examples=40, deadline=None)
@@ -175,15 +175,15 @@ def test_what_a_tokenizer_writes_before_a_text_stands_there_for_all_and_in_expor
     tmp_path_factory, kind, before, after
 ):
     """End of text where it writes nothing; what it writes behind a text, nobody writes."""
-    folder, engine, text = tmp_path_factory.mktemp("x"), engine_of(kind), "one of the"
-    special = [(token, engine.token_to_id(token)) for token in {*before, *after}]
+    folder, backend, text = tmp_path_factory.mktemp("x"), engine_of(kind), "one of the"
+    special = [(token, backend.token_to_id(token)) for token in {*before, *after}]
     single = [*before, "$A", *after]
     template = processors.TemplateProcessing(single=single, special_tokens=special)
-    engine.post_processor = template
+    backend.post_processor = template
     path = folder / "tokenizer.json"
-    engine.save(str(path))
+    backend.save(str(path))
     tokenizer = load_tokenizer(read_tokenizer(path))
-    bos = [engine.token_to_id(token) for token in before]
+    bos = [backend.token_to_id(token) for token in before]
     start, ids = bos or [tokenizer.eot], tokenizer.encode(text).tolist()
     document = fineweb_edu.tokenize(tokenizer, 0, text)
     writer = Writer(SimpleNamespace(config=GPTConfig()), tokenizer, SampleOptions())
@@ -226,12 +226,12 @@ def test_a_continuation_has_the_tokens_after_its_context_as_in_the_harness(
 ):
     tokens = ["!", "a", "\u2581", "c", "\u2581a", "ab", "</s>"]
     vocab = {token: i for i, token in enumerate([*tokens, "b"])}
-    engine = Engine(models.BPE(vocab, [("\u2581", "a"), ("a", "b")]))
-    engine.normalizer = normalizers.Sequence(marks)
-    engine.post_processor = processors.TemplateProcessing(
+    backend = Backend(models.BPE(vocab, [("\u2581", "a"), ("a", "b")]))
+    backend.normalizer = normalizers.Sequence(marks)
+    backend.post_processor = processors.TemplateProcessing(
         single=[*before, "$A"], special_tokens=[("!", 0)]
     )
-    engine.save(str(tmp_path / "t.json"))
+    backend.save(str(tmp_path / "t.json"))
     tokenizer = load_tokenizer(read_tokenizer(tmp_path / "t.json"))
     encode = BENCHMARKS["hellaswag"].encode
     (packed,) = pack([encode(Item(context, choices), tokenizer, 32)])
@@ -258,7 +258,7 @@ def test_end_of_text_is_part_of_a_tokenizer_and_another_one_is_refused(tmp_path,
     with user_error(r"with \[UNK\], the model takes those of .* with </s>"):
         evaluate.score_validation(config, scorer, tokenizer)
     with user_error(r"x takes tokens of .* with </s>, .* with \[UNK\]"):
-        start = SimpleNamespace(shape=GPTConfig(), tokenizer=folders[0].tokenizer)
+        start = SimpleNamespace(model_config=GPTConfig(), tokenizer=folders[0].tokenizer)
         agreed_model_config(train_options(init_from="x"), Recipe(), TokenStream(folders[1:]), start)
     shutil.copy(trained("NFKC, lower case", tmp_path), tmp_path / "a")
     with user_error(f"not the tokenizer of these .*, which have {file_name}"):
@@ -296,7 +296,7 @@ def test_ids_above_16_bits_pass_from_shards_to_training_and_fine_tuning(tmp_path
         manifest = shard(corpus, tmp_path / "out", tokenizer=str(path), max_shards=max_shards)
     assert manifest.vocab_size == 70_257
     stream = TokenStream([open_folder(tmp_path / "out", "train")])
-    characters = [chr(token - 70_000) for token in stream.tokens(0, len(stream))]
+    characters = [chr(token - 70_000) for token in stream.read(0, len(stream))]
     texts = "".join(characters).split("\u0100")
     assert texts == ["", *(text for text in documents() if text in texts)]
     example = encode_completion("a", "b", tokenizer, chat=False)
@@ -350,7 +350,7 @@ def test_only_the_whole_definition_gives_a_tokenizer_its_name(tmp_path_factory, 
     text = "e\u0301 12\r\nab 🙂"
     ids = tokenizer.encode(text).tolist()
     assert ids == AutoTokenizer.from_pretrained(folder)(text, add_special_tokens=False).input_ids
-    assert ids == Engine.from_file(str(path)).encode(text, add_special_tokens=False).ids
+    assert ids == Backend.from_file(str(path)).encode(text, add_special_tokens=False).ids
 
 
 def test_a_folder_says_what_transformers_says_of_it(tmp_path):

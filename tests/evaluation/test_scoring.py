@@ -174,7 +174,7 @@ def test_validation_is_the_mean_over_the_first_tokens_that_there_are_for_any_bat
     for num_tokens, num_sequences in ((3210, 3210 // 32), (10**9, len(val))):
         x, y = (torch.from_numpy(a) for a in val.batch(np.arange(num_sequences)))
         expected = F.cross_entropy(scorer.model(x).flatten(0, 1), y.flatten()).item()
-        ends = (val.stream.tokens(0, len(val.stream)) == 256).sum()
+        ends = (val.stream.read(0, len(val.stream)) == 256).sum()
         bits = expected / math.log(2) * len(val.stream) / (len(val.stream) - ends)
         scores = score(val, num_tokens)
         n = num_sequences * 32

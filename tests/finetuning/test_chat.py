@@ -11,7 +11,7 @@ import torch
 from conftest import user_error
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer as Engine
+from tokenizers import Tokenizer as Backend
 from tokenizers import models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -124,14 +124,14 @@ def test_a_file_without_rows_is_refused(tmp_path):
         read_jsonl(path, dict)
 
 
-def folder_with_tokenizer(folder, engine, template, **config):
+def folder_with_tokenizer(folder, backend, template, **config):
     """Write the files that a Hugging Face folder has of a tokenizer."""
-    engine.save(str(folder / "tokenizer.json"))
+    backend.save(str(folder / "tokenizer.json"))
     values = {"chat_template": template, "bos_token": "<s>", "eos_token": "</s>"}
     values["tokenizer_class"] = "PreTrainedTokenizerFast"
     (folder / "tokenizer_config.json").write_text(json.dumps(values))
     (folder / "config.json").write_text(json.dumps({"model_type": "gpt2", **config}))
-    return load_tokenizer(pretrained_tokenizer(folder, engine.get_vocab_size()))
+    return load_tokenizer(pretrained_tokenizer(folder, backend.get_vocab_size()))
 
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<s>", "</s>", "<|im_start|>", "<|im_end|>"]
@@ -146,16 +146,16 @@ def merging(characters, *merges):
 
 
 def byte_level_engine(*merges):
-    engine = byte_level(merging(byte_characters(), *merges))
-    engine.add_special_tokens(SPECIAL_TOKENS)
-    return engine
+    backend = byte_level(merging(byte_characters(), *merges))
+    backend.add_special_tokens(SPECIAL_TOKENS)
+    return backend
 
 
 def other_engine(model, pre_tokenizer, normalizer=None):
-    engine = Engine(model)
-    engine.normalizer, engine.pre_tokenizer = normalizer, pre_tokenizer
-    engine.add_special_tokens(SPECIAL_TOKENS)
-    return engine
+    backend = Backend(model)
+    backend.normalizer, backend.pre_tokenizer = normalizer, pre_tokenizer
+    backend.add_special_tokens(SPECIAL_TOKENS)
+    return backend
 
 
 # with a mark for a space, before a text, too, and merges of it and of ":" with "4"
@@ -177,12 +177,12 @@ PIECES = st.sampled_from([*'a4: \n"<', "<|im_end|>", "</think>"])
 
 
 @pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
-@pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES)
-def test_dialogs_have_the_text_and_ids_of_transformers_or_are_refused(tmp_path, engine, template):
+@pytest.mark.parametrize("backend", ENGINES.values(), ids=ENGINES)
+def test_dialogs_have_the_text_and_ids_of_transformers_or_are_refused(tmp_path, backend, template):
     """What is learned is what sampling has to write after the same ids."""
-    ours = folder_with_tokenizer(tmp_path, engine, template)
+    ours = folder_with_tokenizer(tmp_path, backend, template)
     theirs = PreTrainedTokenizerFast(
-        tokenizer_object=engine, chat_template=template, bos_token="<s>", eos_token="</s>"
+        tokenizer_object=backend, chat_template=template, bos_token="<s>", eos_token="</s>"
     )
 
     @settings(max_examples=15, deadline=None, derandomize=True)
@@ -207,7 +207,7 @@ def test_dialogs_have_the_text_and_ids_of_transformers_or_are_refused(tmp_path, 
                 return
         assert ours.render([message | {"weight": 1} for message in messages]) == whole
         ids = theirs.apply_chat_template(messages)["input_ids"]
-        assert ours.encode_dialog(whole) == ids
+        assert ours.encode_with_special_tokens(whole) == ids
         opened = theirs.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
         assert encode_prompt(messages, ours, chat=True) == opened
         try:
@@ -254,22 +254,22 @@ def test_an_answer_is_learned_whole_or_refused(tmp_path, template, roles, answer
             encoder.dialog({"messages": messages})
     else:
         example = encoder.dialog({"messages": messages})
-        learned = tokenizer.engine.decode(example.tokens[example.loss_mask], False)
+        learned = tokenizer.backend.decode(example.tokens[example.loss_mask], False)
         assert encode_completion("4", "4", tokenizer, True).tokens[-1] == tokenizer.turn_end
         assert learned.count("4<|im_end|>") == roles.count("a") - ("weight" in answer)
 
 
-@pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES)
-def test_no_token_spans_a_prompt_and_its_answer(tmp_path, engine):
+@pytest.mark.parametrize("backend", ENGINES.values(), ids=ENGINES)
+def test_no_token_spans_a_prompt_and_its_answer(tmp_path, backend):
     """In the project's own format and in plain text, whatever merges the tokenizer has."""
-    tokenizer = folder_with_tokenizer(tmp_path, engine, None)
+    tokenizer = folder_with_tokenizer(tmp_path, backend, None)
     for prompt, chat in (([*DIALOG, *QUESTION], True), ("2+3:", False)):
         prompt_ids = encode_prompt(prompt, tokenizer, chat)
         tokens = encode_completion(prompt, "44", tokenizer, chat).tokens.tolist()
         assert tokens[: len(prompt_ids)] == prompt_ids
         *answer, end = tokens[len(prompt_ids) :]
         assert end in tokenizer.end_ids
-        if engine is not ENGINES["words"]:
+        if backend is not ENGINES["words"]:
             assert decode_completion(answer, tokenizer, chat) == "44"
 
 
@@ -283,10 +283,10 @@ def test_no_token_spans_a_prompt_and_its_answer(tmp_path, engine):
     ],
 )
 def test_what_ends_an_answer_is_read_off_the_template(tmp_path, template, end):
-    engine = byte_level_engine()
-    tokenizer = folder_with_tokenizer(tmp_path, engine, TEMPLATES[template], eos_token_id=256)
+    backend = byte_level_engine()
+    tokenizer = folder_with_tokenizer(tmp_path, backend, TEMPLATES[template], eos_token_id=256)
     assert tokenizer.end_of_text == "</s>"
-    assert tokenizer.end_ids == {256, tokenizer.eot, engine.token_to_id(end)}
+    assert tokenizer.end_ids == {256, tokenizer.eot, backend.token_to_id(end)}
     assert len(tokenizer.encode(end)) == len(end)  # in a document it is text
     assert is_chat({}, pretrained_tokenizer(tmp_path, 261)) and not is_chat({}, "gpt2")
 

@@ -83,9 +83,9 @@ def test_the_example_of_a_model_card_runs(trained, tmp_path, is_chat):
         base = "/home/me/base/checkpoints/model_last.pt"
         saved["config"] |= {"init_from": base, "data": "/home/me/chat.jsonl"}
         rows = ["sft |", "| began from | base |", "| data | chat.jsonl |"]
-        engine = to_engine(load_tokenizer("bytes"))  # with a BOS token
-        engine.post_processor = processors.BertProcessing(("#", ord("#")), ("!", ord("!")))
-        engine.save(str(tmp_path / "tokenizer.json"))
+        backend = to_engine(load_tokenizer("bytes"))  # with a BOS token
+        backend.post_processor = processors.BertProcessing(("#", ord("#")), ("!", ord("!")))
+        backend.save(str(tmp_path / "tokenizer.json"))
         saved["tokenizer"] = read_tokenizer(tmp_path / "tokenizer.json")
     torch.save(saved, tmp_path / "model_best.pt")
     hf = tmp_path / "hf"
