@@ -59,19 +59,19 @@ def complete_questions(
     # Every TOKENS_PER_CHECK tokens, all_done asks all processes whether they are done. It raises
     # Stopped after a signal, so that a run ends within seconds.
     with autocast(process.device, dtype):
-        # A text has the `tokens` before its end and an `end_id`, None if max_new_tokens came first.
+        # each with the `tokens` before its end and an `end_id`, None if max_new_tokens came first
         end_ids = tokenizer.end_ids
-        texts = complete(model, prompts, end_ids, sampling, process.all_done, first_row)
+        generated = complete(model, prompts, end_ids, sampling, process.all_done, first_row)
     model.train()  # a training step may follow
     completions: list[Completion] = []
-    for question, text in zip(questions, texts, strict=True):
+    for question, answer in zip(questions, generated, strict=True):
         # GRPO teaches an answer to end, too. A completion that was cut has no end to learn.
-        ids = text.tokens if text.end_id is None else text.tokens + [text.end_id]
+        is_cut = answer.end_id is None
+        ids = answer.tokens if answer.end_id is None else answer.tokens + [answer.end_id]
         example = Example.of_completion(question.prompt_ids, ids)
         # the end, such as <|im_end|>, is no part of the text
-        decoded = decode_completion(text.tokens, tokenizer, encoder.chat)
-        is_cut = text.end_id is None
-        completions.append(Completion(question.row, decoded, example, is_cut))
+        text = decode_completion(answer.tokens, tokenizer, encoder.chat)
+        completions.append(Completion(question.row, text, example, is_cut))
     return completions
 
 

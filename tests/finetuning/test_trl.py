@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from record_trl import BLOCK_SIZE, FILE, PAD, POLICY, REFERENCE, SHAPE, filled
+from record_trl import BLOCK_SIZE, FILE, MODEL_FIELDS, PAD, POLICY, REFERENCE, filled
 
 from finetune import METHODS
 from finetuning.examples import Batch
@@ -22,7 +22,7 @@ TRL = json.loads(FILE.read_text())
 
 def make_model(phase, kind=GPT):
     """Return our GPT with the weights that record_trl.py gives the model of transformers."""
-    config = GPTConfig(block_size=BLOCK_SIZE, **SHAPE)
+    config = GPTConfig(block_size=BLOCK_SIZE, **MODEL_FIELDS)
     shapes = {name: x.shape for name, x in weights_to_hf(GPT(config).state_dict(), config).items()}
     if kind is RewardModel:
         shapes["score.weight"] = (1, config.n_embd)
@@ -38,7 +38,7 @@ def make_batch(recorded):
     idx = torch.tensor(recorded["input_ids"])
     targets = idx.masked_fill(torch.tensor(recorded["learned"]) == 0, -1).roll(-1, 1)
     targets[:, -1] = -1
-    return Batch(idx, targets, last=(idx != PAD).sum(1) - 1)
+    return Batch(idx, targets, last_columns=(idx != PAD).sum(1) - 1)
 
 
 def assert_close(ours, theirs):
