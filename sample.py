@@ -76,7 +76,7 @@ class Writer:
         prompt_ids = self.prompt_ids(prompt, history)
         heading = "" if options.chat else prompt  # an answer is shown without its question
         sampling = replace(options, seed=seed)
-        # One batch: row i draws its random numbers from (seed, i).
+        # One batch: sample i draws its random numbers from (seed, i).
         prompts = [prompt_ids] * options.num_samples
         completions: list[list[int]] = [[] for _ in prompts]  # token ids up to end of text
         has_ended = [False] * options.num_samples

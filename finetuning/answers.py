@@ -32,7 +32,7 @@ def score_questions(
 
     # a list of completions for each batch, in the order of the questions
     completions = scorer.process.map(answer, batched(questions, scorer.batch_size))
-    # the format is part of the protocol, as scores of chat and plain text differ
+    # the protocol names the format, as a model answers differently in a chat and in plain text
     text_format = "chat" if encoder.chat else "plain text"
     dump_rows: list[dict] = []
     for index, completion in enumerate(chain.from_iterable(completions)):

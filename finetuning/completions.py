@@ -48,11 +48,12 @@ def complete_questions(
     sampling: SamplingConfig,
     process: Process,
     dtype: torch.dtype,
-    first_row: int = 0,
+    first_index: int = 0,
 ) -> list[Completion]:
-    """Return a completion of each question; `dtype` is the autocast dtype of matmuls, `first_row`
-    that of `generate`. Every process must call it, with at least one question. Raises Stopped after
-    a signal."""
+    """Return a completion of each question; `dtype` is the autocast dtype of matmuls,
+    `first_index` the index of the first one in its step, from which its random numbers follow.
+    Every process must call it, with at least one question. Leaves the model in training mode.
+    Raises Stopped after a signal."""
     tokenizer = encoder.tokenizer
     prompts = [question.prompt_ids for question in questions]
     model.eval()
@@ -61,7 +62,7 @@ def complete_questions(
     with autocast(process.device, dtype):
         # each with the `tokens` before its end and an `end_id`, None if max_new_tokens came first
         end_ids = tokenizer.end_ids
-        generated = complete(model, prompts, end_ids, sampling, process.all_done, first_row)
+        generated = complete(model, prompts, end_ids, sampling, process.all_done, first_index)
     model.train()  # a training step may follow
     completions: list[Completion] = []
     for question, answer in zip(questions, generated, strict=True):
@@ -79,8 +80,8 @@ def decode_completion(
     ids: list[int], tokenizer: Tokenizer, chat: bool, keep_cut: bool = True
 ) -> str:
     """Return the text of a completion's ids; an answer of a `chat` loses the space after
-    "Assistant:". Sampling, rewards and scores call it alike. A last character that is cut becomes
-    U+FFFD with `keep_cut`, else it is left out."""
+    "Assistant:". Sampling, rewards and evaluate.py call it alike. A last character that is cut
+    becomes U+FFFD with `keep_cut`, else it is left out."""
     text, _ = codecs.utf_8_decode(tokenizer.decode_bytes(ids), "replace", keep_cut)
     # the project's own format writes "Assistant: 5", and the prompt ends with the colon
     if chat and not tokenizer.chat_template:

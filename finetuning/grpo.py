@@ -59,7 +59,7 @@ class GroupRelativePolicy(Method):
             # The random numbers of a completion depend on seed, step and index alone, so that any
             # number of processes samples the same.
             sampling = SamplingConfig(self.options.max_new_tokens, temperature=1.0, seed=seed)
-            return self.complete_and_reward(model, questions, sampling, first_row=indices[0])
+            return self.complete_and_reward(model, questions, sampling, first_index=indices[0])
 
         # those of the whole step, as a group can have completions from several processes
         indices = list(range(len(example_ids) * group_size))
@@ -73,7 +73,7 @@ class GroupRelativePolicy(Method):
         rewards_by_group = rewards.view(-1, group_size)  # (batch_size, group_size)
         advantages = group_advantages(rewards_by_group).flatten().tolist()
         for completion, advantage in zip(completions, advantages, strict=True):
-            completion.advantage = advantage
+            completion.advantage = advantage  # read by make_batch
         batches = [self.make_batch(micro_batch) for micro_batch in self.of_process(micro_batches)]
 
         # for samples.txt, the first group: its prompt, then reward and text of each completion
@@ -91,16 +91,16 @@ class GroupRelativePolicy(Method):
         return PreparedStep(batches, len(completions), metrics, sample)
 
     def complete_and_reward(
-        self, model: GPT, questions: list[Question], sampling: SamplingConfig, first_row: int = 0
+        self, model: GPT, questions: list[Question], sampling: SamplingConfig, first_index: int = 0
     ) -> list[Completion]:
         """Return a completion of each question, with its reward. Every process must call it."""
         completions = complete_questions(
-            model, questions, self.encoder, sampling, self.process, self.dtype, first_row
+            model, questions, self.encoder, sampling, self.process, self.dtype, first_index
         )
         with self.process.together():  # an error of one process ends the run on all
             rewards = self.reward_function(completions)
         for completion, reward in zip(completions, rewards, strict=True):
-            completion.reward = reward
+            completion.reward = reward  # read by prepare and held_out_sums
         return completions
 
     @torch.no_grad()

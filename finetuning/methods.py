@@ -66,6 +66,7 @@ class Method(ABC):
         # one example for each row, in the order of the file
         self.examples = read_examples(self.options.data, self.to_example)
         eval_data = self.options.eval_data
+        # finetune.py evaluates if there are any
         self.held_out = read_examples(eval_data, self.to_example) if eval_data else []
 
     @abstractmethod
@@ -111,7 +112,8 @@ class Method(ABC):
     @torch.no_grad()
     def evaluate(self, model: GPT) -> dict[str, float]:
         """Return the mean of each metric over the held-out examples, the same on every process.
-        Every process must call it; raises Stopped after a signal."""
+        Every process must call it; leaves the model in training mode, and raises Stopped after a
+        signal."""
         model.eval()
         divisor = self.divisor(self.held_out)
 

@@ -22,14 +22,17 @@ TRL = json.loads(FILE.read_text())
 
 def make_model(phase, kind=GPT):
     """Return our GPT with the weights that record_trl.py gives the model of transformers."""
-    config = GPTConfig(block_size=BLOCK_SIZE, **MODEL_FIELDS)
-    shapes = {name: x.shape for name, x in weights_to_hf(GPT(config).state_dict(), config).items()}
+    model_config = GPTConfig(block_size=BLOCK_SIZE, **MODEL_FIELDS)
+    shapes = {
+        name: x.shape
+        for name, x in weights_to_hf(GPT(model_config).state_dict(), model_config).items()
+    }
     if kind is RewardModel:
-        shapes["score.weight"] = (1, config.n_embd)
+        shapes["score.weight"] = (1, model_config.n_embd)
     weights = filled(shapes, phase)
     head = {"reward_head.weight": weights.pop("score.weight")} if kind is RewardModel else {}
-    model = kind(config)
-    model.load_state_dict(model_from_hf(GPT, weights, config).state_dict() | head)
+    model = kind(model_config)
+    model.load_state_dict(model_from_hf(GPT, weights, model_config).state_dict() | head)
     return model
 
 
