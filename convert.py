@@ -70,9 +70,9 @@ def export_checkpoint(checkpoint_path: Path, out: Path, is_for_nanogpt: bool) ->
     # float32 takes all bits of the weights; the default takes only their bfloat16 half.
     model, tokenizer_spec, checkpoint = open_model(path, float32=True)
     if is_for_nanogpt:
-        content = to_nanogpt(model)
+        nanogpt_checkpoint = to_nanogpt(model)
         with writing(out), atomic_write(out) as file:  # UserError where the disk is full
-            torch.save(content, file)
+            torch.save(nanogpt_checkpoint, file)
         return
     tokenizer = load_tokenizer(tokenizer_spec)
 
@@ -91,19 +91,19 @@ def export_checkpoint(checkpoint_path: Path, out: Path, is_for_nanogpt: bool) ->
 
     # options of the run that wrote the checkpoint, by the names of their flags
     options = checkpoint["config"]
-    origin = Path(options["init_from"] or "random weights")  # a path or a name of the hub
-    if origin.parent.name == "checkpoints":  # RUN/checkpoints/model_best.pt becomes RUN
-        origin = origin.resolve().parent.parent
-    # The template also reads fields of `shape` and entries of `checkpoint`, such as the step.
+    weights_from = Path(options["init_from"] or "random weights")  # a path or a name of the hub
+    if weights_from.parent.name == "checkpoints":  # RUN/checkpoints/model_best.pt becomes RUN
+        weights_from = weights_from.resolve().parent.parent
+    # The template also reads fields of `model_config` and entries of `checkpoint`, as the step.
     card = CARD.read_text(encoding="utf-8").format(
         name=out.name,
         num_parameters=model.num_parameters(),
-        shape=model.config,
+        model_config=model.config,
         tokenizer=tokenizer.name,
         checkpoint=checkpoint,
         # finetune.py's options have a method, train.py's a recipe, those of an import neither
         method=options.get("method") or options.get("recipe", "not recorded"),
-        origin=origin.name,  # readers of the card do not have the folder
+        weights_from=weights_from.name,  # readers of the card do not have the folder
         # train.py names its corpus, which may be a mixture; finetune.py reads one file
         data=checkpoint.get("corpus") or Path(options.get("data", "not recorded")).name,
         # best_loss is infinite before the first validation
@@ -115,41 +115,41 @@ def export_checkpoint(checkpoint_path: Path, out: Path, is_for_nanogpt: bool) ->
 
 
 def to_nanogpt(model: GPT) -> dict:
-    """Return the content of a ckpt.pt, float32, that nanoGPT's sample.py reads. Raises UserError
-    for an architecture that nanoGPT lacks.
+    """Return what nanoGPT's sample.py reads from a ckpt.pt, in float32. Raises UserError for an
+    architecture that nanoGPT lacks.
 
     nanoGPT computes the exact GELU, also where `model` computes the tanh approximation.
     """
-    options = model.config
+    model_config = model.config
     # The activation may be any GELU, with or without biases; nanoGPT's head is always tied.
-    misfits = differences(options, replace(nearest_gpt2(options), tied=True))
+    misfits = differences(model_config, replace(nearest_gpt2(model_config), tied=True))
     if misfits:
         raise UserError(f"nanoGPT has no model that differs from GPT-2 in {', '.join(misfits)}")
     weights = model.state_dict()  # parameter names are nanoGPT's
     # Drop the rows of padding, which nanoGPT would sample.
-    weights[EMBEDDING] = weights[EMBEDDING][: options.vocab_size]
+    weights[EMBEDDING] = weights[EMBEDDING][: model_config.vocab_size]
     weights[HEAD] = weights[EMBEDDING]  # tied: one tensor under both names
     # the fields of nanoGPT's GPTConfig
-    model_args = {name: getattr(options, name) for name in (*SIZED, "bias")}
+    model_args = {name: getattr(model_config, name) for name in (*SIZED, "bias")}
     return {"model": weights, "model_args": model_args}
 
 
-def import_model(name: str, out: Path) -> None:
+def import_model(model_name: str, out: Path) -> None:
     """Write a model (of another project) as a checkpoint, from which --init_from begins a run."""
-    # float32 takes all bits of the weights, also if `name` is a checkpoint of this project.
-    model, tokenizer_spec, _ = open_model(name, float32=True)
+    # float32 takes all bits of the weights, also if `model_name` is a checkpoint of this project.
+    model, tokenizer_spec, _ = open_model(model_name, float32=True)
     entries = {
         "script": "convert.py",  # so --resume, which continues a run, refuses the file
-        "config": {"init_from": name},
+        "config": {"init_from": model_name},
         "model_config": asdict(model.config),
         "tokenizer": tokenizer_spec,
         # step 0, with a run_id of its own: in its folder no run may write over the file
         **asdict(Progress()),
         "best_loss": math.inf,
     }
-    # All rows of the weights; `moments`, the optimizer state, is empty.
-    weights, moments = copy_state(model, [], ALONE)
-    save_checkpoint(out, weights, moments, entries)
+    # All rows of the weights; the optimizer state is empty, as there are no optimizers.
+    weights, optimizer_state = copy_state(model, [], ALONE)
+    save_checkpoint(out, weights, optimizer_state, entries)
 
 
 def main(options: ConvertOptions) -> None:

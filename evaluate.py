@@ -33,7 +33,7 @@ from evaluation.tasks import Benchmark, Result, TaskScores, evenly_spread, expon
 from evaluation.validation import Scorer
 from finetuning.answers import score_questions
 from finetuning.chat import is_chat
-from finetuning.examples import TextEncoder, read_jsonl
+from finetuning.examples import TextEncoder, read_examples
 from model.formats.checkpoint import find_checkpoint
 from model.inference import prepare_for_inference
 from utils import distributed
@@ -166,11 +166,11 @@ def score_question_file(
     """Ask the questions of a file, and return the share of exact answers."""
     # prompts are encoded as in fine-tuning, so that the model sees the tokens that it has learned
     encoder = TextEncoder(tokenizer, options.chat, scorer.model.config.block_size)
-    # Each row becomes a Question, with its prompt as ids. read_jsonl raises UserError for a row
+    # Each row becomes a Question, with its prompt as ids. read_examples raises UserError for a row
     # without an answer to compare with, or whose prompt leaves no room for max_new_tokens.
     encode = partial(encoder.question, max_new_tokens=options.max_new_tokens, has_answer=True)
     with scorer.process.together():  # one that cannot open the file must not leave the others
-        questions = evenly_spread(read_jsonl(path, encode), options.limit)
+        questions = evenly_spread(read_examples(path, encode), options.limit)
     return score_questions(path.stem, questions, encoder, options.max_new_tokens, scorer)
 
 

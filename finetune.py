@@ -344,7 +344,7 @@ def open_data(
     if options.method == "grpo":
         assert options.reward is not None  # FinetuneOptions demands it
         reward_function = load_reward_function(options.reward, encoder, process, run.dtype)
-    # reads and encodes the rows; dpo also rates them by the reference, and then frees it
+    # reads and encodes the rows; dpo also reads log-probabilities off the reference, and frees it
     method_class = METHODS[options.method]
     method = method_class(options, process, run.dtype, encoder, reference, reward_function)
     if encoder.num_cut:  # counted while rows are encoded

@@ -73,43 +73,44 @@ class Writer:
         Return the first sample, which is printed while it is generated; the others follow it.
         """
         options = self.options
-        prompt_ids = self.encode(prompt, history)
+        prompt_ids = self.prompt_ids(prompt, history)
         heading = "" if options.chat else prompt  # an answer is shown without its question
         sampling = replace(options, seed=seed)
-        # One batch: row i draws its random numbers from (seed, i).
+        # One batch: sample i draws its random numbers from (seed, i).
         prompts = [prompt_ids] * options.num_samples
-        texts: list[list[int]] = [[] for _ in prompts]  # token ids up to end of text
+        completions: list[list[int]] = [[] for _ in prompts]  # token ids up to end of text
         has_ended = [False] * options.num_samples
-        num_shown = 0  # tokens of the first text
+        num_shown = 0  # tokens of the first completion
         show(heading)
-        # `generate` yields the next token of each text, up to max_new_tokens times
+        # `generate` yields the next token of each completion, up to max_new_tokens times
         for token_ids in generate(self.model, prompts, sampling):  # (num_samples,)
             for i, token in enumerate(token_ids.tolist()):
                 has_ended[i] |= token in self.tokenizer.end_ids  # or the end of a turn
-                # The batch goes on until every text has ended, so that an ended text still gets
-                # tokens.
+                # The batch goes on until every completion has ended, so that an ended one still
+                # gets tokens.
                 if not has_ended[i]:
-                    texts[i].append(token)
+                    completions[i].append(token)
             # A character can span several tokens, and is U+FFFD until it is whole.
-            characters = self.decode(texts[0], num_shown, keep_cut=True)
+            characters = self.decode(completions[0], num_shown, keep_cut=True)
             if characters and not characters.endswith("\ufffd"):
                 show(characters)
-                num_shown = len(texts[0])
+                num_shown = len(completions[0])
             if all(has_ended):
                 break
-        show(f"{self.decode(texts[0], num_shown)}\n")
-        for text in texts[1:]:
-            show(f"\n{'-' * 80}\n{heading}{self.decode(text)}\n")
-        return self.decode(texts[0])
+        show(f"{self.decode(completions[0], num_shown)}\n")
+        for completion in completions[1:]:
+            show(f"\n{'-' * 80}\n{heading}{self.decode(completion)}\n")
+        return self.decode(completions[0])
 
     def decode(self, ids: list[int], start: int = 0, keep_cut: bool = False) -> str:
-        """Return the characters of a text from token number `start` on. A last character that is
-        cut is kept, as U+FFFD, in an answer, which is that of evaluate.py, or with `keep_cut`."""
+        """Return the characters of a completion from token number `start` on. A last character that
+        is cut is kept, as U+FFFD, in an answer, which is that of evaluate.py, or with
+        `keep_cut`."""
         chat = self.options.chat
-        # The space before an answer is left out at its start alone.
+        # The space before an answer is left out at its beginning alone.
         return decode_completion(ids[start:], self.tokenizer, chat and start == 0, chat or keep_cut)
 
-    def encode(self, prompt: str, history: Messages) -> list[int]:
+    def prompt_ids(self, prompt: str, history: Messages) -> list[int]:
         """Return the token ids to continue. Raises UserError for a prompt that is not UTF-8, or
         does not fit the context."""
         check_text(prompt, "the prompt")
@@ -117,7 +118,7 @@ class Writer:
         block_size = self.model.config.block_size
         if options.chat:
             messages = [*history, {"role": "user", "content": prompt}]
-            # The newest messages that fit with room for an answer; the last one is always kept.
+            # The newest messages that fit with room for an answer; the newest is always kept.
             prompt_ids = fit_history(messages, self.tokenizer, block_size, options.max_new_tokens)
         else:
             # BOS or end of text, then the prompt, as at the beginning of a document in the shards
@@ -133,7 +134,7 @@ class Writer:
         return prompt_ids
 
     def converse(self) -> None:
-        """Answer messages from the keyboard until /quit or Ctrl-D."""
+        """Answer questions from the keyboard until /quit or Ctrl-D."""
         with contextlib.suppress(ImportError):  # some Pythons are built without readline
             import readline  # noqa: F401  line editing and history for input()
         history: Messages = []  # questions and answers in turn
@@ -141,18 +142,18 @@ class Writer:
         show("say something; /new begins a new chat, /quit ends\n")
         while True:
             try:
-                line = input("> ")
-                if line.strip() in ("/quit", "quit", "exit"):
+                question = input("> ")
+                if question.strip() in ("/quit", "quit", "exit"):
                     return
-                if line.strip() == "/new":
+                if question.strip() == "/new":
                     history = []
-                elif line:
-                    answer = self.write(line, history, seed)
+                elif question:
+                    answer = self.write(question, history, seed)
                     # Appended after the answer: Ctrl-C or an error drops the question, too.
-                    history.append({"role": "user", "content": line})
+                    history.append({"role": "user", "content": question})
                     history.append({"role": "assistant", "content": answer})
                     seed += 1  # the same question gets another answer next time
-            except UserError as error:  # the message is too long, or no text
+            except UserError as error:  # the question is too long, or no text
                 show(f"{error}\n")
             except KeyboardInterrupt:  # Ctrl-C ends the answer, not the chat
                 show("\n")
@@ -161,7 +162,7 @@ class Writer:
 
 
 def show(text: str) -> None:
-    """Print a piece of a text at once, without a line break."""
+    """Print text at once, without a line break."""
     print(text, end="", flush=True)
 
 
@@ -169,9 +170,9 @@ def main(options: SampleOptions) -> None:
     device = pick_device(options.device)
     dtype = pick_dtype(options.dtype, device)
     # --model wins, as --checkpoint has a default.
-    name = options.model or options.checkpoint
+    model_name = options.model or options.checkpoint
     # bfloat16 matmuls need only the upper half of each weight: half the bytes to read.
-    model, tokenizer_spec, checkpoint = open_model(name, float32=dtype is not torch.bfloat16)
+    model, tokenizer_spec, checkpoint = open_model(model_name, float32=dtype is not torch.bfloat16)
     if options.chat and not is_chat(checkpoint, tokenizer_spec):
         print("note: this model has not learned to chat: finetune.py --method sft", file=sys.stderr)
     # In place: converts the weights to the layout or dtype that is fastest for one token at a time.
@@ -179,7 +180,7 @@ def main(options: SampleOptions) -> None:
 
     writer = Writer(model, load_tokenizer(tokenizer_spec), options)
     if isinstance(sys.stdin, io.TextIOWrapper):
-        # A byte that is no UTF-8 ends no conversation: Writer.encode refuses the text with it.
+        # A byte that is no UTF-8 ends no conversation: Writer.prompt_ids refuses the text with it.
         sys.stdin.reconfigure(errors="surrogateescape")
     prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
     with autocast(device, dtype):  # casts what prepare_for_inference has not

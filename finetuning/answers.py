@@ -20,23 +20,23 @@ def score_questions(
     max_new_tokens: int,
     scorer: Scorer,
 ) -> TaskScores:
-    """Return one result, the share of exact answers to the questions of the file `name`, and a row
-    for each question, for --dump. `scorer` has the model, its process and the batch size; processes
-    share the questions in batches, and all of them return the same."""
+    """Return one result, the share of exact answers to the questions of the file `name`, and a dump
+    row for each question, for --dump. `scorer` has the model, its process and the batch size;
+    processes share the questions in batches, and all of them return the same."""
     sampling = SamplingConfig(max_new_tokens, temperature=0)  # greedy
 
-    def answer(batch: list[Question]) -> list[Completion]:
+    def answer(some_questions: list[Question]) -> list[Completion]:
         return complete_questions(
-            scorer.model, batch, encoder, sampling, scorer.process, scorer.dtype
+            scorer.model, some_questions, encoder, sampling, scorer.process, scorer.dtype
         )
 
     # a list of completions for each batch, in the order of the questions
-    batches = scorer.process.map(answer, batched(questions, scorer.batch_size))
-    # the format is part of the protocol, as scores of chat and plain text differ
+    completions = scorer.process.map(answer, batched(questions, scorer.batch_size))
+    # the protocol names the format, as a model answers differently in a chat and in plain text
     text_format = "chat" if encoder.chat else "plain text"
-    rows: list[dict] = []
-    for index, completion in enumerate(chain.from_iterable(batches)):
-        row = {
+    dump_rows: list[dict] = []
+    for index, completion in enumerate(chain.from_iterable(completions)):
+        dump_row = {
             "task": name,
             "index": index,
             "prompt": completion.row["prompt"],
@@ -45,6 +45,6 @@ def score_questions(
             "cut": completion.is_cut,
             "exact": is_exact(completion),  # False if it was cut
         }
-        rows.append(row)
-    exact = [row["exact"] for row in rows]
-    return [mean_result(name, f"greedy, {text_format}", "exact match", exact)], rows
+        dump_rows.append(dump_row)
+    exact = [dump_row["exact"] for dump_row in dump_rows]
+    return [mean_result(name, f"greedy, {text_format}", "exact match", exact)], dump_rows

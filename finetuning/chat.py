@@ -59,7 +59,7 @@ def encode_prompt(
     `chat` false of the prompt's text as the beginning of a document; of characters alone, as in
     nanoGPT, with nothing before it."""
     if not chat:
-        assert isinstance(prompt, str)  # plain text has no turns
+        assert isinstance(prompt, str)  # TextEncoder.get_text refuses messages for plain text
         if prompt and not tokenizer.end_ids:  # a vocabulary of characters
             return tokenizer.encode(prompt).tolist()
         return tokenizer.encode_document(prompt).tolist()
@@ -67,13 +67,13 @@ def encode_prompt(
 
 
 def texts_of(message: Message) -> list[str]:
-    """Return the texts of a message: its content, or the parts of it, for chat templates alone, as
-    [{"type": "text", "text": "Hi"}]. Raise ValueError for parts that are no text, as images."""
+    """Return the texts of a message: its content, or the entries of it, for chat templates alone,
+    as [{"type": "text", "text": "Hi"}]. Raise ValueError for entries without text, as images."""
     if message.get("content") is None and message.get("tool_calls"):
         return []
     content = get_field(message, "content", str, list)
     if isinstance(content, list):
-        return [get_field(part, "text", str) for part in content]
+        return [get_field(entry, "text", str) for entry in content]
     return [content]
 
 

@@ -48,30 +48,31 @@ def complete_questions(
     sampling: SamplingConfig,
     process: Process,
     dtype: torch.dtype,
-    first_row: int = 0,
+    first_index: int = 0,
 ) -> list[Completion]:
-    """Return a completion of each question; `dtype` is the autocast dtype of matmuls, `first_row`
-    that of `generate`. Every process must call it, with at least one question. Raises Stopped after
-    a signal."""
+    """Return a completion of each question; `dtype` is the autocast dtype of matmuls,
+    `first_index` the index of the first one in its step, from which its random numbers follow.
+    Every process must call it, with at least one question. Leaves the model in training mode.
+    Raises Stopped after a signal."""
     tokenizer = encoder.tokenizer
     prompts = [question.prompt_ids for question in questions]
     model.eval()
     # Every TOKENS_PER_CHECK tokens, all_done asks all processes whether they are done. It raises
     # Stopped after a signal, so that a run ends within seconds.
     with autocast(process.device, dtype):
-        # A text has the `tokens` before its end and an `end_id`, None if max_new_tokens came first.
+        # each with the `tokens` before its end and an `end_id`, None if max_new_tokens came first
         end_ids = tokenizer.end_ids
-        texts = complete(model, prompts, end_ids, sampling, process.all_done, first_row)
+        generated = complete(model, prompts, end_ids, sampling, process.all_done, first_index)
     model.train()  # a training step may follow
     completions: list[Completion] = []
-    for question, text in zip(questions, texts, strict=True):
+    for question, answer in zip(questions, generated, strict=True):
         # GRPO teaches an answer to end, too. A completion that was cut has no end to learn.
-        ids = text.tokens if text.end_id is None else text.tokens + [text.end_id]
+        is_cut = answer.end_id is None
+        ids = answer.tokens if answer.end_id is None else answer.tokens + [answer.end_id]
         example = Example.of_completion(question.prompt_ids, ids)
         # the end, such as <|im_end|>, is no part of the text
-        decoded = decode_completion(text.tokens, tokenizer, encoder.chat)
-        is_cut = text.end_id is None
-        completions.append(Completion(question.row, decoded, example, is_cut))
+        text = decode_completion(answer.tokens, tokenizer, encoder.chat)
+        completions.append(Completion(question.row, text, example, is_cut))
     return completions
 
 
@@ -79,8 +80,8 @@ def decode_completion(
     ids: list[int], tokenizer: Tokenizer, chat: bool, keep_cut: bool = True
 ) -> str:
     """Return the text of a completion's ids; an answer of a `chat` loses the space after
-    "Assistant:". Sampling, rewards and scores call it alike. A last character that is cut becomes
-    U+FFFD with `keep_cut`, else it is left out."""
+    "Assistant:". Sampling, rewards and evaluate.py call it alike. A last character that is cut
+    becomes U+FFFD with `keep_cut`, else it is left out."""
     text, _ = codecs.utf_8_decode(tokenizer.decode_bytes(ids), "replace", keep_cut)
     # the project's own format writes "Assistant: 5", and the prompt ends with the colon
     if chat and not tokenizer.chat_template:

@@ -1,6 +1,6 @@
 """Rows of .jsonl files, in the formats of docs/FINETUNING.md, as examples and as batches of them.
 
-A row is a JSON object, an example what a method learns from it: a text as token ids, or two texts.
+A row is a JSON object, an example what a method learns from it: a sequence of tokens, or two.
 Not about how a dialog becomes token ids: see finetuning/chat.py.
 """
 
@@ -40,7 +40,7 @@ UNSUPPORTED = ("tools", "functions", "documents", "chat_template_kwargs", "image
 
 @dataclass(frozen=True, eq=False)
 class Example:
-    """A text of T tokens, some of which count in the loss."""
+    """A sequence of T tokens, some of which count in the loss."""
 
     tokens: np.ndarray
     """Token ids (T,), uint32."""
@@ -96,23 +96,23 @@ def read_lines(path: Path) -> list[tuple[int, str]]:
         lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeError) as error:
         raise UserError(f"{path} cannot be read: {error}") from error
-    return [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    return [(line_number, line) for line_number, line in enumerate(lines, 1) if line.strip()]
 
 
-def read_jsonl(path: Path, encode: Callable[[dict], Any]) -> list:
-    """Return what `encode` makes of each row of a .jsonl file, in their order; raise UserError with
-    file and line for a row that it raises for."""
+def read_examples(path: Path, to_example: Callable[[dict], Any]) -> list:
+    """Return what `to_example` makes of each row of a .jsonl file, in their order; raise UserError
+    with file and line for a row that it raises for."""
     examples = []
-    for number, line in read_lines(path):
+    for line_number, line in read_lines(path):
         row = None
         try:
             row = json.loads(line)
-            examples.append(encode(row))
+            examples.append(to_example(row))
         except Exception as error:  # a row can be wrong in any way
             reason = str(error)
             if not isinstance(row, dict):
                 reason = f"no JSON object, as each row is; train.py takes plain text ({error})"
-            raise UserError(f"{path}, line {number}: {reason}") from error
+            raise UserError(f"{path}, line {line_number}: {reason}") from error
     if not examples:
         raise UserError(f"{path} holds no rows; give one JSON object per line")
     return examples
@@ -221,15 +221,15 @@ class TextEncoder:
 
 @dataclass
 class Batch:
-    """B texts of up to T tokens, padded on the right; None in fields that a method does not need.
-    All tensors are on the device of the process."""
+    """B sequences of up to T tokens, padded on the right; None in fields that a method does not
+    need. All tensors are on the device of the process."""
 
     idx: Tensor
     """Token ids (B, T), int64."""
     targets: Tensor
     """Next token (B, T) of each token; NO_TARGET where it does not count in the loss."""
-    last: Tensor
-    """Column (B,) of the last token of each text, at which a reward is read."""
+    last_columns: Tensor
+    """Column (B,) of the last token of each sequence, at which a reward is read."""
     advantages: Tensor | None = None
     """grpo: advantage (B,) of each completion, float32."""
     ref_logprobs: Tensor | None = None
@@ -238,29 +238,29 @@ class Batch:
 
 
 def collate_padded(
-    texts: list[Example], block_size: int, process: Process, compiled: bool = False
+    examples: list[Example], block_size: int, process: Process, compiled: bool = False
 ) -> Batch:
-    """Return a batch of texts, each of at most `block_size` tokens. For a `compiled` model T is a
-    power of 2, or block_size, so that few shapes are compiled.
+    """Return a batch of examples, each of at most `block_size` tokens. For a `compiled` model T is
+    a power of 2, or block_size, so that few shapes are compiled.
 
-    The text "a b c", of which the first token does not count in the loss, becomes
+    The example "a b c", of which the first token does not count in the loss, becomes
 
-        idx  a  b  c  0  0        targets  b  c -1 -1 -1        last  2
+        idx  a  b  c  0  0        targets  b  c -1 -1 -1        last_columns  2
     """
-    lengths = np.array([len(text.tokens) for text in texts])  # (B,)
+    lengths = np.array([len(example.tokens) for example in examples])  # (B,)
     T = 8 * math.ceil(lengths.max() / 8)  # sizes that suit tensor cores
     if compiled:  # the next power of 2, as each T costs a compilation
         T = 1 << (T - 1).bit_length()
     T = min(T, block_size)  # the model has no further positions
-    # Padding is token 0. It needs no mask: attention is causal, so no token of a text sees what
+    # Padding is token 0. It needs no mask: attention is causal, so no token of an example sees what
     # stands on its right, and the loss leaves out what padding itself predicts.
-    idx = np.zeros((len(texts), T), np.int64)
-    targets = np.full((len(texts), T), NO_TARGET)
-    for b, text in enumerate(texts):
+    idx = np.zeros((len(examples), T), np.int64)
+    targets = np.full((len(examples), T), NO_TARGET)
+    for b, example in enumerate(examples):
         # The last token predicts nothing, but a reward model reads its value there.
-        idx[b, : lengths[b]] = text.tokens
+        idx[b, : lengths[b]] = example.tokens
         # columns whose next token counts in the loss: that token is their target
-        columns = np.flatnonzero(text.loss_mask[1:])
-        targets[b, columns] = text.tokens[columns + 1]
+        columns = np.flatnonzero(example.loss_mask[1:])
+        targets[b, columns] = example.tokens[columns + 1]
     arrays = (idx, targets, lengths - 1)  # in the order of the fields of Batch
     return Batch(*[process.copy_to_device(torch.from_numpy(array)) for array in arrays])

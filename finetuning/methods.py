@@ -5,7 +5,7 @@ A step takes `batch_size` examples, which all processes share. The loss of the s
 all of its targets, pairs or completions, whatever the number of micro-steps and processes. So a
 method returns the sum over one batch, and finetune.py divides it by the step's `divisor`.
 
-Shapes: B texts of a batch, T tokens of each with padding, N pairs, which are 2 N texts.
+Shapes: B sequences of a batch, T tokens of each with padding, N pairs, which are 2 N sequences.
 """
 
 from abc import ABC, abstractmethod
@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from evaluation.tasks import batched
-from finetuning.examples import Batch, Example, TextEncoder, collate_padded, read_jsonl
+from finetuning.examples import Batch, Example, TextEncoder, collate_padded, read_examples
 from finetuning.options import ResolvedFinetuneOptions
 from finetuning.rewards import RewardFunction, rewards_at_end
 from model.gpt import GPT
@@ -38,7 +38,7 @@ class PreparedStep:
     divisor: int
     """Targets (sft), pairs (dpo, reward) or completions (grpo) in the batches of all processes."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """Further values for the row of the log, means over the step; of grpo alone."""
+    """Further metrics to log, means over the step; of grpo alone."""
     sample: str | None = None
     """Text for samples.txt; of grpo alone."""
 
@@ -64,12 +64,13 @@ class Method(ABC):
 
     def __post_init__(self) -> None:
         # one example for each row, in the order of the file
-        self.examples = read_jsonl(self.options.data, self.encode)
+        self.examples = read_examples(self.options.data, self.to_example)
         eval_data = self.options.eval_data
-        self.held_out = read_jsonl(eval_data, self.encode) if eval_data else []
+        # finetune.py evaluates if there are any
+        self.held_out = read_examples(eval_data, self.to_example) if eval_data else []
 
     @abstractmethod
-    def encode(self, row: dict) -> object:
+    def to_example(self, row: dict) -> object:
         """Return the example of a row; raise ValueError for a row that it cannot learn from."""
 
     @abstractmethod
@@ -85,15 +86,15 @@ class Method(ABC):
     def prepare(self, model: GPT, step: int, example_ids: np.ndarray) -> PreparedStep:
         """Return the data of step number `step`, which takes the examples with the indices
         `example_ids` (batch_size,)."""
-        # every process collects the whole step, and makes batches of its share alone
+        # every process collects the whole step, and makes batches of its own micro-batches alone
         examples = [self.examples[i] for i in example_ids]
         micro_batches = self.of_process(self.micro_batches(examples))
-        batches = [self.batch(micro_batch) for micro_batch in micro_batches]
+        batches = [self.make_batch(micro_batch) for micro_batch in micro_batches]
         return PreparedStep(batches, self.divisor(examples))
 
     def micro_batches(self, examples: list) -> list[list]:
         """Return examples in lists of micro_batch_size, for all processes together: those of a step
-        (for grpo the places of its completions), or all that are to be rated."""
+        (for grpo the indices of its completions), or all that are evaluated."""
         return batched(examples, self.options.micro_batch_size)
 
     def of_process(self, micro_batches: list) -> list:
@@ -101,56 +102,57 @@ class Method(ABC):
         # micro-step i takes consecutive micro-batches, one for each process, as in pre-training
         return micro_batches[self.process.data_rank :: self.process.data_parallel]
 
-    def batch(self, texts: list) -> Batch:
-        """Return texts, an Example each, as a batch on the device. Methods with other examples
-        override this."""
+    def make_batch(self, examples: list) -> Batch:
+        """Return examples as a batch on the device. Methods whose examples are not of the class
+        Example override this."""
         return collate_padded(
-            texts, self.encoder.block_size, self.process, self.options.use_torch_compile
+            examples, self.encoder.block_size, self.process, self.options.use_torch_compile
         )
 
     @torch.no_grad()
     def evaluate(self, model: GPT) -> dict[str, float]:
         """Return the mean of each metric over the held-out examples, the same on every process.
-        Every process must call it; raises Stopped after a signal."""
+        Every process must call it; leaves the model in training mode, and raises Stopped after a
+        signal."""
         model.eval()
         divisor = self.divisor(self.held_out)
 
-        def rate(micro_batch: list) -> dict[str, float]:
+        def addends_of(micro_batch: list) -> dict[str, float]:
             """Return what a micro-batch adds to each mean."""
             with autocast(self.process.device, self.dtype):
                 sums = self.held_out_sums(model, micro_batch)
             return {name: (value / divisor).item() for name, value in sums.items()}
 
-        # Every process gets the ratings of all micro-batches in one order, so that all sums are
+        # Every process gets the addends of all micro-batches in one order, so that all sums are
         # equal.
-        ratings = self.process.map(rate, self.micro_batches(self.held_out))
+        addends = self.process.map(addends_of, self.micro_batches(self.held_out))
         model.train()
         means: dict[str, float] = {}
-        for rating in ratings:
-            for name, value in rating.items():
+        for addend in addends:
+            for name, value in addend.items():
                 means[name] = means.get(name, 0.0) + value
         return means
 
     def held_out_sums(self, model: GPT, examples: list) -> Sums:
         """Return the sums of the metrics of a micro-batch of held-out examples; grpo has others
         than in training."""
-        return self.metric_sums(model, self.batch(examples))
+        return self.metric_sums(model, self.make_batch(examples))
 
 
 class SupervisedTuning(Method):
     """Mean cross-entropy, in nats per token, of what the assistant says. An example is a dialog, or
     in plain text a prompt and a completion."""
 
-    def encode(self, row: dict) -> Example:
+    def to_example(self, row: dict) -> Example:
         return self.encoder.dialog(row)
 
     def micro_batches(self, dialogs: list[Example]) -> list[list[Example]]:
         """Return dialogs in micro-batches by their length: each then needs little padding."""
-        # no bias: the loss is a mean over the whole step, however its dialogs are grouped
+        # no bias: the loss is a mean over the whole step, however its dialogs are batched
         return super().micro_batches(sorted(dialogs, key=lambda dialog: len(dialog.tokens)))
 
     def divisor(self, dialogs: list[Example]) -> int:
-        # the first token of a text is not a target, as no token predicts it
+        # the first token of a dialog is not a target, as no token predicts it
         return sum(int(dialog.loss_mask[1:].sum()) for dialog in dialogs)
 
     def metric_sums(self, model: nn.Module, batch: Batch) -> Sums:
@@ -164,7 +166,7 @@ class SupervisedTuning(Method):
 
 @dataclass
 class Pair:
-    """A chosen and a rejected completion of a prompt, each a text that begins with the prompt."""
+    """A chosen and a rejected completion of a prompt, each after the tokens of the prompt."""
 
     chosen: Example
     rejected: Example
@@ -177,19 +179,19 @@ class RewardModeling(Method):
     """Reward model: of two completions the chosen one gets the higher reward (Ouyang et al. 2022,
     equation 1)."""
 
-    def encode(self, row: dict) -> Pair:
-        # the prompt is in both texts, and does not count in the loss
+    def to_example(self, row: dict) -> Pair:
+        # the prompt is in both examples, and does not count in the loss
         chosen = self.encoder.completion(row, "chosen")
         rejected = self.encoder.completion(row, "rejected")
         return Pair(chosen, rejected)
 
-    def batch(self, pairs: list[Pair]) -> Batch:
-        """Return the chosen texts of N pairs, then the rejected ones: 2 N texts."""
+    def make_batch(self, pairs: list[Pair]) -> Batch:
+        """Return the chosen sequences of N pairs, then the rejected ones: 2 N sequences."""
         # all in one forward pass: DDP expects one for each backward pass
         chosen = [pair.chosen for pair in pairs]
         rejected = [pair.rejected for pair in pairs]
-        batch = super().batch(chosen + rejected)
-        # (2,) for each pair; empty for reward, and for dpo while the reference rates the pairs
+        batch = super().make_batch(chosen + rejected)
+        # (2,) for each pair; empty for reward, and for dpo until reference_logprobs has run
         columns = [pair.ref_logprobs for pair in pairs if pair.ref_logprobs is not None]
         if columns:
             # order of the batch: chosen 0, chosen 1, ..., rejected 0, rejected 1, ...
@@ -197,7 +199,8 @@ class RewardModeling(Method):
         return batch
 
     def margin(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Return the reward of the chosen text of each pair less that of the rejected one, (N,)."""
+        """Return the reward of the chosen sequence of each pair less that of the rejected one,
+        (N,)."""
         chosen, rejected = rewards_at_end(model, batch).chunk(2)  # (N,) each
         return chosen - rejected
 
@@ -205,7 +208,7 @@ class RewardModeling(Method):
         margin = self.margin(model, batch)  # (N,)
         return {
             "margin": margin.sum(),
-            # Bradley-Terry: sigmoid(margin) is the probability that a human prefers the chosen text
+            # Bradley-Terry: sigmoid(margin) is the probability that a human prefers the chosen one
             "loss": -F.logsigmoid(margin).sum(),
             "accuracy": (margin > 0).float().sum(),  # a tie counts as wrong
         }
@@ -221,26 +224,26 @@ class DirectPreference(RewardModeling):
         # stop=None: a signal must not raise Stopped here, as only the loop of the run catches it.
         process = replace(self.process, stop=None)
         pairs: list[Pair] = self.examples + self.held_out
-        ratings = process.map(self.rate_by_reference, self.micro_batches(pairs))
+        logprobs = process.map(self.reference_logprobs, self.micro_batches(pairs))
         # cat joins the (N, 2) of all micro-batches: one row (2,) for each pair
-        for pair, logprobs in zip(pairs, torch.cat(ratings), strict=True):
-            pair.ref_logprobs = logprobs
+        for pair, ref_logprobs in zip(pairs, torch.cat(logprobs), strict=True):
+            pair.ref_logprobs = ref_logprobs
         self.reference = None  # frees its memory
 
-    def rate_by_reference(self, pairs: list[Pair]) -> Tensor:
-        """Return the log-probabilities (N, 2) of chosen and rejected texts of N pairs under the
-        reference model, in nats summed over the completion, on the CPU."""
-        assert self.reference  # finetune.py gives dpo one
-        batch = self.batch(pairs)
+    def reference_logprobs(self, pairs: list[Pair]) -> Tensor:
+        """Return the log-probabilities (N, 2) of chosen and rejected completions of N pairs under
+        the reference model, in nats, summed over tokens, on the CPU."""
+        assert self.reference  # open_data in finetune.py gives dpo one
+        batch = self.make_batch(pairs)
         with autocast(self.process.device, self.dtype):
             logprobs = token_logprobs(self.reference, batch).sum(1)  # (2 N,)
-        # The view is (2, N), as all chosen texts come first. On the CPU, as process.map sends the
-        # result to all processes.
+        # The view is (2, N), as all chosen sequences come first. On the CPU, as process.map sends
+        # the result to all processes.
         return logprobs.view(2, -1).T.cpu()
 
     def margin(self, model: nn.Module, batch: Batch) -> Tensor:
         logprobs = token_logprobs(model, batch).sum(1)  # (2 N,), sums over completions
-        assert batch.ref_logprobs is not None  # __post_init__ has computed them
+        assert batch.ref_logprobs is not None  # __post_init__ computes them, make_batch copies them
         # log ratio of policy and reference; times beta it is the implicit reward
         chosen, rejected = (logprobs - batch.ref_logprobs).chunk(2)  # (N,) each
         return self.options.beta * (chosen - rejected)

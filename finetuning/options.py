@@ -170,7 +170,7 @@ def resolve_options(
 
     # Learning rates after warmup: those of trl 1.16, whose 2e-5 for sft suits models of 1B
     # parameters. Small models need more.
-    rates = {
+    max_lrs = {
         "sft": min(3e-3, 2e-5 * math.sqrt(1e9 / num_parameters)),
         "dpo": 1e-6,
         "reward": 1e-4,
@@ -184,5 +184,5 @@ def resolve_options(
         micro_batch_size=micro_batch_size,
         max_steps=max_steps,
         warmup_steps=min(WARMUP_STEPS, max_steps // 10),  # as in pre-training
-        max_lr=rates[options.method],
+        max_lr=max_lrs[options.method],
     )

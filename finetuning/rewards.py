@@ -45,23 +45,24 @@ class RewardModel(GPT):
 
 
 def rewards_at_end(model: nn.Module, batch: Batch) -> Tensor:
-    """Return the rewards (B,) in float32 of whole texts by a RewardModel, read at the last token of
-    each."""
+    """Return the rewards (B,) in float32 of whole sequences by a RewardModel, read at the last
+    token of each."""
     # without targets the model returns its "logits": the reward of the text up to each token
     rewards = model(batch.idx).float().squeeze(-1)  # (B, T)
-    return rewards.gather(1, batch.last[:, None]).squeeze(1)
+    return rewards.gather(1, batch.last_columns[:, None]).squeeze(1)
 
 
 def import_file(path: Path) -> ModuleType:
     """Import a Python file as a module of its own folder: what it imports is found there first,
     also where this project has modules of these names (utils.py)."""
     spec = spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None  # of any .py file
+    # load_reward_function passes the name of a .py file, for which importlib has a loader
+    assert spec is not None and spec.loader is not None
     module = module_from_spec(spec)
     folder = str(path.resolve().parent)
     names = {module.name for module in iter_modules([folder])}
-    hidden = {name: sys.modules[name] for name in sys.modules if name.partition(".")[0] in names}
-    for name in hidden:
+    shadowed = {name: sys.modules[name] for name in sys.modules if name.partition(".")[0] in names}
+    for name in shadowed:
         del sys.modules[name]
     sys.modules[path.stem] = module  # a process pool finds the functions of a module by its name
     sys.path.insert(0, folder)
@@ -71,14 +72,14 @@ def import_file(path: Path) -> ModuleType:
         # last, for what the file imports later: this project needs its own modules, too
         sys.path.remove(folder)
         sys.path.append(folder)
-        sys.modules.update(hidden)
+        sys.modules.update(shadowed)
     return module
 
 
 def load_reward_function(
     name: str, encoder: TextEncoder, process: Process, dtype: torch.dtype
 ) -> RewardFunction:
-    """Return the function that rates completions by --reward `name`; `encoder` is that of their
+    """Return the function that rewards completions by --reward `name`; `encoder` is that of their
     prompts, `dtype` the autocast dtype of a reward model. Raise UserError for a name that is none
     of the three kinds, and for a reward model of other texts than those of this run."""
     if name == "exact":
@@ -91,7 +92,7 @@ def load_reward_function(
             function = getattr(import_file(Path(file)), function_name)
         except Exception as error:
             raise UserError(f"the reward {name} cannot be loaded: {error!r}") from error
-        return partial(rate_by_function, name, function)
+        return partial(rewards_by_function, name, function)
     path = find_checkpoint(name)
     if path is None:
         raise UserError(
@@ -103,7 +104,7 @@ def load_reward_function(
     # the checkpoint of another model.
     model, checkpoint = load_model(path, RewardModel, float32=True)
     tokenizer_spec = checkpoint["tokenizer"]
-    # With other tokens or turns the model would rate another text than was written.
+    # With other tokens or turns the model would reward another text than was written.
     has_same_text = (
         tokenizer_identity(tokenizer_spec) == encoder.tokenizer.identity
         and is_chat(checkpoint, tokenizer_spec) == encoder.chat
@@ -113,10 +114,12 @@ def load_reward_function(
             f"the reward model {name} has another tokenizer, another kind of text (chats or plain "
             "text), or a shorter context than this run"
         )
-    return partial(rate, model.to(process.device), process, dtype)
+    return partial(rewards_by_model, model.to(process.device), process, dtype)
 
 
-def rate_by_function(name: str, function: Callable, completions: list[Completion]) -> list[float]:
+def rewards_by_function(
+    name: str, function: Callable, completions: list[Completion]
+) -> list[float]:
     """Return the rewards of completions by a function of the user's, --reward `name`; raise
     UserError if it fails for one of them, or returns no finite number."""
     rewards: list[float] = []
@@ -138,7 +141,7 @@ def rate_by_function(name: str, function: Callable, completions: list[Completion
 
 
 @torch.no_grad()
-def rate(
+def rewards_by_model(
     model: GPT, process: Process, dtype: torch.dtype, completions: list[Completion]
 ) -> list[float]:
     """Return the rewards of completions by a reward model, in one forward pass."""

@@ -40,10 +40,10 @@ def find_answer(
     prompt = tokenizer.render(messages[:index], open_turn=True, tools=tools)
     until_answer = tokenizer.render(messages[: index + 1], tools=tools)
     prompt_ids = tokenizer.encode_with_special_tokens(prompt)
-    start = len(prompt_ids)  # place of the answer in dialog_ids
+    start = len(prompt_ids)  # index of the answer in dialog_ids
     # text after the end of an answer, such as a line break, is not sampled
     turn_end = tokenizer.backend.id_to_token(tokenizer.turn_end)  # such as <|im_end|>
-    assert turn_end
+    assert turn_end  # FileTokenizer takes the id of `turn_end` from its own vocabulary
     answer, end, _ = until_answer[len(prompt) :].partition(turn_end)
     if not end:  # a model would write on to the end of its context
         raise ValueError(

@@ -25,10 +25,10 @@ from config import (
 from model.config import GPTConfig
 from model.formats.checkpoint import (
     Checkpoint,
-    checkpoint_folder,
+    find_checkpoint_folder,
     find_newest,
     load_checkpoint,
-    run_position,
+    run_and_step,
 )
 from recipes import Recipe, parse_recipe
 from training.forecast.advice import choose_micro_batch
@@ -87,7 +87,7 @@ def read_options(
     options = replace(parse(options_class, flags), resume=resume, checkpoint_dir=checkpoint_dir)
     # --overwrite removes other checkpoints from the folder when the log is opened
     if options.overwrite and options.init_from:
-        weights_folder = checkpoint_folder(Path(options.init_from)).resolve()
+        weights_folder = find_checkpoint_folder(Path(options.init_from)).resolve()
         if weights_folder.is_relative_to(options.checkpoint_dir.resolve()):
             raise UserError(
                 "--overwrite would remove the weights of --init_from: give another --checkpoint_dir"
@@ -161,7 +161,7 @@ def find_resumed(options_class: type[Options], resume: str | None, flags: list[s
     path = Path(resume)
     if not path.is_dir():
         return path  # if the file is absent, load_checkpoint raises OSError
-    newest = find_newest(checkpoint_folder(path))
+    newest = find_newest(find_checkpoint_folder(path))
     if newest is None:
         raise UserError(f"--resume {resume}: the folder holds no checkpoint")
     return newest
@@ -174,7 +174,7 @@ def newest_of_branch(path: Path, folder: Path) -> Path:
     if newest is None or newest == path:
         return path
     # check_folders of training/run.py refuses the folder of another run.
-    if load_checkpoint(newest).get("parent") != run_position(load_checkpoint(path)):
+    if load_checkpoint(newest).get("parent") != run_and_step(load_checkpoint(path)):
         return path
     if is_main_process():
         print(f"{folder} holds this branch of {path} already, which goes on")

@@ -32,7 +32,7 @@ from model.formats.checkpoint import (
     load_checkpoint,
     newest_first,
     reading_checkpoint,
-    run_position,
+    run_and_step,
     verify,
 )
 from model.gpt import GPT
@@ -86,7 +86,7 @@ class Progress:
     run_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     """Name of the run, which a resumed run keeps."""
     parent: dict | None = None
-    """run_position of the checkpoint that a branch began from; else None."""
+    """run_and_step of the checkpoint that a branch began from; else None."""
     bad_steps: int = 0
     """Newest steps in a row without finite loss and gradient."""
 
@@ -181,7 +181,7 @@ def check_folders(options: ResolvedOptions, checkpoint: Checkpoint | None) -> No
     logged_config = logged_run(options.log_dir)
     # A branch that was killed before its first checkpoint has left its log alone.
     if logged_config is not None and not saved and options.is_branch and checkpoint is not None:
-        if logged_config.get("parent") == run_position(checkpoint):
+        if logged_config.get("parent") == run_and_step(checkpoint):
             return
     # The default is "", as the run_id of a new run is None here.
     if logged_config is not None and logged_config.get("run_id", "") != run_id:
@@ -262,7 +262,7 @@ class Run(Generic[Options]):
         if options.is_branch:
             assert checkpoint is not None
             # the run in the other folder may go on under its own id
-            progress = replace(progress, run_id=uuid.uuid4().hex, parent=run_position(checkpoint))
+            progress = replace(progress, run_id=uuid.uuid4().hex, parent=run_and_step(checkpoint))
         # "device NVIDIA H100 80GB HBM3, torch 2.13.0+cu130, matmuls torch.bfloat16"
         device_text = ", ".join(f"{name} {x}" for name, x in describe(process.device).items())
         process.print(f"{device_text}, matmuls {dtype}")

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 
 import torch
 
-from model.formats.checkpoint import BEST, LAST, NUMBERED, load_checkpoint, numbered
+from model.formats.checkpoint import BEST, LAST, NUMBERED, load_checkpoint, numbered_checkpoints
 from model.gpt import GPT
 from training.parallel.own_rows import OwnRows, copy_state
 from training.run import PATIENCE, Run
@@ -165,7 +165,7 @@ class Saver:
                 # A link takes no space, and keeps its content when model_last.pt is replaced. A run
                 # that is killed before this line saves the step again when it is resumed.
                 link_or_copy(folder / LAST, folder / NUMBERED.format(step))
-                for path in numbered(folder)[keep:]:  # newest first
+                for path in numbered_checkpoints(folder)[keep:]:  # newest first
                     path.unlink()
                 sync_folder(folder)  # makes the link survive a power cut
             self.error = None

@@ -18,10 +18,10 @@ from model.config import GPTConfig
 from model.formats.checkpoint import (
     Checkpoint,
     check_head,
-    checksum,
     find_checkpoint,
     load_checkpoint,
     open_weights,
+    rows_checksum,
 )
 from model.rows import Rows
 from utils.distributed import ALONE, Process
@@ -53,7 +53,7 @@ class InitialModel:
         """Return the checksum of the weights. Every process must call it."""
         # A model of another project is whole in the memory of each process, and may differ between
         # machines: each sums up its own, and compare_processes finds the difference.
-        return checksum(self.weights, process if self.checkpoint else ALONE)
+        return rows_checksum(self.weights, process if self.checkpoint else ALONE)
 
 
 def open_initial(

@@ -2,15 +2,15 @@
 
     model         weights in bfloat16, under nanoGPT's names: complete and usable by themselves
     model_low     float32 bits minus the bfloat16 half, int16: both give the float32 weights
-    optimizer     state by parameter name
+    optimizer     optimizer state by parameter name
     step, tokens, best_loss, run_id, ... (with the seed, all random state there is)
     script, config (options, resolved), model_config, tokenizer, versions
     init_checksum, data_order, val_checksum (what the run is made of: training/run.py)
     checksums     sums of the CRC-32 of the rows of model, model_low and optimizer
 
-Plain containers and tensors: torch.load(path, weights_only=True, mmap=True) reads it. The state is
-that of the whole model: a file resumes on any number of processes. Writing stands in
-training/writer.py.
+Plain containers and tensors: torch.load(path, weights_only=True, mmap=True) reads it. Weights and
+optimizer state are those of the whole model: a file resumes on any number of processes. Writing
+stands in training/writer.py.
 """
 
 import re
@@ -41,7 +41,7 @@ REWARD_HEAD = "reward_head.weight"
 
 
 class Checkpoint(TypedDict, total=False):
-    """Content of a file, with the keys of docs/FORMATS.md; {} for a model of another project. Only
+    """What a file holds, with the keys of docs/FORMATS.md; {} for a model of another project. Only
     files of train.py have `recipe` and `corpus`. Files of convert.py have weights, checksums,
     `script`, `config`, `model_config`, `tokenizer`, and the progress of a run at step 0."""
 
@@ -52,7 +52,7 @@ class Checkpoint(TypedDict, total=False):
     model_low: dict[str, Tensor]
     """The lower half, int16: see split_float32."""
     optimizer: dict[str, dict[str, Tensor]]
-    """State by parameter name, then by its own name; empty before the first step."""
+    """Optimizer state by parameter name, then by its own name; empty before the first step."""
     checksums: dict[str, int]
     """Sum of the CRC-32 of the rows of model, model_low and optimizer each."""
     script: str
@@ -71,7 +71,7 @@ class Checkpoint(TypedDict, total=False):
     """Checksum of the weights of --init_from; None for random ones."""
     run_id: str
     parent: dict | None
-    """run_position of the checkpoint of another folder that a branch began from; else None."""
+    """run_and_step of the checkpoint of another folder that a branch began from; else None."""
     step: int
     tokens: int
     best_loss: float
@@ -121,36 +121,36 @@ class Float32Rows:
         return join_float32(self.high[rows], self.low[rows])
 
 
-def flatten(part: Mapping) -> dict:
-    """Return the tensors of a part of a file, or Pieces of them, by one name: optimizer state has
-    two, the parameter's and its own, such as "exp_avg"."""
+def flatten(section: Mapping) -> dict:
+    """Return the tensors of a section of a file, or Pieces of them, by one name: optimizer state
+    has two, the parameter's and its own, such as "exp_avg"."""
     flat = {}
-    for name, x in part.items():
+    for name, x in section.items():
         if isinstance(x, dict):  # optimizer state of one parameter
-            for own_name, value in x.items():
-                flat[f"{name} {own_name}"] = value
+            for own_name, own_x in x.items():
+                flat[f"{name} {own_name}"] = own_x
         else:
             flat[name] = x
     return flat
 
 
-def sum_rows(name: str, rows: Sequence[int], values: Tensor) -> int:
-    """Return the sum of the CRC-32 of the rows of a tensor with indices `rows`, whose content is
-    `values` (r, columns), on the CPU. Name and index change the CRC-32 of a row, so that the sum
-    changes if rows change places."""
-    start = zlib.crc32(name.encode())
+def sum_rows(name: str, rows: Sequence[int], content: Tensor) -> int:
+    """Return the sum of the CRC-32 of the rows of a tensor with indices `rows`; `content`
+    (r, columns), on the CPU, has these rows alone. Name and index change the CRC-32 of a row, so
+    that the sum changes if two rows are exchanged."""
+    crc_of_name = zlib.crc32(name.encode())
     # uint8, because NumPy has no bfloat16
-    row_bytes = values.contiguous().view(torch.uint8).numpy()  # (r, bytes of a row)
+    row_bytes = content.contiguous().view(torch.uint8).numpy()  # (r, bytes of a row)
     total = 0
     for index, row in zip(rows, row_bytes, strict=True):
-        total += zlib.crc32(row, start ^ index)
+        total += zlib.crc32(row, crc_of_name ^ index)
     return total
 
 
-def checksum(tensors: Mapping[str, Rows], process: Process = ALONE) -> int:
+def rows_checksum(tensors: Mapping[str, Rows], process: Process = ALONE) -> int:
     """Return the sum of the CRC-32 of the rows of whole tensors; those of Rows (model/rows.py) are
-    read from the file when they are sliced; a vector is one row. Of several processes each reads a
-    part of the rows, so that all must call it."""
+    read from the file when they are sliced; a vector is one row. Of several processes each reads
+    some of the rows, so that all must call it."""
     data_rank = process.data_rank
     data_parallel = process.data_parallel
     total = 0
@@ -162,22 +162,22 @@ def checksum(tensors: Mapping[str, Rows], process: Process = ALONE) -> int:
                 total += sum_rows(name, range(1), vector.reshape(1, -1))
             continue
         num_rows = x.shape[0]
-        first = num_rows * data_rank // data_parallel
+        start = num_rows * data_rank // data_parallel
         end = num_rows * (data_rank + 1) // data_parallel
-        total += sum_rows(name, range(first, end), x[first:end])
+        total += sum_rows(name, range(start, end), x[start:end])
     # by data_rank: processes that share one have read the same rows, which count once
     return sum(process.merge({data_rank: total}).values())
 
 
 def verify(
     checkpoint: Checkpoint,
-    part: Literal["model", "model_low", "optimizer"],
+    section: Literal["model", "model_low", "optimizer"],
     process: Process = ALONE,
 ) -> None:
-    """Raise ValueError if the tensors of a part do not have their checksum; reading_checkpoint
-    makes a UserError of it. Of several processes all must call it, as for `checksum`."""
-    if checkpoint["checksums"][part] != checksum(flatten(checkpoint[part]), process):
-        raise ValueError(f"the tensors of {part!r} do not have their checksum")
+    """Raise ValueError if the tensors of a section do not have their checksum; reading_checkpoint
+    makes a UserError of it. Of several processes all must call it, as for `rows_checksum`."""
+    if checkpoint["checksums"][section] != rows_checksum(flatten(checkpoint[section]), process):
+        raise ValueError(f"the tensors of {section!r} do not have their checksum")
 
 
 def reading_checkpoint(path: Path) -> AbstractContextManager:
@@ -186,9 +186,9 @@ def reading_checkpoint(path: Path) -> AbstractContextManager:
 
 
 def load_checkpoint(path: Path) -> Checkpoint:
-    """Return the content of a file, with tensors mapped from disk; code in it is never run. Raises
-    OSError for a file that is absent, UserError for one that is damaged or not a checkpoint of this
-    project."""
+    """Return the checkpoint in a file, with tensors mapped from disk; code in it is never run.
+    Raises OSError for a file that is absent, UserError for one that is damaged or not a checkpoint
+    of this project."""
     with reading_checkpoint(path):
         # weights_only refuses pickled code; with mmap tensors are read when they are used
         checkpoint: Checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
@@ -197,7 +197,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
     return checkpoint
 
 
-def run_position(checkpoint: Checkpoint) -> dict:
+def run_and_step(checkpoint: Checkpoint) -> dict:
     """Return what identifies a checkpoint wherever its file lies: the run and its step."""
     return {"run_id": checkpoint["run_id"], "step": checkpoint["step"]}
 
@@ -216,7 +216,7 @@ def open_weights(
 ) -> tuple[GPTConfig, Mapping[str, Rows]]:
     """Return the architecture in an open file, and its weights by name, mapped from disk: float32,
     or their bfloat16 half alone. Raises UserError for weights without their checksums. Of several
-    processes all must call it, as for `checksum`."""
+    processes all must call it, as for `rows_checksum`."""
     with reading_checkpoint(path):
         config = GPTConfig(**checkpoint["model_config"])
         high = checkpoint["model"]  # bfloat16
@@ -231,8 +231,8 @@ def open_weights(
 def load_model(
     path: Path, model_class: type[GPT] = GPT, *, float32: bool = False
 ) -> tuple[GPT, Checkpoint]:
-    """Return the model of a checkpoint to evaluate, bfloat16 unless `float32`, and the content of
-    the file. Raises UserError for a reward model unless `model_class` is one, and the other way
+    """Return the model of a checkpoint to evaluate, bfloat16 unless `float32`, and the
+    checkpoint. Raises UserError for a reward model unless `model_class` is one, and the other way
     round."""
     checkpoint = load_checkpoint(path)
     # the only other class is RewardModel
@@ -249,7 +249,7 @@ def load_model(
 # the checkpoints of a folder
 
 
-def numbered(folder: Path) -> list[Path]:
+def numbered_checkpoints(folder: Path) -> list[Path]:
     """Return a folder's numbered checkpoints, the newest first. A file of another name, such as
     model_step_000010_good.pt, is a copy of the user's own."""
     paths = [path for path in folder.glob("*.pt") if NUMBERED_NAME.fullmatch(path.name)]
@@ -261,7 +261,7 @@ def newest_first(folder: Path) -> list[Path]:
     """Return the checkpoints of a folder in the order in which they are resumed: the last, the
     numbered ones, the best."""
     # BEST comes last, as it may be much older than the others
-    paths = [folder / LAST, *numbered(folder), folder / BEST]
+    paths = [folder / LAST, *numbered_checkpoints(folder), folder / BEST]
     return [path for path in paths if path.exists()]
 
 
@@ -271,8 +271,8 @@ def find_newest(folder: Path) -> Path | None:
     return paths[0] if paths else None
 
 
-def checkpoint_folder(path: Path) -> Path:
-    """Return the folder of checkpoints in the folder of a run, or any other folder unchanged."""
+def find_checkpoint_folder(path: Path) -> Path:
+    """Return the folder of checkpoints that a run's folder holds, or any other folder unchanged."""
     folder = path / "checkpoints"
     return folder if folder.is_dir() else path
 
@@ -280,27 +280,27 @@ def checkpoint_folder(path: Path) -> Path:
 def is_own(path: Path) -> bool:
     """Return True for a file that begins as a checkpoint of this project."""
     with open(path, "rb") as file:
-        head = file.read(1024)
+        beginning = file.read(1024)
     # A zip file that begins with the pickled dict. Pickle writes a string as X, its length (14) in
     # four bytes, and the text.
-    return b"X\x0e\0\0\0format_version" in head
+    return b"X\x0e\0\0\0format_version" in beginning
 
 
-def find_checkpoint(name: str | Path) -> Path | None:
-    """Return the checkpoint of this project that a name stands for; None for a model of another
-    project: a file, a Hugging Face folder, or the name of a model on the hub.
+def find_checkpoint(model_name: str | Path) -> Path | None:
+    """Return the checkpoint of this project that a file or folder `model_name` stands for; None for
+    a model of another project: a file, a Hugging Face folder, or a name of the hub.
 
     In a folder it is the best one, else the newest, else a file of any name, such as convert.py
     writes.
     """
-    path = Path(name)
+    path = Path(model_name)
     if path.is_file():
         return path if is_own(path) else None
     if not path.is_dir():
         # A missing .pt is a misspelt checkpoint and not a name on the hub: load_checkpoint raises
         # OSError for it.
         return path if path.suffix == ".pt" else None
-    folder = checkpoint_folder(path)
+    folder = find_checkpoint_folder(path)
     # in order of preference
     files = [folder / BEST, *newest_first(folder), *sorted(folder.glob("*.pt"))]
     for file in files:
@@ -313,9 +313,10 @@ def find_checkpoint(name: str | Path) -> Path | None:
     # a config.json of Hugging Face: a run's own is in its logs/
     if (path / "config.json").exists():
         return None
-    runs = sorted(str(x.parent) for x in Path("runs").rglob("checkpoints") if newest_first(x))
-    others = f", but {' '.join(runs)}," if runs else ""  # folders of --run_dir runs/NAME
+    # folders of --run_dir runs/NAME
+    others = sorted(str(x.parent) for x in Path("runs").rglob("checkpoints") if newest_first(x))
+    but_others = f", but {' '.join(others)}," if others else ""
     raise UserError(
-        f"{folder} holds no checkpoint{others} and no model of Hugging Face's format; of nanoGPT, "
-        "build-nanogpt and llm.c give the file"
+        f"{folder} holds no checkpoint{but_others} and no model of Hugging Face's format; of "
+        "nanoGPT, build-nanogpt and llm.c give the file"
     )

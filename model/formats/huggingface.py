@@ -8,10 +8,10 @@ from model.formats.huggingface_weights import config_to_hf, weights_to_hf
 from model.gpt import GPT
 
 
-def load_pretrained(name_or_folder: str | Path) -> GPT:
+def load_pretrained(model_name: str | Path) -> GPT:
     """Return the model of a Hugging Face name ("gpt2", "user/model") or folder, in float32: a
     GPT-2, LLaMA or Qwen3. Raise UserError naming what does not fit."""
-    return GPT.from_pretrained(str(name_or_folder))
+    return GPT.from_pretrained(str(model_name))
 
 
 def save_pretrained(
@@ -27,7 +27,7 @@ def save_pretrained(
     `eot` is the id of end of text, by default the last one. Generation ends at `end_ids`, by
     default at `eot`.
     `bos` is the id that a text begins with, by default `eot`.
-    Raises UserError for a model that is neither a GPT-2 nor in the shape of a LLaMA or Qwen3.
+    Raises UserError for a model that is neither a GPT-2 nor a LLaMA or Qwen3 of transformers.
     """
     from safetensors.torch import save_file  # here, because training does without it
 
@@ -38,7 +38,7 @@ def save_pretrained(
         bos = eot
     if end_ids is None:
         end_ids = [eot]
-    # No token ends a text of characters; `eot` still fills the ends of shorter rows of a batch.
+    # No token ends a text of characters; `eot` still pads the shorter texts of a batch.
     eos = eot if end_ids else None
     special_ids: dict[str, object] = {"bos_token_id": bos, "eos_token_id": eos}
     hf_config = config_to_hf(model.config) | {"dtype": "float32"} | special_ids

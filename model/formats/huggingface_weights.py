@@ -63,7 +63,7 @@ LLAMA_CONSTANTS = {
 }
 
 # LLaMA's names of weights, by the names of this project. Both leave out ".weight" and the prefix of
-# a block, "model.layers.N." or "transformer.h.N.". Several weights are one stacked weight here.
+# a block, "model.layers.N." or "transformer.h.N.". Several weights are one fused weight here.
 LLAMA_WEIGHTS = {
     "transformer.wte": ["model.embed_tokens"],
     "transformer.ln_f": ["model.norm"],
@@ -85,11 +85,11 @@ TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "ml
 
 def differences(config: GPTConfig, other: GPTConfig) -> dict:
     """Return the fields of an architecture, sizes and dropout aside, that differ from another's, by
-    name with their values."""
+    name with what they are in `config`."""
     differing = {}
-    for name, value in vars(config).items():
-        if name not in SIZED and value != getattr(other, name):
-            differing[name] = value
+    for name, field in vars(config).items():
+        if name not in SIZED and field != getattr(other, name):
+            differing[name] = field
     return differing
 
 
@@ -226,16 +226,16 @@ def model_from_hf(
     model = build_without_weights(model_class, config)
     weights: dict[str, Tensor] = {}
     for name, parameter in model.state_dict().items():
-        stacked: list[Tensor] = []
-        # `parameter` and `expected` are on the device "meta": they have shapes, but no values
+        to_fuse: list[Tensor] = []
+        # `parameter` and `expected` are on the device "meta": they have shapes, but no content
         for hf_name, expected in weight_to_hf(name, parameter, config, transposed).items():
             assert hf_name in hf_weights, f"it has no {hf_name}"
             x = hf_weights.pop(hf_name)
             # Integers would be quantized weights, whose scales are not read.
             is_expected = x.shape == expected.shape and x.is_floating_point()
             assert is_expected, f"{hf_name} is {x.dtype} {[*x.shape]}, not {[*expected.shape]}"
-            stacked.append(x.float())
-        x = torch.cat(stacked)
+            to_fuse.append(x.float())
+        x = torch.cat(to_fuse)
         if has_gpt2_names(config) and name.endswith(transposed):
             x = x.T.contiguous()  # (in, out) -> (out, in)
         if name in TABLES:  # append the padded rows: (V, C) -> (padded V, C)
@@ -251,18 +251,18 @@ def model_from_hf(
 def is_redundant(hf_name: str, x: Tensor, config: GPTConfig) -> bool:
     """Return whether a model computes the same without a tensor `x` of its file."""
     if config.qk_norm and hf_name.endswith("_norm.weight"):
-        # Qwen3's QK-norm has gains, which this project's does not have.
+        # Qwen3's QK-norm has gains; this project's has none.
         return torch.equal(x.float(), torch.ones(config.head_size))
     # Buffers that nanoGPT and older versions of transformers saved, and newer versions ignore:
-    # causal mask, value of masked logits, rotation in radians per token.
+    # causal mask, number for masked logits, rotation in radians per token.
     return hf_name.endswith((".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq"))
 
 
 def weight_to_hf(
     name: str, x: Tensor, config: GPTConfig, transposed: tuple[str, ...] = TRANSPOSED
 ) -> dict[str, Tensor]:
-    """Return transformers' weights that our weight `x`, called `name`, is a stack of, by their
-    names. `x` may be on the device "meta"."""
+    """Return transformers' weights that are fused in our weight `x`, called `name`, by their names.
+    `x` may be on the device "meta"."""
     if name in TABLES:
         x = x[: config.vocab_size]  # without padding
     if has_gpt2_names(config):
@@ -275,13 +275,13 @@ def weight_to_hf(
     if module.startswith("transformer.h."):
         _, _, layer, module = module.split(".", 3)  # "3", "mlp.c_fc"
         prefix = f"model.layers.{layer}."
-    num_rows = [len(x)]  # rows of each stacked weight
+    fused_rows = [len(x)]  # number of rows of each fused weight
     if module == "attn.c_attn":
         kv_rows = config.kv_heads * config.head_size
-        num_rows = [config.n_embd, kv_rows, kv_rows]  # queries, keys, values
+        fused_rows = [config.n_embd, kv_rows, kv_rows]  # queries, keys, values
     elif module == "mlp.c_fc":
-        num_rows = [config.inner, config.inner]  # gate, input
-    hf_modules = zip(LLAMA_WEIGHTS[module], x.split(num_rows), strict=True)
+        fused_rows = [config.inner, config.inner]  # gate, input
+    hf_modules = zip(LLAMA_WEIGHTS[module], x.split(fused_rows), strict=True)
     return {f"{prefix}{hf_module}.weight": hf_x for hf_module, hf_x in hf_modules}
 
 
@@ -305,25 +305,25 @@ def weights_to_hf(weights: dict[str, Tensor], config: GPTConfig) -> dict[str, Te
 
 # cached, because open_pretrained and read_model both ask for the same name
 @cache
-def find_folder(name: str) -> Path:
-    """Return the folder or file `name`, or the folder of the hub's repository of that name, which
-    is downloaded unless the hub's cache has it."""
-    path = Path(name)
+def find_folder(model_name: str) -> Path:
+    """Return the folder or file `model_name`, or the folder of the hub's repository of that name,
+    which is downloaded unless the hub's cache has it."""
+    path = Path(model_name)
     if path.exists():
         return path
     if path.parent != Path() and path.parent.is_dir():  # runs/demi, and not OWNER/NAME of the hub
-        raise UserError(f"there is no {name}")
+        raise UserError(f"there is no {model_name}")
     # imported here, because only names of the hub need it
     from huggingface_hub import snapshot_download
 
     # skip weights in other formats, which many repositories also hold
     patterns = ["*.json", "*.jinja", "*.txt", "tokenizer.model", "*.safetensors"]
     try:
-        return Path(snapshot_download(name, allow_patterns=patterns))
+        return Path(snapshot_download(model_name, allow_patterns=patterns))
     except (OSError, ValueError) as error:  # no such name, or no network
         raise UserError(
-            f"{name} is no folder or file, and the Hugging Face hub did not provide a model of "
-            "that name; check the name and the network"
+            f"{model_name} is no folder or file, and the Hugging Face hub did not provide a model "
+            "of that name; check the name and the network"
         ) from error
 
 
@@ -348,12 +348,12 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
     return hf_weights
 
 
-def read_model(model_class: type[Model], name_or_folder: str | Path) -> Model:
+def read_model(model_class: type[Model], model_name: str | Path) -> Model:
     """Return the model of a Hugging Face name ("gpt2", "user/model") or folder: a GPT-2, LLaMA or
-    Qwen3 of a shape that save_pretrained writes. Raise UserError naming what does not fit."""
-    folder = find_folder(str(name_or_folder))
+    Qwen3 that save_pretrained could have written. Raise UserError naming what does not fit."""
+    folder = find_folder(str(model_name))
     # turns errors in the content of the files into a UserError that names the folder
-    with reading(name_or_folder, "a GPT-2, LLaMA or Qwen3 of Hugging Face's format"):
+    with reading(model_name, "a GPT-2, LLaMA or Qwen3 of Hugging Face's format"):
         config = config_from_hf(json.loads((folder / "config.json").read_text(encoding="utf-8")))
         hf_weights = read_weights(folder)
         # OpenAI's files on the hub are of a GPT2Model, without the prefix of a GPT2LMHeadModel

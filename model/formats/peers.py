@@ -43,20 +43,21 @@ def load_peer(path: Path) -> GPT:
         if data[:4].view(torch.int32) == LLM_C_MAGIC:
             config, weights = read_llm_c(data)
         else:
-            content = read_torch(path)
+            checkpoint = read_torch(path)
             # nanoGPT saves a compiled model with this prefix
-            weights = {name.removeprefix("_orig_mod."): x for name, x in content["model"].items()}
-            if "model_args" in content:  # nanoGPT: a dict with GPTConfig's names
-                config = GPTConfig(**content["model_args"], activation="gelu_exact")
+            by_name = checkpoint["model"].items()
+            weights = {name.removeprefix("_orig_mod."): x for name, x in by_name}
+            if "model_args" in checkpoint:  # nanoGPT: a dict with GPTConfig's names
+                config = GPTConfig(**checkpoint["model_args"], activation="gelu_exact")
             else:  # build-nanogpt: attributes with the same names
-                config = GPTConfig(**vars(content["config"]))
+                config = GPTConfig(**vars(checkpoint["config"]))
         # The names are the same as in transformers' GPT-2. The matrices are laid out as (out, in),
         # like nn.Linear's, so that none is transposed.
         return model_from_hf(GPT, weights, config, transposed=())
 
 
 def read_torch(path: Path) -> dict[str, Any]:
-    """Return the content of a file of nanoGPT or build-nanogpt."""
+    """Return the checkpoint in a file of nanoGPT or build-nanogpt."""
     # With weights_only no code of the file runs. build-nanogpt's script pickles its config as
     # __main__.GPTConfig, which torch.load would refuse: an empty class replaces it.
     with safe_globals([(SimpleNamespace, "__main__.GPTConfig")]):
@@ -68,10 +69,11 @@ def find_tokenizer(path: Path) -> Path | None:
     data set: beside the file, or in data/DATASET of a folder that the file lies in, as it does in
     nanoGPT's checkout. None if there is none of them."""
     candidates = [path.parent / "tokenizer.json", path.parent / META]
-    config = read_torch(path).get("config") if is_zipfile(path) else None  # llm.c's is no zip file
-    if isinstance(config, dict):  # nanoGPT; its older files have none
+    # nanoGPT's options are its "config"; llm.c's file is no zip file
+    options = read_torch(path).get("config") if is_zipfile(path) else None
+    if isinstance(options, dict):  # nanoGPT; its older files have none
         folders = path.absolute().parents
-        candidates += [folder / "data" / config["dataset"] / META for folder in folders]
+        candidates += [folder / "data" / options["dataset"] / META for folder in folders]
     for candidate in candidates:
         if candidate.is_file():
             return candidate
@@ -84,7 +86,7 @@ def read_llm_c(data: Tensor) -> tuple[GPTConfig, dict[str, Tensor]]:
     _, version, block_size, vocab_size, *sizes, num_rows = data[:32].view(torch.int32).tolist()
     assert version in LLM_C_DTYPES, f"version {version} of llm.c"
     # all weights, after a header of 256 int32
-    values = data[1024:].view(LLM_C_DTYPES[version])
+    remaining = data[1024:].view(LLM_C_DTYPES[version])
     # The padded rows of the embedding are cut off at the end.
     config = GPTConfig(block_size, num_rows, *sizes)
 
@@ -97,9 +99,10 @@ def read_llm_c(data: Tensor) -> tuple[GPTConfig, dict[str, Tensor]]:
     names += ["transformer.ln_f.weight", "transformer.ln_f.bias"]
     weights: dict[str, Tensor] = {}
     for name in names:
-        x = model.get_parameter(name)  # on "meta": a shape without values
-        weights[name] = values[: x.numel()].view_as(x)
-        values = values[x.numel() :]
-    assert len(values) == 0, f"{len(values):,} values more than the sizes of its header give"
+        x = model.get_parameter(name)  # on "meta": a shape without content
+        weights[name] = remaining[: x.numel()].view_as(x)
+        remaining = remaining[x.numel() :]
+    # llm.c's train_gpt2.py writes nothing else; load_peer's `reading` makes a UserError of it
+    assert len(remaining) == 0, f"{len(remaining):,} values more than the sizes of its header give"
     weights[EMBEDDING] = weights[EMBEDDING][:vocab_size]
     return replace(config, vocab_size=vocab_size), weights

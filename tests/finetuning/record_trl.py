@@ -18,10 +18,10 @@ from pathlib import Path
 import torch
 
 FILE = Path(__file__).with_name("trl.json")
-SHAPE = {"n_layer": 2, "n_head": 2, "n_embd": 16, "vocab_size": 257}
+MODEL_FIELDS = {"n_layer": 2, "n_head": 2, "n_embd": 16, "vocab_size": 257}
 BLOCK_SIZE, PAD, END = 32, 0, 256
 POLICY, REFERENCE = 0.0, 1.0  # phases of the weights of the two models
-KL, GROUP = 0.04, 4  # KL is our default; that of trl is 0
+KL, GROUP_SIZE = 0.04, 4  # KL is our default; that of trl is 0
 GRADIENTS = ("wpe.weight", "h.0.attn.c_proj.weight", "ln_f.weight", "score.weight")
 
 PAIRS = [
@@ -62,7 +62,7 @@ def make_model(kind, phase):
     from transformers import GPT2Config
 
     config = GPT2Config(
-        **SHAPE, n_positions=BLOCK_SIZE, num_labels=1, pad_token_id=PAD, eos_token_id=END,
+        **MODEL_FIELDS, n_positions=BLOCK_SIZE, num_labels=1, pad_token_id=PAD, eos_token_id=END,
         resid_pdrop=0, embd_pdrop=0, attn_pdrop=0,
     )  # fmt: skip
     model = kind(config)
@@ -88,7 +88,7 @@ def options(folder):
 
 
 def rounded(x):
-    """Return the values of a tensor to 9 significant digits, zeros as 0."""
+    """Return the content of a tensor to 9 significant digits, zeros as 0."""
     if x.dim():
         return [rounded(row) for row in x]
     return float(f"{x.item():.9g}") or 0
@@ -137,7 +137,7 @@ def record_trainer(name, folder, kind, rows, **given):
 def roll_out(prompts, trainer):
     """Return the given completions, in place of sampled ones."""
     prompt_ids = [trainer.processing_class(prompt)["input_ids"] for prompt in prompts]
-    completion_ids = [[int(number) for number in text.split()] for text in COMPLETIONS]
+    completion_ids = [[int(word) for word in completion.split()] for completion in COMPLETIONS]
     return {"prompt_ids": prompt_ids, "completion_ids": completion_ids, "logprobs": None}
 
 
@@ -154,14 +154,14 @@ def record_grpo(folder):
     from trl import GRPOConfig, GRPOTrainer
 
     make_model(GPT2LMHeadModel, REFERENCE).save_pretrained(folder)
-    size = GROUP * len(PROMPTS)
+    batch_size = GROUP_SIZE * len(PROMPTS)
     paper = {"loss_type": "grpo", "scale_rewards": "group", "beta": KL}
     paper["use_bias_correction_kl"] = False  # else the KL term is multiplied by the ratio
-    steps = {"per_device_train_batch_size": size, "steps_per_generation": 1}
+    steps = {"per_device_train_batch_size": batch_size, "steps_per_generation": 1}
     trainer = GRPOTrainer(
         model=GPT2LMHeadModel.from_pretrained(folder),
         reward_funcs=reward,
-        args=GRPOConfig(**options(folder), **paper, **steps, num_generations=GROUP),
+        args=GRPOConfig(**options(folder), **paper, **steps, num_generations=GROUP_SIZE),
         train_dataset=Dataset.from_list([{"prompt": prompt} for prompt in PROMPTS]),
         processing_class=make_tokenizer(),
         rollout_func=roll_out,
@@ -169,7 +169,7 @@ def record_grpo(folder):
     trainer.current_gradient_accumulation_steps = 1  # which train() would set
     trainer.model.train()
     fill(trainer.model, POLICY)
-    rows = [row for row in trainer.train_dataset for _ in range(GROUP)]
+    rows = [row for row in trainer.train_dataset for _ in range(GROUP_SIZE)]
     inputs = trainer._generate_and_score_completions(rows)
     prompt_ids = inputs["prompt_ids"]
     learned = [torch.zeros_like(prompt_ids), inputs["completion_mask"]]

@@ -26,7 +26,7 @@ from finetuning.examples import (
     collate_padded,
     encode_completion,
     encode_messages,
-    read_jsonl,
+    read_examples,
 )
 from model.config import GPTConfig
 from model.formats.huggingface import save_pretrained
@@ -85,7 +85,7 @@ def ask(row):
 
 
 @pytest.mark.parametrize(
-    "line, encode, problem",
+    "line, to_example, problem",
     [
         ("{", ask, "Expecting property name"),
         ("[1]", ask, "no JSON object, as each row is"),
@@ -109,27 +109,27 @@ def ask(row):
         ),
     ],
 )
-def test_a_bad_row_is_named_with_its_file_and_line(tmp_path, line, encode, problem):
+def test_a_bad_row_is_named_with_its_file_and_line(tmp_path, line, to_example, problem):
     path = tmp_path / "rows.jsonl"
     good = {"prompt": "a", "answer": 3, "completion": "b"}
     path.write_text(f"{json.dumps(good)}\n\n{line}\n")
     with user_error(f"rows.jsonl, line 3: .*{problem}"):
-        read_jsonl(path, encode)
+        read_examples(path, to_example)
 
 
 def test_a_file_without_rows_is_refused(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text("\n")
     with user_error("rows.jsonl holds no rows"):
-        read_jsonl(path, dict)
+        read_examples(path, dict)
 
 
 def folder_with_tokenizer(folder, backend, template, **config):
     """Write the files that a Hugging Face folder has of a tokenizer."""
     backend.save(str(folder / "tokenizer.json"))
-    values = {"chat_template": template, "bos_token": "<s>", "eos_token": "</s>"}
-    values["tokenizer_class"] = "PreTrainedTokenizerFast"
-    (folder / "tokenizer_config.json").write_text(json.dumps(values))
+    options = {"chat_template": template, "bos_token": "<s>", "eos_token": "</s>"}
+    options["tokenizer_class"] = "PreTrainedTokenizerFast"
+    (folder / "tokenizer_config.json").write_text(json.dumps(options))
     (folder / "config.json").write_text(json.dumps({"model_type": "gpt2", **config}))
     return load_tokenizer(pretrained_tokenizer(folder, backend.get_vocab_size()))
 
@@ -173,7 +173,7 @@ ENGINES = {
 TEMPLATES = {path.stem: path.read_text() for path in Path(__file__).parent.glob("templates/*")}
 CHATML = TEMPLATES["chatml"]
 ROLES = {"s": "system", "u": "user", "a": "assistant", "t": "tool"}
-PIECES = st.sampled_from([*'a4: \n"<', "<|im_end|>", "</think>"])
+SNIPPETS = st.sampled_from([*'a4: \n"<', "<|im_end|>", "</think>"])
 
 
 @pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
@@ -186,11 +186,11 @@ def test_dialogs_have_the_text_and_ids_of_transformers_or_are_refused(tmp_path, 
     )
 
     @settings(max_examples=15, deadline=None, derandomize=True)
-    @given(st.sampled_from(["ua", "uaua", "suaua", "utasa"]), st.lists(PIECES, min_size=9))
-    def check(roles, pieces):
+    @given(st.sampled_from(["ua", "uaua", "suaua", "utasa"]), st.lists(SNIPPETS, min_size=9))
+    def check(roles, snippets):
         messages = []
         for i, role in enumerate(roles):
-            content = "".join(pieces[i :: len(roles)])
+            content = "".join(snippets[i :: len(roles)])
             messages.append({"role": ROLES[role], "content": content, "name": None})
         try:
             whole = theirs.apply_chat_template(messages, tokenize=False)
@@ -221,8 +221,8 @@ def test_dialogs_have_the_text_and_ids_of_transformers_or_are_refused(tmp_path, 
                 prompt_ids = encode_prompt(messages[:i], ours, chat=True)
                 assert ids[: len(prompt_ids)] == prompt_ids
                 answer = theirs.apply_chat_template(messages[: i + 1])["input_ids"]
-                last = len(answer) - answer[::-1].index(ours.turn_end)
-                learned.update(range(len(prompt_ids), last))
+                end = len(answer) - answer[::-1].index(ours.turn_end)
+                learned.update(range(len(prompt_ids), end))
         assert set(example.loss_mask.nonzero()[0]) == learned
 
     check()
@@ -316,20 +316,20 @@ def test_every_eos_of_a_folder_ends_a_text(tmp_path):
     [(3, 64, False, 8), (3, 5, False, 5), (17, 64, False, 24), (17, 64, True, 32)],
 )
 def test_batches_have_few_shapes_for_the_compiler(length, block_size, compiled, T):
-    text = Example.of_completion([5], [6] * (length - 1))
-    batch = collate_padded([text], block_size, Process(0, 1, torch.device("cpu")), compiled)
+    example = Example.of_completion([5], [6] * (length - 1))
+    batch = collate_padded([example], block_size, Process(0, 1, torch.device("cpu")), compiled)
     assert batch.idx.shape == batch.targets.shape == (1, T)
-    assert batch.last.tolist() == [length - 1]
+    assert batch.last_columns.tolist() == [length - 1]
 
 
 FIELDS = """{%- for tool in tools or [] %}{{ tool.name }}{{ tool | tojson }}{% endfor %}
 {%- for m in messages %}<|im_start|>{{ m.role }}
 {%- if m.reasoning_content %}({{ m.reasoning_content }}){% endif %}
 {%- if m.content is string %}{{ m.content }}{% else %}
-{%- for part in m.content or [] %}{{ part.text }}|{% endfor %}{% endif %}
+{%- for entry in m.content or [] %}{{ entry.text }}|{% endfor %}{% endif %}
 {%- for call in m.tool_calls or [] %}{{ call | tojson }}{% endfor %}<|im_end|>{% endfor %}
 {%- if add_generation_prompt %}<|im_start|>assistant{% endif %}"""
-PARTS = [{"type": "text", "text": "4"}, {"type": "text", "text": "5"}]
+ENTRIES = [{"type": "text", "text": "4"}, {"type": "text", "text": "5"}]
 TOOLS = [{"name": "add", "parameters": {"type": "object"}}]
 
 
@@ -340,7 +340,7 @@ CALL = {"role": "assistant", "content": None, "reasoning": "a", "tool_calls": TO
     "message, tools, problem",
     [
         ({"content": "5"}, TOOLS, "it writes no tools"),
-        ({"content": PARTS}, None, "can only concatenate str"),
+        ({"content": ENTRIES}, None, "can only concatenate str"),
         ({"content": "5", "thinking": "a"}, None, 'leaves out "thinking"'),
         ({"content": "5", "tool_calls": TOOLS}, None, 'leaves out "tool_calls"'),
         ({"content": None}, None, 'no "content" of type'),
@@ -356,7 +356,7 @@ def test_what_a_template_leaves_out_is_refused(tmp_path, message, tools, problem
 @pytest.mark.parametrize(
     "row",
     [
-        {"messages": [{"role": "developer", "content": PARTS}, *DIALOG], "tools": TOOLS},
+        {"messages": [{"role": "developer", "content": ENTRIES}, *DIALOG], "tools": TOOLS},
         {"messages": [*QUESTION, CALL]},
     ],
 )

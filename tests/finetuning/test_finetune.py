@@ -101,12 +101,12 @@ def steps_args(base, run, method, *extra):
     return finetune_args(base, run, method, *STEPS.split(), *data, *extra)
 
 
-def rows(run, split="train"):
-    """Numbers of a log without times, and without the tokens, of which some are padding."""
+def metrics_of(run, split="train"):
+    """Metrics of a log without times, and without the tokens, of which some are padding."""
     left_out = ("ms", "per_s", "split", "mfu", "tokens")
     return [
-        {name: value for name, value in row.items() if not name.endswith(left_out)}
-        for row in read_metrics(run / "logs").get(split, [])
+        {name: value for name, value in metrics.items() if not name.endswith(left_out)}
+        for metrics in read_metrics(run / "logs").get(split, [])
     ]
 
 
@@ -125,9 +125,9 @@ def samples(run):
 
 
 def assert_close(run, other, tolerance):
-    """Compare the weights of two runs, and their rows from the first one of `run` on."""
+    """Compare the weights of two runs, and their metrics from the first step of `run` on."""
     for split in ("train", "val", "held_out"):
-        found, expected = rows(run, split), rows(other, split)
+        found, expected = metrics_of(run, split), metrics_of(other, split)
         for ours, theirs in zip(found, expected[-len(found) :], strict=True):
             assert ours == pytest.approx(theirs, abs=tolerance, rel=tolerance)
     torch.testing.assert_close(weights(run), weights(other), atol=tolerance, rtol=0)
@@ -139,23 +139,23 @@ def test_a_run_sends_its_log_to_wandb(base, tmp_path):
         f"""
 from unittest.mock import MagicMock
 init = MagicMock()
-init.return_value.log = lambda row: open({str(arrived)!r}, "a").write(" ".join(row) + chr(10))
+init.return_value.log = lambda x: open({str(arrived)!r}, "a").write(" ".join(x) + chr(10))
 """
     )
     args = finetune_args(base, tmp_path, "sft", "--max_steps", 1, "--wandb")
     script(*args, env={"PYTHONPATH": f"{ROOT}:{tmp_path}"})
-    (row,) = arrived.read_text().splitlines()
-    assert {"step", "train/loss", "train/tokens_per_s"} <= set(row.split())
+    (line,) = arrived.read_text().splitlines()
+    assert {"step", "train/loss", "train/tokens_per_s"} <= set(line.split())
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_resumed_run_continues_to_the_last_digit(base, whole, tmp_path, method):
     """Completions, losses and weights equal those of a run that was never stopped."""
     complete = whole(method)
-    start = complete / "checkpoints/model_step_000002.pt"
-    resumed = script("finetune.py", "--resume", start, *folders(tmp_path))
+    checkpoint_path = complete / "checkpoints/model_step_000002.pt"
+    resumed = script("finetune.py", "--resume", checkpoint_path, *folders(tmp_path))
     assert "resumed at step 2" in resumed.stdout
-    assert load_checkpoint(start)["config"]["init_from"].endswith("model_best.pt")
+    assert load_checkpoint(checkpoint_path)["config"]["init_from"].endswith("model_best.pt")
     assert_close(tmp_path, complete, 0)
     assert len(samples(complete)) == (5 if method == "grpo" else 1)
     assert samples(tmp_path)[1:] == samples(complete)[3:]
@@ -168,7 +168,7 @@ def test_sigterm_ends_the_texts_of_grpo_and_the_step_is_done_again(base, whole, 
     stopped = script("tests/stopping_script.py", *args, code=128 + signal.SIGTERM, env=env)
     assert "saved at step 1" in stopped.stdout, stopped.stderr
     script(*args, "--resume", "auto")
-    assert rows(tmp_path) == rows(whole("grpo"))
+    assert metrics_of(tmp_path) == metrics_of(whole("grpo"))
 
 
 @pytest.mark.parametrize(
@@ -202,9 +202,9 @@ def test_a_reward_model_rates_for_grpo_and_writes_no_text(base, tmp_path):
     reward = tmp_path / "reward"
     options = ("--max_steps", 20, "--eval_data", base / "rows.jsonl", "--max_lr", 3e-3)
     script(*finetune_args(base, reward, "reward", *options, "--dropout", 0))
-    assert rows(reward, "val")[-1]["accuracy"] > 0.9
+    assert metrics_of(reward, "val")[-1]["accuracy"] > 0.9
     script(*finetune_args(base, tmp_path, "grpo", "--reward", reward, "--max_steps", 2))
-    assert len({row["reward"] for row in rows(tmp_path)}) == 2
+    assert len({metrics["reward"] for metrics in metrics_of(tmp_path)}) == 2
     with user_error("is a reward model"):
         load_model(reward / "checkpoints/model_last.pt")
     plain = TextEncoder(load_tokenizer("bytes"), False, 64)
@@ -242,9 +242,9 @@ def test_the_exact_answers_of_a_model_are_counted(base, tmp_path):
     dump = tmp_path / "dump.jsonl"
     share = exact_share(tmp_path, base / "rows.jsonl", 8, "--dump", dump, "--dtype", "float32")
     assert share == pytest.approx(logged["reward"])
-    dumped = [json.loads(line) for line in dump.read_text().splitlines()]
-    assert sum(row["exact"] for row in dumped) == 12 * share > 6
-    assert not any(row["cut"] for row in dumped)
+    dump_rows = [json.loads(line) for line in dump.read_text().splitlines()]
+    assert sum(dump_row["exact"] for dump_row in dump_rows) == 12 * share > 6
+    assert not any(dump_row["cut"] for dump_row in dump_rows)
 
 
 @pytest.fixture
@@ -327,7 +327,7 @@ def test_defaults_teach_dialogs_of_one_kind_and_their_end_by_the_chat_template(t
     write_rows(tmp_path / "questions.jsonl", dialogs[:2])
     data = ["--init_from", tmp_path, "--data", tmp_path / "rows.jsonl", *folders(tmp_path)]
     script("finetune.py", "--method", "sft", *data, "--device", "cpu")
-    assert rows(tmp_path)[-1]["loss"] < 0.1
+    assert metrics_of(tmp_path)[-1]["loss"] < 0.1
     assert exact_share(tmp_path, tmp_path / "questions.jsonl", 16) == 1
     chat = ["--chat", "--prompt", "1?", "--temperature", 0]
     assert script("sample.py", "--checkpoint", tmp_path, *chat).stdout == "yes\n"

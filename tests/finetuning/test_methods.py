@@ -40,9 +40,9 @@ def make(tmp_path):
     def make_method(name, rows=PAIRS, reference=None, reward_function=None, **options):
         path = write_rows(tmp_path / "rows.jsonl", rows)
         given = {"batch_size": len(rows), "micro_batch_size": 2, "reward": "function"} | options
-        config = FinetuneOptions(init_from="a", data=path, method=name, **given)
+        given_options = FinetuneOptions(init_from="a", data=path, method=name, **given)
         encoder = TextEncoder(BYTES, False, 64)
-        return METHODS[name](config, CPU, torch.float32, encoder, reference, reward_function)
+        return METHODS[name](given_options, CPU, torch.float32, encoder, reference, reward_function)
 
     return make_method
 
@@ -65,7 +65,7 @@ def logprobs_by_hand(model, example):
 
 
 def step_mean(method, model, name):
-    """The mean of a metric of one step on all examples, or the part of it that a process has."""
+    """The mean of a metric of one step on all examples, or what a process adds to it."""
     prepared = method.prepare(model, 0, np.arange(len(method.examples)))
     sums = [method.metric_sums(model, batch)[name] for batch in prepared.batches]
     return sum(sums) / prepared.divisor
@@ -89,17 +89,17 @@ def test_dialogs_of_one_length_share_a_micro_batch_of_sft(make):
     assert [batch.idx.shape for batch in prepared.batches] == [(2, 8), (2, 24), (2, 40), (2, 64)]
 
 
-def test_dpo_scores_the_texts_by_the_reference_once(make):
+def test_dpo_asks_the_reference_for_log_probabilities_once(make):
     reference = make_model(1).requires_grad_(False)
     method = make("dpo", reference=reference, beta=0.3)
     for pair in method.examples:
-        texts = (pair.chosen, pair.rejected)
-        by_hand = torch.stack([logprobs_by_hand(reference, text).sum() for text in texts])
+        examples = (pair.chosen, pair.rejected)
+        by_hand = torch.stack([logprobs_by_hand(reference, x).sum() for x in examples])
         torch.testing.assert_close(pair.ref_logprobs, by_hand)
     assert step_mean(method, reference, "accuracy") == 0  # equal models: a tie is wrong
 
 
-def test_grpo_rewards_what_it_samples_and_scores_it_by_the_reference(make):
+def test_grpo_rewards_what_it_samples_and_asks_the_reference_for_log_probabilities(make):
     """A completion ends with end of text unless it is as long as a completion may be."""
     reference, model = make_model(4), make_model(6)
     with torch.no_grad():  # so that some completions end early

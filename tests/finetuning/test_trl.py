@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from record_trl import BLOCK_SIZE, FILE, PAD, POLICY, REFERENCE, SHAPE, filled
+from record_trl import BLOCK_SIZE, FILE, MODEL_FIELDS, PAD, POLICY, REFERENCE, filled
 
 from finetune import METHODS
 from finetuning.examples import Batch
@@ -22,14 +22,17 @@ TRL = json.loads(FILE.read_text())
 
 def make_model(phase, kind=GPT):
     """Return our GPT with the weights that record_trl.py gives the model of transformers."""
-    config = GPTConfig(block_size=BLOCK_SIZE, **SHAPE)
-    shapes = {name: x.shape for name, x in weights_to_hf(GPT(config).state_dict(), config).items()}
+    model_config = GPTConfig(block_size=BLOCK_SIZE, **MODEL_FIELDS)
+    shapes = {
+        name: x.shape
+        for name, x in weights_to_hf(GPT(model_config).state_dict(), model_config).items()
+    }
     if kind is RewardModel:
-        shapes["score.weight"] = (1, config.n_embd)
+        shapes["score.weight"] = (1, model_config.n_embd)
     weights = filled(shapes, phase)
     head = {"reward_head.weight": weights.pop("score.weight")} if kind is RewardModel else {}
-    model = kind(config)
-    model.load_state_dict(model_from_hf(GPT, weights, config).state_dict() | head)
+    model = kind(model_config)
+    model.load_state_dict(model_from_hf(GPT, weights, model_config).state_dict() | head)
     return model
 
 
@@ -38,7 +41,7 @@ def make_batch(recorded):
     idx = torch.tensor(recorded["input_ids"])
     targets = idx.masked_fill(torch.tensor(recorded["learned"]) == 0, -1).roll(-1, 1)
     targets[:, -1] = -1
-    return Batch(idx, targets, last=(idx != PAD).sum(1) - 1)
+    return Batch(idx, targets, last_columns=(idx != PAD).sum(1) - 1)
 
 
 def assert_close(ours, theirs):

@@ -41,20 +41,20 @@ def test_each_kind_of_model_goes_out_and_comes_back_with_every_bit(shards, tmp_p
     assert after["tokenizer"] == "bytes" and after["script"] == "convert.py"
     assert after["model_config"] == load_checkpoint(last)["model_config"]
     for name, x in before.items():
-        rows = 257 if name.endswith(("wte.weight", "lm_head.weight")) else None  # without padding
+        num_rows = 257 if name.endswith(("wte.weight", "lm_head.weight")) else None  # no padding
         found = join_float32(after["model"][name], after["model_low"][name])
-        assert torch.equal(found[:rows], x[:rows])
+        assert torch.equal(found[:num_rows], x[:num_rows])
     idx = torch.randint(0, 257, (2, 9), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         expected = load_model(last, float32=True)[0](idx)
         torch.testing.assert_close(load_pretrained(hf).eval()(idx), expected)
     tuned = tmp_path / "tuned"
     args = train_args(shards, tuned, 3, "--init_from", back, "--max_lr", 1e-4)
-    for flag in ("--n_layer", "--n_head", "--n_embd"):  # the architecture is that of the source
+    for flag in ("--n_layer", "--n_head", "--n_embd"):  # the architecture is that of --init_from
         del args[args.index(flag) : args.index(flag) + 2]
     script(*args)
-    first = losses(tuned)[1]
-    assert first < losses(run)[1] - 0.05 and abs(first - losses(run)[5]) < 0.3
+    first_loss = losses(tuned)[1]
+    assert first_loss < losses(run)[1] - 0.05 and abs(first_loss - losses(run)[5]) < 0.3
     script(*args[: args.index("--init_from")], "--max_steps", 4, "--resume", "auto")
     assert sorted(losses(tuned)) == [1, 2, 3, 4]
 
@@ -73,27 +73,27 @@ def test_a_converted_checkpoint_is_no_run(shards, exported, tmp_path):
 
 @pytest.mark.parametrize("is_chat", [False, True])
 def test_the_example_of_a_model_card_runs(trained, tmp_path, is_chat):
-    saved = load_checkpoint(trained / "checkpoints" / "model_best.pt")
-    saved["corpus"] = "75 % of a, 25 % of c"
-    rows = ["| trained by | train.py, gpt2 |", "| began from | random weights |"]
-    rows.append("| data | 75 % of a, 25 % of c |")
+    checkpoint = load_checkpoint(trained / "checkpoints" / "model_best.pt")
+    checkpoint["corpus"] = "75 % of a, 25 % of c"
+    lines = ["| trained by | train.py, gpt2 |", "| began from | random weights |"]
+    lines.append("| data | 75 % of a, 25 % of c |")
     if is_chat:  # as finetune.py writes it
-        saved["corpus"] = None
-        saved["config"] |= {"method": "sft", "plain": False}
+        checkpoint["corpus"] = None
+        checkpoint["config"] |= {"method": "sft", "plain": False}
         base = "/home/me/base/checkpoints/model_last.pt"
-        saved["config"] |= {"init_from": base, "data": "/home/me/chat.jsonl"}
-        rows = ["sft |", "| began from | base |", "| data | chat.jsonl |"]
+        checkpoint["config"] |= {"init_from": base, "data": "/home/me/chat.jsonl"}
+        lines = ["sft |", "| began from | base |", "| data | chat.jsonl |"]
         backend = to_engine(load_tokenizer("bytes"))  # with a BOS token
         backend.post_processor = processors.BertProcessing(("#", ord("#")), ("!", ord("!")))
         backend.save(str(tmp_path / "tokenizer.json"))
-        saved["tokenizer"] = read_tokenizer(tmp_path / "tokenizer.json")
-    torch.save(saved, tmp_path / "model_best.pt")
+        checkpoint["tokenizer"] = read_tokenizer(tmp_path / "tokenizer.json")
+    torch.save(checkpoint, tmp_path / "model_best.pt")
     hf = tmp_path / "hf"
     main(ConvertOptions(out=hf, checkpoint=tmp_path / "model_best.pt"))
     bos = json.loads((hf / "config.json").read_text())["bos_token_id"]
     assert bos == (ord("!") if is_chat else 256)
     card = (hf / "README.md").read_text()
-    assert all(row in card for row in rows) and "/home/me" not in card
+    assert all(line in card for line in lines) and "/home/me" not in card
     code = re.search("```python\n(.*?)```", card, re.DOTALL)[1]
     assert ("apply_chat_template" in code) == is_chat
     code = code.replace("USER/NAME", str(hf)).replace("max_new_tokens=50", "max_new_tokens=2")
@@ -103,7 +103,7 @@ def test_the_example_of_a_model_card_runs(trained, tmp_path, is_chat):
 def test_mistakes_are_sentences(shards, trained, exported, tmp_path):
     last = trained / "checkpoints" / "model_last.pt"
     out = tmp_path / "x.pt"
-    for config, message in (
+    for options, message in (
         (ConvertOptions(out), "give one of --checkpoint"),
         (ConvertOptions(out, last, "gpt2"), "give one of"),
         (ConvertOptions(exported, last), "exists already; choose another"),
@@ -112,7 +112,7 @@ def test_mistakes_are_sentences(shards, trained, exported, tmp_path):
         (ConvertOptions(tmp_path / "x", model=str(exported)), "must end in .pt"),
     ):
         with user_error(message):
-            main(config)
+            main(options)
     other = train_args(shards, tmp_path, 4, "--init_from", exported, "--n_layer", 3)
     for args, message in (
         (["convert.py", "--checkpoint", last, "--out", "/dev/null/x"], "/dev/null: File exists"),

@@ -52,22 +52,22 @@ class TemplateTokenizer(ByteTokenizer):
 def test_texts_are_shown_as_they_are_decoded_whole(monkeypatch, capsys, tokenizer, chat):
     """With bytes that are no UTF-8, ends of text, and characters that are cut."""
     rng = random.Random(0)
-    config = sample_py.SampleOptions(num_samples=2, chat=chat)
-    writer = sample_py.Writer(None, tokenizer, config)
-    monkeypatch.setattr(writer, "encode", lambda *_: [0])
+    options = sample_py.SampleOptions(num_samples=2, chat=chat)
+    writer = sample_py.Writer(None, tokenizer, options)
+    monkeypatch.setattr(writer, "prompt_ids", lambda *_: [0])
     for _ in range(200):
-        texts = []
+        completions = []
         for _ in range(2):
             ids = list("".join(rng.choices([*"  ab", "é", "天", "🐍", "\ufffd"], k=9)).encode())
             ids = [rng.choice([byte] * 9 + [0x80, 0xFF, tokenizer.eot]) for byte in ids[:9]]
-            texts.append(ids)
-        steps = [torch.tensor(tokens) for tokens in zip(*texts, strict=True)]
-        monkeypatch.setattr(sample_py, "generate", lambda *_, steps=steps: iter(steps))
+            completions.append(ids)
+        new_tokens = [torch.tensor(tokens) for tokens in zip(*completions, strict=True)]
+        monkeypatch.setattr(sample_py, "generate", lambda *_, tokens=new_tokens: iter(tokens))
         expected = []
-        for ids in texts:
-            content = bytes(cut_at_end(ids, tokenizer.end_ids).tokens)
+        for ids in completions:
+            shown = bytes(cut_at_end(ids, tokenizer.end_ids).tokens)
             decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-            text = decoder.decode(content, final=chat)  # a text that goes on ends before a cut
+            text = decoder.decode(shown, final=chat)  # a text that goes on ends before a cut
             drops_space = chat and tokenizer.chat_template is None
             expected.append(text.removeprefix(" ") if drops_space else text)
         assert writer.write("", [], 0) == expected[0]

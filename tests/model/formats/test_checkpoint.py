@@ -17,7 +17,7 @@ from model.formats.checkpoint import (
     join_float32,
     load_checkpoint,
     load_model,
-    numbered,
+    numbered_checkpoints,
     split_float32,
 )
 from model.formats.huggingface import load_pretrained
@@ -44,14 +44,16 @@ def test_any_float32_survives_the_two_halves():
 
 def test_a_checkpoint_holds_plain_values_and_bfloat16_weights_under_nanogpt_s_names(trained):
     path = trained / "checkpoints" / "model_last.pt"
-    state = torch.load(path, weights_only=True, mmap=True)
-    assert all(v.dtype == torch.bfloat16 for v in state["model"].values())
-    assert {"transformer.wte.weight", "transformer.h.1.attn.c_attn.bias"} <= set(state["model"])
-    assert set(state["optimizer"]) == set(state["model"])
-    assert (state["step"], state["tokens"], state["tokenizer"]) == (20, 20 * 512, "bytes")
-    assert (state["script"], state["config"]["n_embd"]) == ("train.py", 32)
-    weights = sum(v.numel() for v in state["model"].values())
-    assert os.path.getsize(path) < 12.5 * weights + 60_000  # 2 + 2 + 4 + 4 bytes a weight
+    checkpoint = torch.load(path, weights_only=True, mmap=True)
+    assert all(x.dtype == torch.bfloat16 for x in checkpoint["model"].values())
+    names = set(checkpoint["model"])
+    assert {"transformer.wte.weight", "transformer.h.1.attn.c_attn.bias"} <= names
+    assert set(checkpoint["optimizer"]) == names
+    assert (checkpoint["step"], checkpoint["tokens"]) == (20, 20 * 512)
+    assert checkpoint["tokenizer"] == "bytes"
+    assert (checkpoint["script"], checkpoint["config"]["n_embd"]) == ("train.py", 32)
+    num_weights = sum(x.numel() for x in checkpoint["model"].values())
+    assert os.path.getsize(path) < 12.5 * num_weights + 60_000  # 2 + 2 + 4 + 4 bytes a weight
 
 
 class Code:
@@ -65,23 +67,23 @@ class Code:
 def test_damaged_and_foreign_files_are_named_and_no_code_in_them_is_run(trained, tmp_path):
     path, damaged = tmp_path / "model.pt", "is damaged or not a checkpoint"
     last = trained / "checkpoints" / "model_last.pt"
-    raw, state = last.read_bytes(), load_checkpoint(last)
-    without_norm = {k: v for k, v in state["model"].items() if "ln_f" not in k}
-    other_size = state["model_config"] | {"n_embd": 64}
-    for content, message in (
+    raw, checkpoint = last.read_bytes(), load_checkpoint(last)
+    without_norm = {name: x for name, x in checkpoint["model"].items() if "ln_f" not in name}
+    other_size = checkpoint["model_config"] | {"n_embd": 64}
+    for file_content, message in (
         (raw[:-1000], damaged),
         (b"hello", damaged),
         ({"model": {}, "model_args": {}}, damaged),  # nanoGPT's
         ([1], damaged),
-        (state | {"model": Code(tmp_path / "ran")}, damaged),
-        (state | {"model": without_norm}, damaged),
-        (state | {"model_config": other_size}, damaged),
-        (state | {"format_version": 2}, f"{damaged}.* its format is 2, not 6"),
+        (checkpoint | {"model": Code(tmp_path / "ran")}, damaged),
+        (checkpoint | {"model": without_norm}, damaged),
+        (checkpoint | {"model_config": other_size}, damaged),
+        (checkpoint | {"format_version": 2}, f"{damaged}.* its format is 2, not 6"),
     ):
-        if isinstance(content, bytes):
-            path.write_bytes(content)
+        if isinstance(file_content, bytes):
+            path.write_bytes(file_content)
         else:
-            torch.save(content, path)
+            torch.save(file_content, path)
         with pytest.raises(UserError, match=f"model.pt {message}"):
             load_model(path)
     assert not (tmp_path / "ran").exists()
@@ -104,7 +106,7 @@ def test_a_machine_without_memory_or_rights_does_not_damage_a_file(trained, monk
 
     monkeypatch.setattr(torch, "load", fail)
     monkeypatch.setattr(huggingface_weights, "read_weights", fail)
-    monkeypatch.setattr(huggingface_weights, "config_from_hf", lambda values: GPTConfig())
+    monkeypatch.setattr(huggingface_weights, "config_from_hf", lambda hf_config: GPTConfig())
     monkeypatch.setattr(numpy, "load", fail)
     for read, name in (
         (load_checkpoint, "checkpoints/model_last.pt"),
@@ -116,22 +118,22 @@ def test_a_machine_without_memory_or_rights_does_not_damage_a_file(trained, monk
         assert raised.value is error
 
 
-@pytest.mark.parametrize("part", ["model", "model_low", "optimizer"])
-def test_a_flipped_bit_is_found_by_all_that_read_it(shards, trained, tmp_path, part):
+@pytest.mark.parametrize("section", ["model", "model_low", "optimizer"])
+def test_a_flipped_bit_is_found_by_all_that_read_it(shards, trained, tmp_path, section):
     path, name = tmp_path / "model_last.pt", "transformer.h.1.mlp.c_fc.weight"
     data = bytearray((trained / "checkpoints/model_last.pt").read_bytes())
-    x = load_checkpoint(trained / "checkpoints/model_last.pt")[part][name]
-    if part == "optimizer":
+    x = load_checkpoint(trained / "checkpoints/model_last.pt")[section][name]
+    if section == "optimizer":
         x = x["exp_avg"]
     start = data.index(x.flatten()[:64].view(torch.uint8).numpy().tobytes())
     data[start + 39] ^= 128  # bit 63 of a word
     path.write_bytes(data)
     bad(
         train_args(shards, tmp_path, 30, "--resume", path),
-        f"tensors of '{part}' do not have their checksum",
+        f"tensors of '{section}' do not have their checksum",
     )
     # sampling reads the first half alone
-    with pytest.raises(UserError, match="checksum") if part == "model" else nullcontext():
+    with pytest.raises(UserError, match="checksum") if section == "model" else nullcontext():
         assert not load_model(path)[0].training
 
 
@@ -139,15 +141,15 @@ def test_a_numbered_checkpoint_has_one_exact_name(tmp_path):
     own = [NUMBERED.format(step) for step in (12_345_678, 1_000_000, 999_999, 10, 0)]
     for name in own:
         stem = name.removesuffix(".pt")
-        for copy in ("", "_good", ".pt", " (1)"):
-            (tmp_path / f"{stem}{copy}.pt").touch()
+        for suffix in ("", "_good", ".pt", " (1)"):
+            (tmp_path / f"{stem}{suffix}.pt").touch()
         (tmp_path / name.replace("step_", "step_0")).touch()
-    assert [path.name for path in numbered(tmp_path)] == own
+    assert [path.name for path in numbered_checkpoints(tmp_path)] == own
 
 
 def test_newest_is_the_last_else_the_highest_number_else_the_best(tmp_path):
     assert find_newest(tmp_path) is None
-    numbered = ("model_step_000020.pt", "model_step_999999.pt")
-    for name in (BEST, *numbered, "model_last.pt"):
+    own = ("model_step_000020.pt", "model_step_999999.pt")
+    for name in (BEST, *own, "model_last.pt"):
         (tmp_path / name).touch()
         assert find_newest(tmp_path).name == name

@@ -73,11 +73,12 @@ def test_logits_and_weights_are_those_of_transformers_both_ways(shape, fields, n
     again = load_pretrained(tmp_path / "theirs").eval()
     assert again.config == replace(ours.config, bias=name == "GPT2LMHeadModel")
     save_pretrained(again, tmp_path / "again")
-    state, back = (load_file(path / "model.safetensors") for path in (tmp_path, tmp_path / "again"))
-    assert state.keys() == back.keys() and all(torch.equal(state[k], back[k]) for k in state)
+    first, second = (load_file(x / "model.safetensors") for x in (tmp_path, tmp_path / "again"))
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-KINDS = {  # with fewer key/value heads, the tensors of one stack have different shapes
+KINDS = {  # with fewer key/value heads, the tensors of one fused weight have different shapes
     "gpt2": {},
     "llama": LLAMA | {"n_kv_head": 2},
     "tied llama": LLAMA | {"tied": True},
@@ -93,7 +94,7 @@ NAMES = [  # under which a tensor is written
     *("{}", "_orig_mod.{}", "{}s", "lm_head.weight", *BUFFERS, "wte.weight", "h.0.ln_1.weight"),
     *("transformer.h.2.ln_1.weight", "model.layers.0.self_attn.k_proj.weight"),
 ]
-VALUES = [
+CHANGES_OF_TENSOR = [
     *(torch.clone, torch.Tensor.half, torch.Tensor.int, lambda x: x[1:], lambda x: x + 1),
     *(lambda x, buffer=buffer: buffer.clone() for buffer in BUFFERS.values()),
 ]
@@ -123,19 +124,19 @@ def load_from(config, tensors):
 @example("gpt2", 27, "wte.weight", torch.clone, False)  # the one name without the prefix
 @given(
     *(st.sampled_from(list(KINDS)), st.integers(0, 30)),
-    *(st.sampled_from(NAMES), st.sampled_from(VALUES), st.booleans()),
+    *(st.sampled_from(NAMES), st.sampled_from(CHANGES_OF_TENSOR), st.booleans()),
 )
-def test_each_tensor_is_used_once_or_redundant_or_refused_by_name(kind, i, name, value, is_kept):
+def test_each_tensor_is_used_once_or_redundant_or_refused_by_name(kind, i, name, change, is_kept):
     config, tensors = files_of(kind)
-    source = list(tensors)[i % len(tensors)]
-    target = name.format(source)
-    changed = tensors | {target: value(tensors[source].clone())}
-    if not is_kept and target != source:
-        del changed[source]
+    old_name = list(tensors)[i % len(tensors)]
+    new_name = name.format(old_name)
+    changed = tensors | {new_name: change(tensors[old_name].clone())}
+    if not is_kept and new_name != old_name:
+        del changed[old_name]
     try:
         load_from(config, changed)
     except UserError as error:
-        assert source in str(error) or target in str(error)
+        assert old_name in str(error) or new_name in str(error)
 
 
 @pytest.mark.parametrize("kind, table", [("gpt2", GPT2_TABLE), ("tied llama", LLAMA_TABLE)])

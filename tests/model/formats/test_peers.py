@@ -37,28 +37,28 @@ def random_gpt(vocab_size=257, **fields):
 def write(layout, model, path):
     if "llm.c" in layout:
         return path.write_bytes(llm_c_file(model, is_bfloat16="bfloat16" in layout))
-    state = model.state_dict()
-    head = state.pop("lm_head.weight", None)
+    weights = model.state_dict()
+    head = weights.pop("lm_head.weight", None)
     if head is not None:  # to_nanogpt refuses it: nanoGPT itself would tie it
         model = GPT(replace(model.config, tied=True))
-        model.load_state_dict(state)
-    content = to_nanogpt(model)  # nanoGPT's sample.py has read one, too
+        model.load_state_dict(weights)
+    checkpoint = to_nanogpt(model)  # nanoGPT's sample.py has read one, too
     if head is not None:
-        content["model"]["lm_head.weight"] = head[: model.config.vocab_size]
+        checkpoint["model"]["lm_head.weight"] = head[: model.config.vocab_size]
     if "compiled" in layout:
-        content["model"] = {f"_orig_mod.{name}": x for name, x in content["model"].items()}
+        checkpoint["model"] = {f"_orig_mod.{name}": x for name, x in checkpoint["model"].items()}
     if "build" in layout:
         __main__.GPTConfig = type("GPTConfig", (), {"__module__": "__main__"})
-        content["config"] = __main__.GPTConfig()
-        args = content.pop("model_args")
-        vars(content["config"]).update({name: args[name] for name in SIZED if name != "dropout"})
-    torch.save(content, path)
+        checkpoint["config"] = __main__.GPTConfig()
+        args = checkpoint.pop("model_args")
+        vars(checkpoint["config"]).update({name: args[name] for name in SIZED if name != "dropout"})
+    torch.save(checkpoint, path)
 
 
 def llm_c_file(model, is_bfloat16):
     names = ["wte.weight", "wpe.weight"]
     for kind in LLM_C_KINDS:
-        names += [f"h.{i}.{kind}.{part}" for part in ("weight", "bias") for i in (0, 1)]
+        names += [f"h.{i}.{kind}.{suffix}" for suffix in ("weight", "bias") for i in (0, 1)]
     names += ["ln_f.weight", "ln_f.bias"]
     x = torch.cat([model.transformer.get_parameter(name).flatten() for name in names]).detach()
     config = model.config
@@ -83,11 +83,11 @@ def llm_c_file(model, is_bfloat16):
 )
 @torch.no_grad()
 def test_logits_are_those_of_the_weights_in_the_file(layout, fields, tmp_path):
-    source = random_gpt(**fields)
-    V = source.config.vocab_size
-    write(layout, source, tmp_path / "file")
+    written = random_gpt(**fields)
+    V = written.config.vocab_size
+    write(layout, written, tmp_path / "file")
     idx = torch.randint(0, V, (2, 32))
-    assert load_peer(tmp_path / "file").eval()(idx).equal(source(idx))
+    assert load_peer(tmp_path / "file").eval()(idx).equal(written(idx))
     if "llm.c" in layout:  # by its header, the rows of padding are no tokens
         model, tokenizer, _ = open_model(tmp_path / "file")
         assert (tokenizer, model.config.vocab_size) == ({50_257: "gpt2", 257: "bytes"}[V], V)
@@ -120,24 +120,24 @@ def character_model(folder):
     characters = random.Random(1).sample("\n !$azQ09é天🙂\u0301", 13)
     ids = {character: i for i, character in enumerate(characters)}
     torch.manual_seed(1)
-    source = random_gpt(len(ids), bias=False, **EXACT)
+    model = random_gpt(len(ids), bias=False, **EXACT)
     ckpt, meta = folder / "out/ckpt.pt", folder / "data/characters/meta.pkl"
     for path in (ckpt, meta):
         path.parent.mkdir(parents=True)
-    write("nanoGPT", source, ckpt)
+    write("nanoGPT", model, ckpt)
     torch.save(torch.load(ckpt) | {"config": {"dataset": "characters"}}, ckpt)
     meta.write_bytes(pickle.dumps({"vocab_size": len(ids), "stoi": ids, "itos": characters}))
-    return source, characters
+    return model, characters
 
 
 @torch.no_grad()
 def test_characters_of_nanogpt_come_from_its_meta_pkl(tmp_path):
-    source, characters = character_model(tmp_path)
+    trained, characters = character_model(tmp_path)
     ckpt, own, hf = tmp_path / "out/ckpt.pt", tmp_path / "own.pt", tmp_path / "hf"
     prompt = "a é🙂\n"
     ids = [characters.index(character) for character in prompt]
     for _ in range(32 - len(ids)):  # as nanoGPT's `generate`: nothing stands before a prompt
-        ids.append(int(source(torch.tensor([ids]))[0, -1].argmax()))
+        ids.append(int(trained(torch.tensor([ids]))[0, -1].argmax()))
     text = "".join(characters[i] for i in ids)
     assert len(set(text[len(prompt) :])) > 1  # not one character again and again
     script("convert.py", "--model", ckpt, "--out", own)

@@ -5,7 +5,7 @@ import torch
 from conftest import run_ranks, script, slow, torchrun, train_args
 
 from model.config import GPTConfig
-from model.formats.checkpoint import Float32Rows, checksum, load_checkpoint, split_float32
+from model.formats.checkpoint import Float32Rows, load_checkpoint, rows_checksum, split_float32
 from model.gpt import GPT
 from model.initial_weights import build_without_weights, initial_weights
 from utils.distributed import Process
@@ -88,10 +88,10 @@ def test_any_rows_of_a_new_weight_can_be_drawn_alone():
 def test_processes_compute_parts_of_one_checksum_that_notices_rows_that_change_places(monkeypatch):
     weight = torch.randn(10, 4)
     tensors = {"weight": weight, "gain": torch.randn(4), "step": torch.tensor(3.0)}
-    whole = checksum(tensors)
+    whole = rows_checksum(tensors)
     monkeypatch.setattr(Process, "merge", lambda process, sums: sums)
     thirds = [Process(rank, 3, torch.device("cpu")) for rank in range(3)]
-    assert whole == sum(checksum(tensors, process) for process in thirds)
-    assert whole != checksum(tensors | {"weight": weight.flip(0)})
+    assert whole == sum(rows_checksum(tensors, process) for process in thirds)
+    assert whole != rows_checksum(tensors | {"weight": weight.flip(0)})
     halves = {name: Float32Rows(*split_float32(x)) for name, x in tensors.items() if x.dim()}
-    assert checksum(halves) == checksum({name: tensors[name] for name in halves})
+    assert rows_checksum(halves) == rows_checksum({name: tensors[name] for name in halves})
