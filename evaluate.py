@@ -28,7 +28,7 @@ from data.tokenizer import load_tokenizer
 from evaluation.benchmarks import BENCHMARKS
 from evaluation.core import FewShotTasks
 from evaluation.scoring import open_benchmark
-from evaluation.table import format_table, openai_size
+from evaluation.table import format_table, openai_model_type
 from evaluation.tasks import Benchmark, Result, TaskScores, evenly_spread, exponential
 from evaluation.validation import Scorer
 from finetuning.answers import score_questions
@@ -264,7 +264,7 @@ def main(options: EvalOptions) -> None:
         if process.is_main:
             bar.clear()  # otherwise the table would begin in the line of the bar
             # printed before it is written, as the disk may be full
-            print(format_table(task_results, openai_size(model.config)), flush=True)
+            print(format_table(task_results, openai_model_type(model.config)), flush=True)
             # --out holds all tasks so far; without it each task has its file
             written = results if options.out else task_results
             content = {**header, "results": [asdict(result) for result in written]}

@@ -13,11 +13,11 @@ from dataclasses import asdict, replace
 from evaluation.core import FewShotTasks
 from evaluation.tasks import (
     Benchmark,
+    ExampleScore,
+    ExampleScores,
     Item,
-    Rated,
-    Rating,
+    Prediction,
     Result,
-    Score,
     ScoreItems,
     Task,
     TaskScores,
@@ -40,7 +40,7 @@ class HellaSwag(Task):
     github.com/rowanz/hellaswag."""
 
     name = "hellaswag"
-    hub = {"path": "Rowan/hellaswag", "split": "validation"}
+    download = {"path": "Rowan/hellaswag", "split": "validation"}
     protocols = ("build-nanogpt", "lm-eval")
     metric = "acc_norm"
 
@@ -65,7 +65,7 @@ class HellaSwag(Task):
             items.append(Item(context, choices, label))
         return items
 
-    def values(self, protocol: str, choice: str, score: Score) -> dict[str, float]:
+    def values(self, protocol: str, choice: str, score: Prediction) -> dict[str, float]:
         """Return the log-probability of an ending, and its mean per token, or per character and
         per byte as in the harness."""
         # logprob is a sum over all tokens in nats, lower for longer endings
@@ -83,9 +83,9 @@ class HellaSwag(Task):
     def score(
         self, rows: list[dict], score_items: ScoreItems, protocols: Sequence[str]
     ) -> TaskScores:
-        """Score as Task.score does. Some copies of the file lack `ctx_a` and the activity, which
-        the harness's prompt needs: their protocol gets another name, so that nobody compares it
-        with the harness."""
+        """Score as Task.score does. Some copies of the file lack `ctx_a` and the activity,
+        which the harness's prompt needs: their protocol gets another name, so that nobody compares
+        it with the harness."""
         if not all("ctx_a" in row for row in rows):
             protocols = [name.replace("lm-eval", "lm-eval, ctx alone") for name in protocols]
         return super().score(rows, score_items, protocols)
@@ -108,7 +108,7 @@ class Lambada(Task):
     greedily (lm-eval), its last token alone, or greedily without stop words as first token."""
 
     name = "lambada"
-    hub = {"path": "EleutherAI/lambada_openai", "name": "default", "split": "test"}
+    download = {"path": "EleutherAI/lambada_openai", "name": "default", "split": "test"}
     protocols = ("lm-eval", "last token", "stop words")
     banned_words = STOP_WORDS
 
@@ -122,7 +122,7 @@ class Lambada(Task):
             items.append(Item(context, (f" {word}",)))
         return items
 
-    def rate(self, protocol: str, item: Item, scores: list[Score]) -> Rated:
+    def score_example(self, protocol: str, item: Item, scores: list[Prediction]) -> ExampleScores:
         """Return whether the word is what the model writes, and by lm-eval its nats."""
         [score] = scores  # the word is the only choice
         hits = {
@@ -130,16 +130,16 @@ class Lambada(Task):
             "last token": score.is_last_greedy,
             "stop words": score.is_greedy_filtered,
         }
-        ratings = {"acc": Rating(hits[protocol])}  # True counts as 1
+        example_scores = {"acc": ExampleScore(hits[protocol])}  # True counts as 1
         if protocol == "lm-eval":
             # `result` turns the mean of these nats per word into a perplexity
-            ratings["perplexity"] = Rating(-score.logprob)
-        return ratings, asdict(score)
+            example_scores["perplexity"] = ExampleScore(-score.logprob)
+        return example_scores, asdict(score)
 
-    def result(self, protocol: str, metric: str, ratings: list[Rating]) -> Result:
+    def result(self, protocol: str, metric: str, example_scores: list[ExampleScore]) -> Result:
         """Return the mean; of nats of a word the perplexity per word, exp of the mean. Its standard
         error is that of the mean times exp's derivative, as in lm-evaluation-harness."""
-        mean = super().result(protocol, metric, ratings)
+        mean = super().result(protocol, metric, example_scores)
         if metric != "perplexity":
             return mean
         # per word, not per token, so that models of different tokenizers can be compared
@@ -160,7 +160,7 @@ class ChildrensBookTest(Task):
         self.name = name
         # The validation split, as in the paper: a book of the test split, The Jungle Book,
         # is in GPT-2's training data.
-        self.hub = {"path": "cam-cst/cbt", "name": configuration, "split": "validation"}
+        self.download = {"path": "cam-cst/cbt", "name": configuration, "split": "validation"}
 
     def parse(self, text: str) -> list[dict]:
         """Return the rows of CBTest's format: 20 numbered lines of context, then the question's.

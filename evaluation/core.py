@@ -30,11 +30,11 @@ from data.named_tokenizer import Tokenizer
 from evaluation.tasks import (
     Benchmark,
     Continuation,
+    ExampleScore,
+    ExampleScores,
     Item,
-    Rated,
-    Rating,
+    Prediction,
     Result,
-    Score,
     ScoreItems,
     Task,
     TaskScores,
@@ -114,7 +114,9 @@ class FewShotTask(Task):
         as it has only one."""
         return 0 if self.type == "language_modeling" else get_label(row, "gold", num_prompts)
 
-    def encode(self, item: Item, tokenizer: Tokenizer, block_size: int) -> list[Continuation]:
+    def continuations(
+        self, item: Item, tokenizer: Tokenizer, block_size: int
+    ) -> list[Continuation]:
         """Return a continuation for each choice, of the tokens that count: what follows the longest
         common start of all choices, for language_modeling that of question and prompt; for a schema
         the longest common end. All tokens before them are its context."""
@@ -142,7 +144,7 @@ class FewShotTask(Task):
         pairs = zip(wholes, starts, strict=True)
         return [split_ids(ids, start, block_size) for ids, start in pairs]
 
-    def rate(self, protocol: str, item: Item, scores: list[Score]) -> Rated:
+    def score_example(self, protocol: str, item: Item, scores: list[Prediction]) -> ExampleScores:
         """Return whether the choice with the lowest mean loss is right, the first of equal ones, or
         the answer is what greedy decoding writes."""
         # nats per token: the negative of nanochat's mean loss
@@ -151,13 +153,13 @@ class FewShotTask(Task):
         is_right = pick == item.label
         if self.type == "language_modeling":  # one choice, so there is nothing to pick
             is_right = scores[0].is_greedy
-        ratings = {"acc": Rating(is_right, is_tie=means.count(max(means)) > 1)}
+        example_scores = {"acc": ExampleScore(is_right, is_tie=means.count(max(means)) > 1)}
         details = {"label": item.label, "pick": pick, "correct": is_right, "mean_logprobs": means}
-        return ratings, details
+        return example_scores, details
 
-    def result(self, protocol: str, metric: str, ratings: list[Rating]) -> Result:
+    def result(self, protocol: str, metric: str, example_scores: list[ExampleScore]) -> Result:
         # the table shows the number of examples as the protocol
-        mean = super().result(f"{self.num_shots} examples", metric, ratings)
+        mean = super().result(f"{self.num_shots} examples", metric, example_scores)
         # 0 for guessing, 1 if all items are right
         centered = (mean.value - self.baseline) / (1 - self.baseline)
         return replace(mean, centered=centered)
@@ -171,7 +173,7 @@ class FewShotTasks(Benchmark):
 
     protocols = ("nanochat",)
     metric = "centered"
-    hub = {"path": BUNDLE_URL}
+    download = {"path": BUNDLE_URL}
     layout = LAYOUT
 
     def __init__(self, name: str) -> None:

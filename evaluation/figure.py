@@ -38,18 +38,18 @@ WIDTH = 9  # inches
 
 
 @dataclass(frozen=True)
-class Run:
+class LoggedRun:
     """A run to draw."""
 
     label: str
     """Its path, as the user gave it, without /logs; the middle of a long one is left out."""
     log: dict[str, list[dict]]
     """Rows by split, sorted by step: what read_metrics returns."""
-    record: dict
+    logged_config: dict
     """Content of the config.json beside the log; {} without one."""
 
 
-def read_run(path: Path) -> Run:
+def read_run(path: Path) -> LoggedRun:
     """Return the run of a metrics.jsonl, of its folder, or of the folder with logs/ in it. Raise
     UserError if it has no training step yet."""
     log = read_metrics(path)
@@ -59,20 +59,20 @@ def read_run(path: Path) -> Run:
     if len(label) > 41:  # keeps both ends: the folder, and options and seed of a sweep
         label = f"{label[:20]}…{label[-20:]}"
     # logged_run returns None if the file has another name than metrics.jsonl
-    return Run(label, log, logged_run(find_metrics(path).parent) or {})
+    return LoggedRun(label, log, logged_run(find_metrics(path).parent) or {})
 
 
-def comparable_loss(runs: list[Run]) -> str:
+def comparable_loss(runs: list[LoggedRun]) -> str:
     """Return the loss by which runs are compared: "bits_per_byte" if their tokenizers differ, as a
     token of one stands for more text than a token of another, else "loss"."""
     # None without a config.json, as for a metrics.jsonl that was copied alone
-    tokenizers = {run.record.get("tokenizer") for run in runs}
+    tokenizers = {run.logged_config.get("tokenizer") for run in runs}
     if len(tokenizers - {None}) > 1:
         return "bits_per_byte"
     return "loss"
 
 
-def curve(run: Run, split: str, metric: str) -> tuple[np.ndarray, np.ndarray]:
+def curve(run: LoggedRun, split: str, metric: str) -> tuple[np.ndarray, np.ndarray]:
     """Return x values in training tokens, and the values of a metric of a split."""
     train_rows = run.log["train"]
     # Step 0, the validation before training, has no training row.
@@ -86,7 +86,7 @@ def curve(run: Run, split: str, metric: str) -> tuple[np.ndarray, np.ndarray]:
     return np.interp(steps, train_steps, train_tokens), values
 
 
-def tokens_per_step(runs: list[Run]) -> float | None:
+def tokens_per_step(runs: list[LoggedRun]) -> float | None:
     """Return the tokens of a training step if they are about the same in all runs, else None."""
     sizes = []
     for run in runs:
@@ -155,7 +155,7 @@ def make_panels(rows: list[list[str]]) -> tuple[Figure, dict[str, Axes]]:
     return figure, panels
 
 
-def draw_main(axes: Axes, run: Run, metric: str, color: str) -> None:
+def draw_main(axes: Axes, run: LoggedRun, metric: str, color: str) -> None:
     """Draw the loss or reward of training as a thin line, and that of validation as a thick one,
     with its best value in the legend."""
     split = "val"
@@ -207,7 +207,7 @@ def upper_limit(axes: Axes) -> float | None:
     return max(limits, default=0) or None
 
 
-def draw_accuracies(axes: Axes, runs: list[Run], size: str | None) -> None:
+def draw_accuracies(axes: Axes, runs: list[LoggedRun], size: str | None) -> None:
     """Draw the accuracies of benchmarks, each in a color of its own, with those of OpenAI's GPT-2.
     Runs differ by their markers."""
     for i, task in enumerate(BENCHMARKS.values(), start=1):
@@ -225,10 +225,10 @@ def draw_accuracies(axes: Axes, runs: list[Run], size: str | None) -> None:
         draw_published(axes, (task.name, task.protocols[0], task.metric), size, color)
 
 
-def draw_published_loss(axes: Axes, runs: list[Run], size: str) -> None:
+def draw_published_loss(axes: Axes, runs: list[LoggedRun], size: str) -> None:
     """Draw the loss of OpenAI's GPT-2 if it is comparable: it depends on tokens and text."""
     # a run of several corpora has all of their names as "corpus"
-    texts = {(run.record.get("tokenizer"), run.record.get("corpus")) for run in runs}
+    texts = {(run.logged_config.get("tokenizer"), run.logged_config.get("corpus")) for run in runs}
     if texts == {("gpt2", "FineWeb-Edu")}:
         draw_published(axes, ("val", "FineWeb-Edu", "loss"), size, "black")
         if size == "gpt2":
@@ -244,8 +244,8 @@ def draw_published(axes: Axes, key: tuple[str, str, str], size: str | None, colo
     """Draw the figure of a size of OpenAI's GPT-2, if there is one, as a dashed line; `key` is one
     of PUBLISHED."""
     published = PUBLISHED.get(key)
-    if published and size in published.values:
-        value = published.values[size]
+    if published and size in published.by_model_type:
+        value = published.by_model_type[size]
         label = f"{key[0]}, OpenAI {size}: {value:g}"
         axes.axhline(value, color=color, ls="--", lw=1, label=label)
 

@@ -21,7 +21,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from data.named_tokenizer import Tokenizer
-from evaluation.tasks import Benchmark, Continuation, Item, Score, ScoreTask, Task, batched
+from evaluation.tasks import (
+    Benchmark,
+    Continuation,
+    Item,
+    Prediction,
+    ScoreBenchmark,
+    Task,
+    batched,
+)
 from evaluation.validation import Scorer
 from model.loss import chunk_bytes, rows_within
 from utils.devices import autocast
@@ -32,7 +40,7 @@ from utils.errors import UserError
 class PackedItem:
     """Token ids of a context and of the continuations that share it in one row of a batch."""
 
-    first_place: int
+    first_index: int
     """Place of choices[0] among the continuations of all items; those of the others follow."""
     context: list[int]
     choices: list[list[int]]
@@ -46,24 +54,24 @@ class PackedItem:
         return -(-num_inputs // 8) * 8
 
 
-def pack(items: list[list[Continuation]]) -> list[PackedItem]:
-    """Return the continuations of all items as rows, in order: those of an item that follow the
+def pack_items(items: list[list[Continuation]]) -> list[PackedItem]:
+    """Return the continuations of all items, packed, in order: those of an item that follow the
     same context share a row."""
-    rows: list[PackedItem] = []
-    place = 0
+    packed: list[PackedItem] = []
+    index = 0
     for continuations in items:
         for i, continuation in enumerate(continuations):
-            # as i > 0, rows[-1] belongs to this item
-            if i > 0 and continuation.context == rows[-1].context:
-                rows[-1].choices.append(continuation.ids)
+            # as i > 0, packed[-1] belongs to this item
+            if i > 0 and continuation.context == packed[-1].context:
+                packed[-1].choices.append(continuation.ids)
             else:
-                rows.append(PackedItem(place, continuation.context, [continuation.ids]))
-            place += 1
-    return rows
+                packed.append(PackedItem(index, continuation.context, [continuation.ids]))
+            index += 1
+    return packed
 
 
 @dataclass(frozen=True)
-class Batch:
+class PackedBatch:
     """Rows of packed items as tensors, and the N targets: tokens whose probability is needed. The
     targets of a row stand together, choice by choice."""
 
@@ -75,8 +83,8 @@ class Batch:
     target_ids: Tensor  # (N,)
 
 
-def make_batch(rows: list[PackedItem], device: torch.device) -> Batch:
-    """Return the batch of some rows of equal length.
+def make_batch(packed: list[PackedItem], device: torch.device) -> PackedBatch:
+    """Return the batch of packed items of equal length.
 
     A context "a b" with the continuations "c d" and "e f" becomes one row:
 
@@ -84,13 +92,13 @@ def make_batch(rows: list[PackedItem], device: torch.device) -> Batch:
         positions  0  1  2  2
         part       0  0  1  2        0: context; 1, 2, ...: continuations; -1: padding
     """
-    B = len(rows)
-    T = rows[0].length
+    B = len(packed)
+    T = packed[0].length
     ids = np.zeros((B, T), np.int64)
     positions = np.zeros((B, T), np.int64)
     part = np.full((B, T), -1)
     targets: list[tuple[int, int, int]] = []  # row, column and id, as in Batch
-    for b, row in enumerate(rows):
+    for b, row in enumerate(packed):
         context_length = len(row.context)
         # the last token of a continuation predicts nothing, so it is no input
         inputs = [row.context] + [choice[:-1] for choice in row.choices]
@@ -111,14 +119,14 @@ def make_batch(rows: list[PackedItem], device: torch.device) -> Batch:
             start = end
 
     mask = None  # faster, and enough if each row has one continuation
-    if any(len(row.choices) > 1 for row in rows):
+    if any(len(row.choices) > 1 for row in packed):
         # A token attends to its own part and to the context, and not to what comes after it.
         # Padding is a part of its own, and is read by no target.
         same_part = part[:, None, :] == part[:, :, None]  # (B, queries, keys)
         in_context = part[:, None, :] == 0  # (B, 1, keys)
         mask = torch.from_numpy(same_part | in_context).tril().unsqueeze(1).to(device)
     target_rows, target_columns, target_ids = torch.tensor(targets, device=device).T
-    return Batch(
+    return PackedBatch(
         torch.from_numpy(ids).to(device),
         torch.from_numpy(positions).to(device),
         mask,
@@ -156,11 +164,11 @@ def score_targets(
 @torch.no_grad()
 def score_items(
     scorer: Scorer, tokenizer: Tokenizer, items: list[Item], task: Task
-) -> list[list[Score]]:
-    """Return a Score for each choice of each item; `task` encodes them. Raise UserError if one is
-    NaN."""
+) -> list[list[Prediction]]:
+    """Return a Prediction for each choice of each item; `task` encodes them. Raise UserError if one
+    is NaN."""
     scorer.model.eval()
-    # These ids make Score.is_greedy_filtered. Only a word that is one token can be banned as a
+    # These ids make Prediction.is_greedy_filtered. Only a word that is one token can be banned as a
     # first token.
     banned_ids: list[int] = []
     for word in task.banned_words:
@@ -171,15 +179,15 @@ def score_items(
     # Batches of rows of equal length (rounded up), the longest first: if memory runs out, it does
     # so at once and not after an hour.
     block_size = scorer.model.config.block_size
-    rows = pack([task.encode(item, tokenizer, block_size) for item in items])
-    rows.sort(key=lambda row: row.length, reverse=True)
+    packed = pack_items([task.continuations(item, tokenizer, block_size) for item in items])
+    packed.sort(key=lambda row: row.length, reverse=True)
     batches: list[list[PackedItem]] = []
-    for _, equal_rows in groupby(rows, key=lambda row: row.length):
+    for _, equal_rows in groupby(packed, key=lambda row: row.length):
         batches += batched(list(equal_rows), scorer.batch_size)
 
-    # By place (see PackedItem). Process.map shares the batches among the processes, returns the
+    # By index (see PackedItem). Process.map shares the batches among the processes, returns the
     # scores of all, and raises Stopped after a signal.
-    scores: dict[int, Score] = {}
+    scores: dict[int, Prediction] = {}
     for batch_scores in scorer.process.map(partial(score_batch, scorer, banned_ids), batches):
         scores |= batch_scores
     scorer.model.train()  # a training step may follow
@@ -188,20 +196,22 @@ def score_items(
         raise UserError("the model gives NaN (not a number) instead of a probability")
 
     # back to the order of the items
-    scores_of_items: list[list[Score]] = []
-    start = 0  # place of the item's first continuation
+    scores_of_items: list[list[Prediction]] = []
+    start = 0  # index of the first continuation of the item
     for item in items:
         end = start + len(item.choices)
-        scores_of_items.append([scores[place] for place in range(start, end)])
+        scores_of_items.append([scores[index] for index in range(start, end)])
         start = end
     return scores_of_items
 
 
-def score_batch(scorer: Scorer, banned_ids: list[int], rows: list[PackedItem]) -> dict[int, Score]:
-    """Return a Score for each choice of each row, by its place as PackedItem counts them."""
+def score_batch(
+    scorer: Scorer, banned_ids: list[int], packed: list[PackedItem]
+) -> dict[int, Prediction]:
+    """Return a Prediction for each choice of each row, by its index as PackedItem counts them."""
     # every process scores a batch of about this size at the same time
-    scorer.on_batch(len(rows) * scorer.process.data_parallel)
-    batch = make_batch(rows, scorer.process.device)
+    scorer.on_batch(len(packed) * scorer.process.data_parallel)
+    batch = make_batch(packed, scorer.process.device)
     with autocast(scorer.process.device, scorer.dtype):
         # (B, T, C)
         x = scorer.model.hidden(batch.ids, positions=batch.positions, mask=batch.mask)
@@ -215,14 +225,14 @@ def score_batch(scorer: Scorer, banned_ids: list[int], rows: list[PackedItem]) -
     logprobs = logprobs.double()  # sums of hundreds of tokens keep their digits
 
     # The N targets are in the order of Batch: those of one choice are [start, end).
-    score_of_place: dict[int, Score] = {}
+    prediction_of_index: dict[int, Prediction] = {}
     start = 0
-    for row in rows:
-        for place, choice in enumerate(row.choices, row.first_place):
+    for row in packed:
+        for index, choice in enumerate(row.choices, row.first_index):
             end = start + len(choice)
             # banned words may not come first, but may follow
             is_rest_greedy = is_argmax[start + 1 : end].all()
-            score_of_place[place] = Score(
+            prediction_of_index[index] = Prediction(
                 logprob=logprobs[start:end].sum().item(),
                 num_tokens=len(choice),
                 is_greedy=bool(is_argmax[start:end].all()),
@@ -230,7 +240,7 @@ def score_batch(scorer: Scorer, banned_ids: list[int], rows: list[PackedItem]) -
                 is_last_greedy=bool(is_argmax[end - 1]),
             )
             start = end
-    return score_of_place
+    return prediction_of_index
 
 
 def open_benchmark(
@@ -240,7 +250,7 @@ def open_benchmark(
     scorer: Scorer,
     tokenizer: Tokenizer,
     protocols: Sequence[str],
-) -> ScoreTask:
+) -> ScoreBenchmark:
     """Read a benchmark's file, or download it, and return the function that scores it. Raises
     UserError for what cannot be read or scored, now and not in the middle of a run."""
     block_size = scorer.model.config.block_size

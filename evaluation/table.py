@@ -21,9 +21,9 @@ ALIGNMENT = "<<<>><<"  # one sign for each column; n and value are aligned to th
 class Published:
     """Figures of OpenAI's GPT-2 for one metric."""
 
-    source: str
-    values: dict[str, float]
-    """By size, a key of GPT2_SIZES; sizes without a figure are missing."""
+    citation: str
+    by_model_type: dict[str, float]
+    """By model type, a key of GPT2_SIZES; those without a figure are missing."""
 
 
 def from_paper(*values: float) -> Published:
@@ -65,24 +65,24 @@ PUBLIC_RUN = {
 }
 
 
-def openai_size(config: GPTConfig) -> str:
-    """Return the size of OpenAI's GPT-2, a key of GPT2_SIZES, that a model is compared with: that
+def openai_model_type(config: GPTConfig) -> str:
+    """Return the type of OpenAI's GPT-2, a key of GPT2_SIZES, that a model is compared with: that
     of its shape, else the smallest."""
-    for name, size in GPT2_SIZES.items():
-        if size == (config.n_layer, config.n_head, config.n_embd):
+    for name, sizes in GPT2_SIZES.items():
+        if sizes == (config.n_layer, config.n_head, config.n_embd):
             return name
     return "gpt2"
 
 
-def listed(values: dict[str, float]) -> str:
-    """Return figures by size as one line."""
-    return ", ".join(f"{size} {value}" for size, value in values.items())
+def listed(by_model_type: dict[str, float]) -> str:
+    """Return figures by model type as one line."""
+    return ", ".join(f"{model_type} {value}" for model_type, value in by_model_type.items())
 
 
-def format_table(results: list[Result], size: str) -> str:
-    """Format results as an aligned table, beside those published for a size of OpenAI's GPT-2, with
+def format_table(results: list[Result], model_type: str) -> str:
+    """Format results as an aligned table, beside those published for a type of OpenAI's GPT-2, with
     the sources of these below it."""
-    rows = [["task", "protocol", "metric", "n", "value", "", f"OpenAI's {size}"]]
+    rows = [["task", "protocol", "metric", "n", "value", "", f"OpenAI's {model_type}"]]
     marks: dict[str, str] = {}  # "[1]", "[2]", ... by source
     for result in results:
         details = []
@@ -92,10 +92,10 @@ def format_table(results: list[Result], size: str) -> str:
             details.append(f"centered {result.centered:.4f}")
         openai = ""
         published = PUBLISHED.get((result.task, result.protocol, result.metric))
-        if published and size in published.values:
+        if published and model_type in published.by_model_type:
             # a source keeps its mark; a new one gets the next number
-            mark = marks.setdefault(published.source, f"[{len(marks) + 1}]")
-            openai = f"{published.values[size]:.4f} {mark}"
+            mark = marks.setdefault(published.citation, f"[{len(marks) + 1}]")
+            openai = f"{published.by_model_type[model_type]:.4f} {mark}"
         unit = " tokens" if result.task == "val" else ""  # n counts examples otherwise
         number = f"{result.n:,}{unit}"
         value = f"{result.value:.4f}"
@@ -111,7 +111,7 @@ def format_table(results: list[Result], size: str) -> str:
         # the format {cell:<12} fills a cell up to 12 characters by spaces on the right
         line = "  ".join(f"{cell:{side}{width}}" for cell, side, width, kept in cells if kept)
         lines.append(line.rstrip())
-    lines += [f"{mark} {source}" for source, mark in marks.items()]
+    lines += [f"{mark} {citation}" for citation, mark in marks.items()]
     if results and results[-1].task == "core":
         lines.append(f"CORE of GPT-2, all 22 tasks: {listed(CORE_OF_GPT2)} ({NANOCHAT})")
         lines.append(f"CORE of GPT-3, estimated there: {listed(CORE_OF_GPT3)}")

@@ -1,7 +1,7 @@
 """Task: the base class of the benchmarks, with the items that go in and the results that come out.
 
 A benchmark turns each row of its data file into an Item: a context with several possible
-continuations, and encodes these as token ids. evaluation/scoring.py computes a Score for each
+continuations, and encodes these as token ids. evaluation/scoring.py computes a Prediction for each
 continuation; the Task picks the best one by its rules. This file runs no model and imports no
 PyTorch, so that plot.py can name the benchmarks without it. The benchmarks themselves are in
 evaluation/benchmarks.py and core.py.
@@ -42,7 +42,7 @@ class Continuation:
 
 
 @dataclass(frozen=True)
-class Score:
+class Prediction:
     """A model's prediction of one continuation of a context."""
 
     logprob: float
@@ -58,7 +58,7 @@ class Score:
 
 
 @dataclass(frozen=True)
-class Rating:
+class ExampleScore:
     """How good a prediction is by one metric."""
 
     value: float
@@ -69,7 +69,7 @@ class Rating:
 
 
 # of an example: ratings by metric, and entries of its row for --dump
-Rated = tuple[dict[str, Rating], dict]
+ExampleScores = tuple[dict[str, ExampleScore], dict]
 
 
 @dataclass(frozen=True)
@@ -94,9 +94,10 @@ class Result:
 
 # results, and one row per example for --dump
 TaskScores = tuple[list[Result], list[dict]]
-ScoreTask = Callable[[], TaskScores]  # scores a task whose data has been read
-# takes items and their task, gives a Score for each choice of each item (scoring.py: score_items)
-ScoreItems = Callable[[list[Item], "Task"], list[list[Score]]]
+ScoreBenchmark = Callable[[], TaskScores]  # scores a task whose data has been read
+# takes items and their task, gives a Prediction for each choice of each item (scoring.py:
+# score_items)
+ScoreItems = Callable[[list[Item], "Task"], list[list[Prediction]]]
 
 
 def mean_result(
@@ -156,7 +157,7 @@ def batched(items: list, size: int) -> list[list]:
 
 
 def split_ids(ids: list[int], start: int, max_tokens: int) -> Continuation:
-    """Return the continuation that begins at place `start` of the ids of a whole text. The context
+    """Return the continuation that begins at index `start` of the ids of a whole text. The context
     loses its start where both together have more than `max_tokens`. Raise ValueError if no token of
     it is left, or the continuation has none."""
     num_scored = len(ids) - start
@@ -179,7 +180,7 @@ class Benchmark(ABC):
     """Ways to prepare and score the same examples; train.py logs the first one."""
     metric: str
     """Metric of the first protocol that plot.py draws."""
-    hub: dict[str, str]
+    download: dict[str, str]
     """Where the data comes from without a path: arguments of datasets.load_dataset, or for CORE a
     URL as "path"."""
     layout = "a file in the original format"
@@ -196,7 +197,7 @@ class Benchmark(ABC):
         except UserError:  # a task of CORE has named itself and its file
             raise
         except Exception as error:  # a failed download, a file of another format, a long text
-            source = path or self.hub["path"]
+            source = path or self.download["path"]
             raise UserError(
                 f"{self.name} cannot use {source} ({type(error).__name__}: {error}); give "
                 f"{self.layout}"
@@ -216,18 +217,20 @@ class Benchmark(ABC):
 
 class Task(Benchmark):
     """A benchmark of one file. A subclass sets the attributes and defines `items`; it overrides
-    `values` if a continuation is not chosen by its log-probability, `rate` if there is nothing to
-    choose, `parse` if its file is not JSON lines."""
+    `values` if a continuation is not chosen by its log-probability, `score_example` if there is
+    nothing to choose, `parse` if its file is not JSON lines."""
 
     metric = "acc"
     banned_words: Sequence[str] = ()
-    """Words that may not come first in Score.is_greedy_filtered."""
+    """Words that may not come first in Prediction.is_greedy_filtered."""
 
     @abstractmethod
     def items(self, rows: list[dict], protocol: str) -> list[Item]:
         """Return an Item for each row."""
 
-    def encode(self, item: Item, tokenizer: Tokenizer, block_size: int) -> list[Continuation]:
+    def continuations(
+        self, item: Item, tokenizer: Tokenizer, block_size: int
+    ) -> list[Continuation]:
         """Return the continuations of an item as lm-evaluation-harness encodes them."""
         # White space at the end of a context belongs to the continuation, as in the harness.
         # Context and continuation are encoded together, as a merge can reach across the seam: ids
@@ -248,7 +251,7 @@ class Task(Benchmark):
             continuations.append(split_ids(ids, len(context), block_size + 1))
         return continuations
 
-    def values(self, protocol: str, choice: str, score: Score) -> dict[str, float]:
+    def values(self, protocol: str, choice: str, score: Prediction) -> dict[str, float]:
         """Return the value of a continuation by metric: the choice with the highest value is the
         model's. "acc" is the log-probability."""
         return {"acc": score.logprob}
@@ -272,13 +275,13 @@ class Task(Benchmark):
         else:
             from datasets import load_dataset  # takes seconds, and files do without
 
-            rows = list(load_dataset(**self.hub))
+            rows = list(load_dataset(**self.download))
         assert rows, "no items"  # for the message of `read`
         rows = self.select(rows, limit)
         # A row that lacks a field, or is too long, fails here, not in the middle of the scoring.
         for protocol in self.protocols:
             for item in self.items(rows, protocol):
-                self.encode(item, tokenizer, block_size)
+                self.continuations(item, tokenizer, block_size)
         return rows
 
     def score(
@@ -288,26 +291,28 @@ class Task(Benchmark):
         results: list[Result] = []
         examples: list[dict] = []
         scored_items: list[Item] = []
-        scores: list[list[Score]] = []
+        scores: list[list[Prediction]] = []
         for protocol in protocols:
             items = self.items(rows, protocol)
-            # Protocols with the same texts differ only in how they rate. They share one pass of
-            # the model.
+            # Protocols with the same texts differ only in how they score_example. They share one
+            # pass of the model.
             if items != scored_items:
                 scores = score_items(items, self)
                 scored_items = items  # `scores` belongs to these items
-            ratings: dict[str, list[Rating]] = defaultdict(list)  # by metric, one per example
+            example_scores: dict[str, list[ExampleScore]] = defaultdict(
+                list
+            )  # by metric, one per example
             for index, (item, item_scores) in enumerate(zip(items, scores, strict=True)):
-                by_metric, details = self.rate(protocol, item, item_scores)
+                by_metric, details = self.score_example(protocol, item, item_scores)
                 for metric, rating in by_metric.items():
-                    ratings[metric].append(rating)
+                    example_scores[metric].append(rating)
                 example = {"task": self.name, "protocol": protocol, "index": index}
                 examples.append(example | details)
-            for metric, metric_ratings in ratings.items():
+            for metric, metric_ratings in example_scores.items():
                 results.append(self.result(protocol, metric, metric_ratings))
         return results, examples
 
-    def rate(self, protocol: str, item: Item, scores: list[Score]) -> Rated:
+    def score_example(self, protocol: str, item: Item, scores: list[Prediction]) -> ExampleScores:
         """Return the ratings of an example by metric, and what its row for --dump tells of them.
         Here a continuation is chosen by each metric, and compared with the label."""
         choices = zip(item.choices, scores, strict=True)
@@ -315,11 +320,11 @@ class Task(Benchmark):
         values = [self.values(protocol, choice, score) for choice, score in choices]
         logprobs = [by_metric["acc"] for by_metric in values]
         details = {"label": item.label, "logprobs": logprobs}
-        ratings = {}
+        example_scores = {}
         for metric in values[0]:  # all choices have the same metrics
-            of_choices = [by_metric[metric] for by_metric in values]
+            choice_metrics = [by_metric[metric] for by_metric in values]
             # indices of the choices with the largest value, several for a tie
-            best = [i for i, value in enumerate(of_choices) if value == max(of_choices)]
+            best = [i for i, value in enumerate(choice_metrics) if value == max(choice_metrics)]
             is_tie = len(best) > 1
             # --dump has the first of equal choices. The accuracy counts each of them by its share:
             # otherwise a model of zeros would be right wherever the label is 0.
@@ -327,11 +332,11 @@ class Task(Benchmark):
             if protocol.startswith("lm-eval"):
                 best = best[:1]  # the harness takes the first one
             # 1 or 0 for a single best choice; for a tie 1 / len(best) if the right choice is in it
-            ratings[metric] = Rating((item.label in best) / len(best), is_tie)
-        return ratings, details
+            example_scores[metric] = ExampleScore((item.label in best) / len(best), is_tie)
+        return example_scores, details
 
-    def result(self, protocol: str, metric: str, ratings: list[Rating]) -> Result:
+    def result(self, protocol: str, metric: str, example_scores: list[ExampleScore]) -> Result:
         """Return the mean of one rating per example."""
-        values = [rating.value for rating in ratings]
-        num_ties = sum(rating.is_tie for rating in ratings)
+        values = [rating.value for rating in example_scores]
+        num_ties = sum(rating.is_tie for rating in example_scores)
         return mean_result(self.name, protocol, metric, values, num_ties)

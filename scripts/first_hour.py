@@ -140,7 +140,7 @@ def check_124m(out: Path) -> list[bool]:
     rows = json.loads((out / "gpt2.json").read_text())["results"]
     values = {(row["task"], row["protocol"], row["metric"]): row["value"] for row in rows}
     key = ("hellaswag", "build-nanogpt", "acc_norm")
-    score = PUBLISHED[key].values["gpt2"]
+    score = PUBLISHED[key].by_model_type["gpt2"]
     results.append(verdict("HellaSwag of OpenAI's 124M", values[key], score - 2e-3, score + 2e-3))
     return results
 

@@ -26,7 +26,7 @@ from matplotlib import colormaps
 
 from config import TrainOptions, resolve_from_recipe
 from evaluation import figure
-from evaluation.figure import Run, comparable_loss, curve, read_run
+from evaluation.figure import LoggedRun, comparable_loss, curve, read_run
 from recipes import parse_recipe
 from training.options import list_changes, read_options
 from utils.cli import start_script
@@ -141,7 +141,9 @@ def to_markdown(groups: list[str], losses: np.ndarray, metric: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def draw(runs: list[Run], groups: list[str], losses: np.ndarray, metric: str, out: Path) -> None:
+def draw(
+    runs: list[LoggedRun], groups: list[str], losses: np.ndarray, metric: str, out: Path
+) -> None:
     """Draw the validation losses of each group into the picture `out`: the mean over seeds as a
     line in a band of one standard deviation to each side. `runs` has all seeds of the first group,
     then of the second, ...; `losses` (groups, seeds) are their last ones, which sort the legend."""

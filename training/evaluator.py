@@ -17,7 +17,7 @@ from data.named_tokenizer import Tokenizer
 from data.tokenizer import load_tokenizer
 from evaluation.benchmarks import BENCHMARKS
 from evaluation.scoring import open_benchmark
-from evaluation.tasks import ScoreTask
+from evaluation.tasks import ScoreBenchmark
 from evaluation.validation import Scorer
 from model.execution import uncompiled
 from model.generate import complete
@@ -58,7 +58,7 @@ class Evaluator:
         # as many sequences as in training, which fit into memory
         self.scorer = Scorer(model, process, dtype, options.sequences_per_pass)
         self.tokenizer: Tokenizer | None = None  # stays None if it cannot be downloaded
-        self.score_tasks: list[tuple[str, ScoreTask]] = []
+        self.score_benchmarks: list[tuple[str, ScoreBenchmark]] = []
         """Name of each benchmark, and what scores it: the same rows each time."""
         # GPT-2's vocabulary is downloaded once. Training itself needs ids alone, so a run on a
         # machine without network goes on.
@@ -80,14 +80,14 @@ class Evaluator:
                 limit = None if options.eval_full else SUBSET_EXAMPLES
                 first = benchmark.protocols[:1]  # one is enough for a curve
                 try:
-                    score_task = open_benchmark(
+                    score_benchmark = open_benchmark(
                         benchmark, path, limit, self.scorer, self.tokenizer, first
                     )
                 except UserError as error:  # its message does not name the options
                     raise UserError(
                         f"--{name}_every cannot score {name}: {error}, by --{name}_data"
                     ) from error
-                self.score_tasks.append((name, score_task))
+                self.score_benchmarks.append((name, score_benchmark))
 
     def due(self, step: int, name: str = "eval") -> bool:
         """Return True if a validation ("eval"), a "sample" or a benchmark, by its name, is due
@@ -108,12 +108,12 @@ class Evaluator:
     def benchmarks(self, step: int) -> Iterator[tuple[str, dict[str, float]]]:
         """Yield the name and the figures of each benchmark that is due after `step` steps; they are
         those of its first protocol."""
-        for name, score_task in self.score_tasks:
+        for name, score_benchmark in self.score_benchmarks:
             if not self.due(step, name):
                 continue
             # Blocks are compiled for one shape: each length of a text would be compiled anew.
             with uncompiled(self.options.use_torch_compile):
-                results, _ = score_task()  # without the rows for --dump
+                results, _ = score_benchmark()  # without the rows for --dump
             # the last result is of the whole benchmark; for CORE, n counts the items of all tasks
             metrics: dict[str, float] = {"n": results[-1].n}
             for result in results:

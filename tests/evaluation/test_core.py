@@ -38,7 +38,7 @@ def texts(kind, **options):
     """The context and the counted text of each choice of the first of three equal rows."""
     this = task(kind, **options)
     item = this.items([ROWS[kind]] * 3, "nanochat")[0]
-    continuations = this.encode(item, BYTES, 64)
+    continuations = this.continuations(item, BYTES, 64)
     assert all(continuation.context[0] == BYTES.eot for continuation in continuations)
     return [(bytes(c.context[1:]).decode(), bytes(c.ids).decode()) for c in continuations]
 
@@ -53,10 +53,10 @@ def test_of_a_schema_only_the_common_end_counts_however_long_its_questions_are()
     this = task("schema")
     row = {"context_options": ["a", "much longer"], "continuation": "x", "gold": 0}
     [item] = this.items([row], "nanochat")
-    assert [bytes(c.ids) for c in this.encode(item, BYTES, 64)] == [b" x", b" x"]
+    assert [bytes(c.ids) for c in this.continuations(item, BYTES, 64)] == [b" x", b" x"]
     row = {"context_options": ["", " and"], "continuation": "x", "gold": 0}  # one ends the other
     [item] = this.items([row], "nanochat")
-    assert [bytes(c.ids) for c in this.encode(item, BYTES, 64)] == [b" x", b" x"]
+    assert [bytes(c.ids) for c in this.continuations(item, BYTES, 64)] == [b" x", b" x"]
 
 
 def test_examples_with_their_answers_stand_before_a_question():
@@ -69,11 +69,11 @@ def test_examples_with_their_answers_stand_before_a_question():
 def test_a_choice_that_begins_another_keeps_a_token_and_a_long_prompt_loses_its_start():
     this = task("multiple_choice")
     [item] = this.items([{"query": "Q", "choices": ["5", "5 m"], "gold": 0}], "nanochat")
-    assert [bytes(c.ids) for c in this.encode(item, BYTES, 64)] == [b"5", b"5 m"]
-    short, long = this.encode(item, BYTES, 4)  # ids in all, as in nanochat
+    assert [bytes(c.ids) for c in this.continuations(item, BYTES, 64)] == [b"5", b"5 m"]
+    short, long = this.continuations(item, BYTES, 4)  # ids in all, as in nanochat
     assert (bytes(short.context[1:]), bytes(long.context)) == (b"Q ", b" ")
     with pytest.raises(ValueError, match="a continuation has 3 tokens"):
-        this.encode(item, BYTES, 3)
+        this.continuations(item, BYTES, 3)
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from record_harness import with_all_fields
 import evaluate
 from data.export_tokenizer import save_tokenizer
 from data.tokenizer import load_tokenizer
-from evaluation.table import openai_size
+from evaluation.table import openai_model_type
 from evaluation.validation import Scorer
 from model.config import GPTConfig
 from model.formats.huggingface import load_pretrained, save_pretrained
@@ -193,9 +193,9 @@ def test_a_table_is_printed_before_it_is_written(exported, capsys):
 
 def test_a_model_of_gpt3_s_small_size_is_compared_with_gpt2():
     small = GPTConfig(n_layer=12, n_head=12, n_embd=768, block_size=2048)
-    assert openai_size(small) == "gpt2"
+    assert openai_model_type(small) == "gpt2"
     # GPT-2 has no such size: its smallest
-    assert openai_size(replace(small, n_layer=24, n_embd=1536)) == "gpt2"
+    assert openai_model_type(replace(small, n_layer=24, n_embd=1536)) == "gpt2"
 
 
 def test_bad_settings_are_sentences(trained, exported, tmp_path):

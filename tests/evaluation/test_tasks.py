@@ -9,7 +9,7 @@ from data.tokenizer import load_tokenizer
 from evaluation.benchmarks import BENCHMARKS
 from evaluation.core import FewShotTask
 from evaluation.table import PUBLISHED
-from evaluation.tasks import Score, exponential
+from evaluation.tasks import Prediction, exponential
 from utils.files import to_json
 
 HELLASWAG, LAMBADA, CBT = (BENCHMARKS[name] for name in ("hellaswag", "lambada", "cbt_cn"))
@@ -30,7 +30,7 @@ def test_hellaswag_text_is_raw_or_cleaned_as_the_harness_does():
     (clean,) = HELLASWAG.items([row], "lm-eval")
     assert clean.context == "Doing: How to. Do it. He" and clean.choices[0] == " runs off"
     assert clean.label == 0
-    score = Score(-4.0, 2, *[True] * 3)
+    score = Prediction(-4.0, 2, *[True] * 3)
     per_unit = {"acc": -4.0, "acc_norm": -2.0, "acc_bytes": -1.0}
     assert HELLASWAG.values("lm-eval", " 中a", score) == per_unit
     never_taken = {"acc_norm": -math.inf, "acc_bytes": -math.inf}
@@ -46,7 +46,7 @@ def test_lambada_asks_for_the_last_word():
 
 
 def test_lambada_has_three_accuracies_a_perplexity_and_their_errors():
-    scores = [[Score(-1.0, 1, True, False, True)], [Score(-3.0, 1, False, False, True)]]
+    scores = [[Prediction(-1.0, 1, True, False, True)], [Prediction(-3.0, 1, False, False, True)]]
     rows = [{"text": "a b"}] * 2
     results, _ = LAMBADA.score(rows, lambda *_: scores, LAMBADA.protocols)
     perplexity = pytest.approx(math.exp(2))  # a mean of 2 nats, with an error of 1
@@ -75,7 +75,7 @@ def test_benchmarks_come_from_the_hub_or_ask_for_a_file(monkeypatch):
 
 
 def test_published_figures_are_those_of_a_benchmark_and_protocol():
-    assert PUBLISHED["hellaswag", "lm-eval", "acc_norm"].values["gpt2-xl"] == 0.5089
+    assert PUBLISHED["hellaswag", "lm-eval", "acc_norm"].by_model_type["gpt2-xl"] == 0.5089
     for task, protocol, _ in PUBLISHED.keys() - {("val", "FineWeb-Edu", "loss")}:
         assert protocol in BENCHMARKS[task].protocols
 
