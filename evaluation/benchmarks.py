@@ -65,7 +65,7 @@ class HellaSwag(Task):
             items.append(Item(context, choices, label))
         return items
 
-    def values(self, protocol: str, choice: str, score: Prediction) -> dict[str, float]:
+    def choice_metrics(self, protocol: str, choice: str, score: Prediction) -> dict[str, float]:
         """Return the log-probability of an ending, and its mean per token, or per character and
         per byte as in the harness."""
         # logprob is a sum over all tokens in nats, lower for longer endings

@@ -251,7 +251,7 @@ class Task(Benchmark):
             continuations.append(split_ids(ids, len(context), block_size + 1))
         return continuations
 
-    def values(self, protocol: str, choice: str, score: Prediction) -> dict[str, float]:
+    def choice_metrics(self, protocol: str, choice: str, score: Prediction) -> dict[str, float]:
         """Return the value of a continuation by metric: the choice with the highest value is the
         model's. "acc" is the log-probability."""
         return {"acc": score.logprob}
@@ -317,7 +317,7 @@ class Task(Benchmark):
         Here a continuation is chosen by each metric, and compared with the label."""
         choices = zip(item.choices, scores, strict=True)
         # one dict by metric for each choice; the higher a value, the likelier the choice
-        values = [self.values(protocol, choice, score) for choice, score in choices]
+        values = [self.choice_metrics(protocol, choice, score) for choice, score in choices]
         logprobs = [by_metric["acc"] for by_metric in values]
         details = {"label": item.label, "logprobs": logprobs}
         example_scores = {}
