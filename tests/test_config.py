@@ -3,7 +3,7 @@ from dataclasses import fields, replace
 
 import pytest
 import torch
-from conftest import ROOT, bad, script, train_options
+from conftest import ROOT, bad, script, train_options, user_error
 
 from config import TrainConfig
 from finetuning.options import FinetuneConfig
@@ -12,12 +12,11 @@ from model.gpt import build_without_weights
 from recipes import parse_recipe
 from training.options import model_shape
 from utils.cli import parse
-from utils.errors import UserError
 from utils.throughput import find_gpu, gpu_of
 
 
 @pytest.mark.parametrize(
-    ("name", "flag"),
+    "name, flag",
     [
         ("train", "--total_batch_size"),
         ("finetune", "--method"),
@@ -60,7 +59,7 @@ def test_gpt3s_sizes_bring_their_context():
 
 def test_a_batch_that_does_not_divide_says_what_would():
     config = TrainConfig(total_batch_size=2049, micro_batch_size=4, block_size=128)
-    with pytest.raises(UserError, match="give 2,048$"):
+    with user_error("give 2,048$"):
         config.sequences_per_step(world_size=2)
     assert TrainConfig().sequences_per_step(8) == 512
 
@@ -93,7 +92,7 @@ def test_the_architecture_of_other_weights_is_adopted_or_a_contradiction_named()
             "y holds .*: block_size 32 .here 16.",
         ),
     ):
-        with pytest.raises(UserError, match=message):
+        with user_error(message):
             shape(**options)
 
 

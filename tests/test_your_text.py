@@ -70,7 +70,7 @@ def test_one_book_then_scores_plot_and_export(home):
 
 
 @pytest.mark.parametrize(
-    ("title", "expected"),
+    "title, expected",
     [
         ("A parquet file with another column", ["documents: 300"]),
         ("A compressed crawl", ["documents: 600", "\nnothing to do"]),

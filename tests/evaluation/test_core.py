@@ -145,7 +145,7 @@ def test_the_bundle_is_downloaded_once_and_whole(bundle, tmp_path, monkeypatch):
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason="needs ../shared/data/core")
 @pytest.mark.slow
-@pytest.mark.parametrize(("batch_size", "processes"), [(1, 1), (7, 2), (32, 1)])
+@pytest.mark.parametrize("batch_size, processes", [(1, 1), (7, 2), (32, 1)])
 def test_each_item_is_right_or_wrong_as_in_nanochat(tmp_path, batch_size, processes):
     """core_hits.json is what tests/record_core.py prints for tests/harness_model.py."""
     try:

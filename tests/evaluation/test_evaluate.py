@@ -9,7 +9,7 @@ from pathlib import Path
 import harness_model
 import pytest
 import torch
-from conftest import ROOT, SHARED, losses, script, torchrun, user_error, write_rows
+from conftest import ROOT, SHARED, losses, script, slow, torchrun, user_error, write_rows
 from record_harness import with_all_fields
 
 import evaluate
@@ -222,7 +222,7 @@ def test_bad_settings_are_sentences(trained, exported, tmp_path):
         ({**of_nan, "data": (exported / "l.jsonl",)}, "nan has weights that are NaN"),
     ):
         config = evaluate.EvalConfig(trained / "checkpoints", tasks=("lambada",), device="cpu")
-        with pytest.raises(UserError, match=message):
+        with user_error(message):
             evaluate.main(replace(config, **options))
     assert not (tmp_path / "e.json").exists()
 
@@ -234,9 +234,7 @@ SPREAD = {"acc": 10 / 30, "acc_norm": 10 / 30, "lambada acc": 0.0, "perplexity":
 
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason="needs ../shared/data/hellaswag_val_1000.jsonl")
-@pytest.mark.parametrize(
-    ("limit", "expected"), [(30, SPREAD), pytest.param(1000, HARNESS, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("limit, expected", [(30, SPREAD), slow(1000, HARNESS)])
 def test_figures_are_those_of_lm_evaluation_harness(tmp_path, limit, expected):
     try:
         harness_model.write(tmp_path / "model")

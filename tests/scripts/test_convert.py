@@ -4,7 +4,7 @@ import re
 import hub
 import pytest
 import torch
-from conftest import bad, environment, losses, script, train_args, user_error, weights
+from conftest import bad, environment, losses, script, slow, train_args, user_error, weights
 from tokenizers import processors
 
 from convert import ConvertConfig, main
@@ -23,9 +23,7 @@ def exported(trained, tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize(
-    "recipe", ["gpt2", "modern", *(pytest.param(r, marks=pytest.mark.slow) for r in LLAMAS)]
-)
+@pytest.mark.parametrize("recipe", ["gpt2", "modern", *(slow(r) for r in LLAMAS)])
 def test_each_kind_of_model_goes_out_and_comes_back_with_every_bit(shards, tmp_path, recipe):
     run, hf, back = tmp_path / "run", tmp_path / "hf", tmp_path / "back.pt"
     script(*train_args(shards, run, 5, "--recipe", recipe))

@@ -89,7 +89,7 @@ def test_what_a_run_without_shards_prints_makes_them(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("processes", "given"),
+    "processes, given",
     [(1, {}), slow(2, {"recipe": "modern"}), slow(4, {"n_head": 4, "dropout": 0.1})],
 )
 def test_what_the_forecast_recommends_trains(shards, tmp_path, processes, given):

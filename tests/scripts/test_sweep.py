@@ -1,12 +1,11 @@
 import numpy as np
 import pytest
-from conftest import SMALL, script
+from conftest import SMALL, script, user_error
 from matplotlib.figure import Figure
 
 from scripts import sweep
 from scripts.sweep import NOT_COMPARED, SweepConfig, compare_options, main, to_markdown
 from utils.cli import to_flags
-from utils.errors import UserError
 from utils.logger import logged_run
 
 # in place of train.py: the run c of seed 2 fails at its first start, the option d is none
@@ -48,7 +47,7 @@ def test_a_run_that_fails_ends_the_sweep_and_the_same_command_continues(
     figures = []
     monkeypatch.setattr(Figure, "savefig", lambda self, out, **options: figures.append(self))
     config = SweepConfig(("max_lr a/b c",), seeds=(1, 2), out=tmp_path / "out")
-    with pytest.raises(UserError, match="the run max_lr=c seed=2 has failed"):
+    with user_error("the run max_lr=c seed=2 has failed"):
         main(config)
     assert "error: no rate" in capfd.readouterr().err and not (config.out / "table.md").exists()
     main(config)
@@ -67,7 +66,7 @@ def test_a_run_that_fails_ends_the_sweep_and_the_same_command_continues(
 
 
 def test_a_mistake_is_found_before_the_first_run(stand_in, tmp_path):
-    with pytest.raises(UserError, match="the run max_lr=d seed=1 has failed"):
+    with user_error("the run max_lr=d seed=1 has failed"):
         main(SweepConfig(("max_lr c d",), seeds=(1,), out=tmp_path / "out"))
     assert not (tmp_path / "out").exists()
 
@@ -93,7 +92,7 @@ def test_runs_are_compared_by_the_values_of_their_options(trained, shards, monke
 
 
 def test_an_option_without_values_is_named(tmp_path):
-    with pytest.raises(UserError, match="max_lr has no values"):
+    with user_error("max_lr has no values"):
         main(SweepConfig(("recipe gpt2", "max_lr"), out=tmp_path))
 
 

@@ -2,6 +2,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from conftest import user_error
 
 from config import TrainConfig
 from data.loader import Mixture
@@ -46,7 +47,7 @@ def test_a_benchmark_that_the_context_is_too_short_for_ends_the_run_before_its_f
     make, tmp_path
 ):
     (tmp_path / "long.jsonl").write_text(f'{{"text": "a {"b" * 40}"}}')
-    with pytest.raises(UserError, match="--lambada_every .* has 41 tokens.* at most 32 fit"):
+    with user_error("--lambada_every .* has 41 tokens.* at most 32 fit"):
         make(lambada_data=tmp_path / "long.jsonl")
 
 
@@ -123,5 +124,5 @@ def test_without_a_tokenizer_the_validation_is_left(make, monkeypatch, capsys):
 
 def test_all_processes_refuse_what_another_cannot_read(monkeypatch):
     monkeypatch.setattr(Process, "merge", lambda self, errors: {1: "no such file"})
-    with pytest.raises(UserError, match="no such file"):
+    with user_error("no such file"):
         ALONE.read_on_all(lambda: 1)

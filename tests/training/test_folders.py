@@ -224,7 +224,7 @@ def test_a_damaged_checkpoint_is_named_and_overwritten_on_demand_alone(shards, r
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    "changes, message",
     [
         ({"run_id": "of another run"}, "holds the checkpoints of another run"),
         ({"format_version": 99}, "its format is 99"),

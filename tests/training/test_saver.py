@@ -233,5 +233,5 @@ def test_a_failed_write_leaves_the_run_and_the_file_before_it(saver, tmp_path, c
     saver.finish()  # later files made up for the one that failed
     (tmp_path / f"{LAST}.tmp").mkdir()  # in the way of the next file
     save(saver, 6)
-    with pytest.raises(UserError, match="could not be written"):
+    with user_error("could not be written"):
         saver.finish()

@@ -21,6 +21,7 @@ from conftest import (
     run_until,
     same_run,
     script,
+    slow,
     start,
     torchrun,
     train_args,
@@ -78,9 +79,7 @@ def test_golden_run_reaches_the_recorded_loss(shards, tmp_path, dtype):
     assert losses(tmp_path)[50] == pytest.approx(GOLDEN_LOSS, rel=0.01)
 
 
-@pytest.mark.parametrize(
-    "compiled", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["plain", "compiled"]
-)
+@pytest.mark.parametrize("compiled", [False, slow(True)], ids=["plain", "compiled"])
 def test_evaluation_and_samples_in_the_loop_change_no_step(shards, trained, tmp_path, compiled):
     item = {"ctx": "A dog", "endings": ["a", "bb", "c c", "d"], "label": 0}
     (tmp_path / "h.jsonl").write_text(json.dumps(item) + "\n")

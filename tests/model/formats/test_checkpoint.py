@@ -5,7 +5,7 @@ from contextlib import nullcontext
 import numpy
 import pytest
 import torch
-from conftest import bad, train_args
+from conftest import bad, train_args, user_error
 
 from data.shards import inspect_shard
 from model.config import GPTConfig
@@ -20,7 +20,6 @@ from model.formats.checkpoint import (
     numbered,
     split_float32,
 )
-from utils.errors import UserError
 
 
 def survives(bits):
@@ -81,7 +80,7 @@ def test_damaged_and_foreign_files_are_named_and_no_code_in_them_is_run(trained,
             path.write_bytes(content)
         else:
             torch.save(content, path)
-        with pytest.raises(UserError, match=f"model.pt {message}"):
+        with user_error(f"model.pt {message}"):
             load_model(path)
     assert not (tmp_path / "ran").exists()
 
@@ -130,7 +129,7 @@ def test_a_flipped_bit_is_found_by_all_that_read_it(shards, trained, tmp_path, p
         f"tensors of '{part}' do not have their checksum",
     )
     # sampling reads the first half alone
-    with pytest.raises(UserError, match="checksum") if part == "model" else nullcontext():
+    with user_error("checksum") if part == "model" else nullcontext():
         assert not load_model(path)[0].training
 
 

@@ -103,7 +103,7 @@ def test_a_dry_run_of_a_resumed_run_counts_the_rest(shards, trained):
 
 
 @pytest.mark.parametrize(
-    ("hours", "text"),
+    "hours, text",
     [
         (1e-9, "0.1 minutes"),
         (0.5, "30.0 minutes"),
@@ -116,7 +116,7 @@ def test_times_have_a_unit_in_which_they_are_no_zero(hours, text):
 
 
 @pytest.mark.parametrize(
-    ("flags", "expected"),
+    "flags, expected",
     [
         (
             (),
@@ -313,7 +313,7 @@ def test_a_dry_run_names_flags_where_a_run_does_not_fit_or_waits_for_the_network
 
 
 @pytest.mark.parametrize(
-    ("flags", "message"),
+    "flags, message",
     [
         ("--run_dir RUN", "holds the checkpoints of another run"),
         ("--data_dir SHARDS SHARDS", "names a folder twice"),

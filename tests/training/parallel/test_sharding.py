@@ -18,12 +18,12 @@ def reference(shards, tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("recipe", "max_lr"),
+    "recipe, max_lr",
     [
         ("gpt2", 3e-3),
         # also the state of Muon and NorMuon, which is scattered and gathered
-        pytest.param("modern", 0.02, marks=pytest.mark.slow),
-        pytest.param("speedrun,ngram_rows=1000", 0.02, marks=pytest.mark.slow),
+        slow("modern", 0.02),
+        slow("speedrun,ngram_rows=1000", 0.02),
     ],
 )
 def test_a_chain_of_machines_and_shardings_continues_one_curve(shards, tmp_path, recipe, max_lr):
@@ -168,7 +168,7 @@ COMPILED = ("--use_torch_compile", "--activation_checkpointing")
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("sharding", "processes", "flags"),
+    "sharding, processes, flags",
     [
         *((sharding, processes, ()) for sharding in MODES for processes in (2, 4)),
         *(("zero3", 2, (*COMPILED, checkpointing)) for checkpointing in ("cheap", "block")),
