@@ -7,7 +7,7 @@ import shlex
 
 import pyarrow as pa
 import pytest
-from conftest import ROOT, documents, read_page, script
+from conftest import ROOT, documents, read_page, script, write_rows
 from pyarrow import parquet
 
 from data.tokenizer import load_tokenizer
@@ -31,8 +31,7 @@ def home(tmp_path):
     (home / "book.txt").write_text("\n\n".join(texts))
     (home / "texts" / "old [1998]").mkdir(parents=True)
     (home / "texts" / "old [1998]" / "a.TXT").write_text(texts[0])
-    rows = [json.dumps({"body": text}) for text in texts[1:200]]
-    (home / "texts" / "b.jsonl").write_text("\n".join(rows))
+    write_rows(home / "texts" / "b.jsonl", [{"body": text} for text in texts[1:200]])
     (home / "texts" / "cover.jpg").write_bytes(b"\xff\xd8\xff\0")
     (home / "notes.csv").write_text("id,body\n1,a note\n2,another\n")
     parquet.write_table(pa.table({"review": texts[:300]}), home / "reviews.parquet")

@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import user_error
+from conftest import user_error, write_rows
 
 from config import TrainConfig
 from data.loader import Mixture
@@ -11,19 +11,16 @@ from model.generate import TOKENS_PER_CHECK
 from model.gpt import GPT
 from training import evaluator
 from training.evaluator import Evaluator
-from utils.distributed import Process, Stopped
+from utils.distributed import ALONE, Process, Stopped
 from utils.errors import UserError
-
-ALONE = Process(0, 1, torch.device("cpu"))
 
 
 @pytest.fixture
 def make(shards, tmp_path):
-    path = tmp_path / "lambada.jsonl"
-    path.write_text("".join(f'{{"text": "the cat {i}"}}\n' for i in range(12)))
+    rows = [{"text": f"the cat {i}"} for i in range(12)]
     config = TrainConfig(
         max_steps=7, eval_every=3, sample_every=2, val_tokens=320, micro_batch_size=4,
-        lambada_every=5, lambada_data=path,
+        lambada_every=5, lambada_data=write_rows(tmp_path / "lambada.jsonl", rows),
     )  # fmt: skip
     torch.manual_seed(0)
     model = GPT(GPTConfig(block_size=32, vocab_size=257, n_layer=1, n_head=2, n_embd=16))

@@ -1,6 +1,5 @@
 """Options are flags, wherever they come from; the last one wins."""
 
-import json
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from recipes import RECIPES
 from training import options as options_module
 from training.options import find_recipe, read_options, resolve_options
 from utils.errors import UserError
+from utils.logger import logged_run
 
 SMALL_FILE = """# a comment
 n_layer = 2
@@ -36,7 +36,7 @@ def resolve(*flags):
 
 
 def logged(run):
-    return json.loads((run / "logs/config.json").read_text())["config"]
+    return logged_run(run / "logs")["config"]
 
 
 def test_a_file_of_options_is_read_and_the_command_line_wins(shards, tmp_path):

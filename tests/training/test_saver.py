@@ -27,10 +27,8 @@ from training import saver as saver_module
 from training.optimizers import make_optimizers
 from training.run import Run, TrainState, check_space
 from training.saver import Saver
-from utils.distributed import Process
+from utils.distributed import ALONE
 from utils.errors import UserError, writing
-
-ALONE = Process(0, 1, torch.device("cpu"))
 
 
 @pytest.fixture

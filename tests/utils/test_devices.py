@@ -1,4 +1,3 @@
-import json
 import os
 import random
 
@@ -8,6 +7,7 @@ from conftest import script, train_args, user_error
 
 from utils import devices
 from utils.devices import host_memory, missing_compiler, pick_dtype
+from utils.logger import logged_run
 
 CPU = torch.device("cpu")
 
@@ -82,5 +82,5 @@ def test_memory_is_that_of_the_tightest_of_nested_control_groups(
 
 def test_a_run_keeps_the_dtype_that_auto_has_taken(shards, tmp_path):
     auto = script(*train_args(shards, tmp_path, 2, "--dtype", "auto")).stdout
-    config = json.loads((tmp_path / "logs/config.json").read_text())["config"]
+    config = logged_run(tmp_path / "logs")["config"]
     assert f"torch.{config['dtype']}" in auto
