@@ -104,16 +104,6 @@ def test_seeds_have_other_dropout():
     assert len(masks) == 4
 
 
-def test_a_run_says_how_it_ended_and_what_comes_next(shards, tmp_path):
-    run = tmp_path / "a run"
-    said = script(*train_args(shards, run, 2)).stdout
-    loss = losses(run, "val")[2]
-    assert f"step 2: validation loss {loss:.4f} of 4,096 tokens, " in said
-    best = f"the best with a validation loss of {loss:.4f} at step 2"
-    assert f"done; checkpoints: '{run}/checkpoints', {best}\n" in said
-    assert f"  python sample.py --checkpoint '{run}/checkpoints'\n" in said
-
-
 def test_a_run_that_diverged_has_no_best_model_to_name(shards, tmp_path):
     done = script(*train_args(shards, tmp_path, 4, "--max_lr", 10, "--warmup_steps", 0))
     assert losses(tmp_path, "val")[4] > losses(tmp_path)[1] + 1
