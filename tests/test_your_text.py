@@ -60,12 +60,16 @@ def run(title, home):
     return printed
 
 
-def test_one_book_then_scores_plot_and_export(home):
+def test_one_book_then_scores_plot_export_and_other_files_beside_it(home):
     shards, _, text = run("One book", home)
     assert "validation: 10 pieces, spread over the last text" in shards and "The " in text
     scores, plot, _ = run("Score, plot, convert", home)
     assert "bits_per_byte" in scores and (home / "runs/book/loss.png").stat().st_size > 10_000
     assert (home / "runs/book/hf/config.json").exists()
+    (sharded,) = run("A folder of mixed files", home)
+    assert "left out: 1 .jpg" in sharded and "documents: 202" in sharded
+    (verified,) = run("Several corpora", home)
+    assert verified.count("tokens of bytes, intact") == 4
 
 
 @pytest.mark.parametrize(
@@ -79,14 +83,6 @@ def test_one_book_then_scores_plot_and_export(home):
 def test_sharding(home, title, expected):
     printed = "".join(run(title, home))
     assert all(text in printed for text in expected)
-
-
-def test_a_folder_of_mixed_files_and_a_book_as_one_stream(home):
-    run("One book", home)
-    (sharded,) = run("A folder of mixed files", home)
-    assert "left out: 1 .jpg" in sharded and "documents: 202" in sharded
-    (verified,) = run("Several corpora", home)
-    assert verified.count("tokens of bytes, intact") == 4
 
 
 def test_fine_tuning(home):
