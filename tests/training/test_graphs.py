@@ -208,10 +208,8 @@ def test_eight_machines_of_eight_send_and_hold_what_docs_scaling_says(
                 optimizer.zero_grad()
 
         step()  # makes the optimizer's state
-        with sent:
-            step()
         memory.track_external(model, *optimizers, idx)
-        with memory:
+        with memory, sent:
             step(memory.reset_mod_stats)
 
     once = layers + 1  # blocks, and the embeddings with the final norm
