@@ -4,7 +4,17 @@ import re
 import hub
 import pytest
 import torch
-from conftest import bad, environment, losses, script, slow, train_args, user_error, weights
+from conftest import (
+    bad,
+    environment,
+    losses,
+    script,
+    slow,
+    train_args,
+    user_error,
+    weights,
+    without,
+)
 from tokenizers import processors
 
 from convert import ConvertConfig, main
@@ -48,8 +58,7 @@ def test_each_kind_of_model_goes_out_and_comes_back_with_every_bit(shards, tmp_p
         torch.testing.assert_close(load_pretrained(hf).eval()(idx), expected)
     tuned = tmp_path / "tuned"
     args = train_args(shards, tuned, 3, "--init_from", back, "--max_lr", 1e-4)
-    for flag in ("--n_layer", "--n_head", "--n_embd"):  # the architecture is that of the source
-        del args[args.index(flag) : args.index(flag) + 2]
+    args = without(args, "--n_layer", "--n_head", "--n_embd")  # those of the source
     script(*args)
     first = losses(tuned)[1]
     assert first < losses(run)[1] - 0.05 and abs(first - losses(run)[5]) < 0.3

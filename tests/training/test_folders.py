@@ -106,9 +106,9 @@ def test_a_resumed_run_logs_where_it_did_unless_it_was_moved_or_branches_off(
         (folder, "."),
     ):
         assert log_dir(cwd, "--resume", resume) == tmp_path / log
-        assert log_dir(cwd, "--resume", resume, "--log_dir", "new") == cwd / "new"
-        branch = ("--resume", resume, "--run_dir", tmp_path / "branch")
-        assert log_dir(cwd, *branch) == tmp_path / "branch/logs"
+    assert log_dir(run, "--resume", ".", "--log_dir", "new") == run / "new"
+    branch = ("--resume", ".", "--run_dir", tmp_path / "branch")
+    assert log_dir(run, *branch) == tmp_path / "branch/logs"
     assert log_dir(moved / "checkpoints", "--resume", ".") == moved / "logs"
     assert log_dir(folder, "--checkpoint_dir", ".") == run / "logs"  # a new run
 
