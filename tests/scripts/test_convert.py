@@ -62,8 +62,6 @@ def test_each_kind_of_model_goes_out_and_comes_back_with_every_bit(shards, tmp_p
     script(*args)
     first = losses(tuned)[1]
     assert first < losses(run)[1] - 0.05 and abs(first - losses(run)[5]) < 0.3
-    script(*args[: args.index("--init_from")], "--max_steps", 4, "--resume", "auto")
-    assert sorted(losses(tuned)) == [1, 2, 3, 4]
 
 
 def test_a_converted_checkpoint_is_no_run(shards, exported, tmp_path):
