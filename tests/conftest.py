@@ -238,6 +238,12 @@ def write_rows(path: Path, rows: list[dict]) -> Path:
     return path
 
 
+def read_rows(path: Path) -> list[dict]:
+    """Return the lines of JSON in a file."""
+    with path.open() as file:
+        return [json.loads(line) for line in file]
+
+
 def write_commands(folder: Path, **scripts: str) -> dict:
     """Write scripts of bash by their names; return an environment that finds them first."""
     for name, body in scripts.items():

@@ -90,8 +90,11 @@ def test_help_fills_its_lines_and_says_at_most_one_default_of_a_flag(
     options_class = options_classes(script)[-1]
     with pytest.raises(SystemExit):
         parse(options_class, ["--help"])
-    entries = re.findall(r"^  --(\w+)((?:.|\n(?!  --))*)", capsys.readouterr().out, re.M)
+    text = capsys.readouterr().out
+    assert text.count(" options ") > 4 or script not in ("train.py", "finetune.py")  # groups
+    entries = re.findall(r"^  --(\w+)((?:.|\n(?!  --))*)", text, re.M)
     assert {name for name, _ in entries} == {field.name for field in fields(options_class)}
+    assert len(entries) <= 50
     for name, text in entries:
         assert len(re.findall("default:", text, re.I)) <= 1, name
         assert not re.search(r"default:\s+(None)?\)", text), name

@@ -10,13 +10,13 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT, bad, read_page
+from conftest import ROOT, bad, read_page, slow
 
 COSTS = r"    # .*(GPU|downloads|your )"
 IN_MINUTES = "|chat_demo|sweep"
 
 
-@pytest.mark.parametrize("left_out", [IN_MINUTES, pytest.param("", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("left_out", [IN_MINUTES, slow("")])
 def test_every_line_works_in_a_shell_without_an_environment(tmp_path, left_out):
     lines = []
     page = read_page("README.md")

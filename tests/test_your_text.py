@@ -7,7 +7,7 @@ import shlex
 
 import pyarrow as pa
 import pytest
-from conftest import ROOT, documents, read_page, script
+from conftest import ROOT, documents, read_page, script, write_rows
 from pyarrow import parquet
 
 from data.tokenizer import load_tokenizer
@@ -31,8 +31,7 @@ def home(tmp_path):
     (home / "book.txt").write_text("\n\n".join(texts))
     (home / "texts" / "old [1998]").mkdir(parents=True)
     (home / "texts" / "old [1998]" / "a.TXT").write_text(texts[0])
-    rows = [json.dumps({"body": text}) for text in texts[1:200]]
-    (home / "texts" / "b.jsonl").write_text("\n".join(rows))
+    write_rows(home / "texts" / "b.jsonl", [{"body": text} for text in texts[1:200]])
     (home / "texts" / "cover.jpg").write_bytes(b"\xff\xd8\xff\0")
     (home / "notes.csv").write_text("id,body\n1,a note\n2,another\n")
     parquet.write_table(pa.table({"review": texts[:300]}), home / "reviews.parquet")
@@ -61,16 +60,20 @@ def run(title, home):
     return printed
 
 
-def test_one_book_then_scores_plot_and_export(home):
+def test_one_book_then_scores_plot_export_and_other_files_beside_it(home):
     shards, _, text = run("One book", home)
     assert "validation: 10 pieces, spread over the last text" in shards and "The " in text
     scores, plot, _ = run("Score, plot, convert", home)
     assert "bits_per_byte" in scores and (home / "runs/book/loss.png").stat().st_size > 10_000
     assert (home / "runs/book/hf/config.json").exists()
+    (sharded,) = run("A folder of mixed files", home)
+    assert "left out: 1 .jpg" in sharded and "documents: 202" in sharded
+    (verified,) = run("Several corpora", home)
+    assert verified.count("tokens of bytes, intact") == 4
 
 
 @pytest.mark.parametrize(
-    ("title", "expected"),
+    "title, expected",
     [
         ("A parquet file with another column", ["documents: 300"]),
         ("A compressed crawl", ["documents: 600", "\nnothing to do"]),
@@ -80,14 +83,6 @@ def test_one_book_then_scores_plot_and_export(home):
 def test_sharding(home, title, expected):
     printed = "".join(run(title, home))
     assert all(text in printed for text in expected)
-
-
-def test_a_folder_of_mixed_files_and_a_book_as_one_stream(home):
-    run("One book", home)
-    (sharded,) = run("A folder of mixed files", home)
-    assert "left out: 1 .jpg" in sharded and "documents: 202" in sharded
-    (verified,) = run("Several corpora", home)
-    assert verified.count("tokens of bytes, intact") == 4
 
 
 def test_fine_tuning(home):

@@ -202,11 +202,6 @@ def test_a_folder_that_cannot_be_listed_or_a_broken_link_is_named(tmp_path, monk
         list_files((str(tmp_path),))
 
 
-def test_the_work_for_a_file_does_not_grow_with_the_number_of_files():
-    source = Source({"a.txt": 1, "b.txt": 1})
-    assert source.names is source.names  # made once
-
-
 @pytest.mark.parametrize("error", [OSError(errno.EIO, "Input/output"), TypeError("Input/output")])
 def test_only_an_error_of_the_format_is_damage(tmp_path, monkeypatch, error):
     def fail(*_):

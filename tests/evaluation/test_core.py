@@ -7,7 +7,7 @@ from pathlib import Path
 
 import harness_model
 import pytest
-from conftest import SHARED, script, torchrun, train_args, user_error
+from conftest import SHARED, read_rows, script, torchrun, train_args, user_error, write_rows
 
 from data.tokenizer import load_tokenizer
 from evaluation import core
@@ -85,8 +85,7 @@ def bundle(tmp_path):
     sums = [{"query": f"{n}+1=", "choices": [str(n), str(n + 1)], "gold": 1} for n in range(5)]
     words = [{"context": f"word {n}", "continuation": "x"} for n in range(4)]
     for path, rows in (("mine/sums.jsonl", sums), ("words.jsonl", words)):
-        lines = [json.dumps(row) + "\n" for row in rows]
-        (folder / "eval_data" / path).write_text("".join(lines))
+        write_rows(folder / "eval_data" / path, rows)
     return folder
 
 
@@ -145,7 +144,7 @@ def test_the_bundle_is_downloaded_once_and_whole(bundle, tmp_path, monkeypatch):
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason="needs ../shared/data/core")
 @pytest.mark.slow
-@pytest.mark.parametrize(("batch_size", "processes"), [(1, 1), (7, 2), (32, 1)])
+@pytest.mark.parametrize("batch_size, processes", [(1, 1), (7, 2), (32, 1)])
 def test_each_item_is_right_or_wrong_as_in_nanochat(tmp_path, batch_size, processes):
     """core_hits.json is what tests/record_core.py prints for tests/harness_model.py."""
     try:
@@ -156,7 +155,6 @@ def test_each_item_is_right_or_wrong_as_in_nanochat(tmp_path, batch_size, proces
     args += ["--device", "cpu", "--dtype", "float32", "--batch_size", batch_size]
     torchrun(processes, "evaluate.py", *args, "--dump", tmp_path / "dump.jsonl")
     hits = {}
-    for line in (tmp_path / "dump.jsonl").read_text().splitlines():
-        row = json.loads(line)
+    for row in read_rows(tmp_path / "dump.jsonl"):
         hits[row["task"]] = hits.get(row["task"], "") + str(int(row["correct"]))
     assert hits == json.loads(Path(__file__).with_name("core_hits.json").read_text())

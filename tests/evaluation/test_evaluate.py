@@ -9,7 +9,7 @@ from pathlib import Path
 import harness_model
 import pytest
 import torch
-from conftest import ROOT, SHARED, losses, script, torchrun, user_error, write_rows
+from conftest import ROOT, SHARED, losses, read_rows, script, slow, torchrun, user_error, write_rows
 from record_harness import with_all_fields
 
 import evaluate
@@ -20,7 +20,7 @@ from evaluation.validation import Scorer
 from model.config import GPTConfig
 from model.formats.huggingface import load_pretrained, save_pretrained
 from model.gpt import GPT
-from utils.distributed import Process
+from utils.distributed import ALONE, Process
 from utils.errors import UserError
 
 CBT = """1 Tom had a dog .
@@ -40,9 +40,8 @@ def exported(tmp_path_factory):
     save_pretrained(model, folder)
     save_tokenizer(load_tokenizer("bytes"), folder, 128)
     row = {"endings": ["a", "bb", "c c", "d"], "label": 0}
-    rows = [json.dumps({"ctx": f"A dog number {i}", **row}) + "\n" for i in range(23)]
-    (folder / "h.jsonl").write_text("".join(rows))
-    (folder / "l.jsonl").write_text("".join(f'{{"text": "the cat {i} e"}}\n' for i in range(23)))
+    write_rows(folder / "h.jsonl", [{"ctx": f"A dog number {i}", **row} for i in range(23)])
+    write_rows(folder / "l.jsonl", [{"text": f"the cat {i} e"} for i in range(23)])
     (folder / "c.txt").write_text(CBT * 9)
     return folder
 
@@ -65,8 +64,7 @@ def results(path):
 
 
 def lambada_logprobs(dump):
-    rows = [json.loads(line) for line in dump.read_text().splitlines()]
-    return [row["logprob"] for row in rows if row["protocol"] == "last token"]
+    return [row["logprob"] for row in read_rows(dump) if row["protocol"] == "last token"]
 
 
 def test_a_table_and_a_dump_are_written_anew_each_time(scored, tmp_path):
@@ -133,8 +131,7 @@ def test_data_that_another_process_cannot_open_fails_on_all(monkeypatch, shards,
     monkeypatch.setattr(Process, "merge", lambda self, errors: {1: "no such file"})
     config = evaluate.EvalOptions(data_dir=(shards,))
     model = GPT(GPTConfig(block_size=128, vocab_size=257, n_layer=1, n_head=1, n_embd=8))
-    process = Process(0, 1, torch.device("cpu"))
-    scorer = Scorer(model, process, torch.float32, 1)
+    scorer = Scorer(model, ALONE, torch.float32, 1)
     questions = write_rows(tmp_path / "q.jsonl", [{"prompt": "1+1=", "answer": "2"}])
     for task in ("val", questions):
         with user_error("no such file"):
@@ -222,7 +219,7 @@ def test_bad_settings_are_sentences(trained, exported, tmp_path):
         ({**of_nan, "data": (exported / "l.jsonl",)}, "nan has weights that are NaN"),
     ):
         config = evaluate.EvalOptions(trained / "checkpoints", tasks=("lambada",), device="cpu")
-        with pytest.raises(UserError, match=message):
+        with user_error(message):
             evaluate.main(replace(config, **options))
     assert not (tmp_path / "e.json").exists()
 
@@ -234,9 +231,7 @@ SPREAD = {"acc": 10 / 30, "acc_norm": 10 / 30, "lambada acc": 0.0, "perplexity":
 
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason="needs ../shared/data/hellaswag_val_1000.jsonl")
-@pytest.mark.parametrize(
-    ("limit", "expected"), [(30, SPREAD), pytest.param(1000, HARNESS, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("limit, expected", [(30, SPREAD), slow(1000, HARNESS)])
 def test_figures_are_those_of_lm_evaluation_harness(tmp_path, limit, expected):
     try:
         harness_model.write(tmp_path / "model")
@@ -244,9 +239,7 @@ def test_figures_are_those_of_lm_evaluation_harness(tmp_path, limit, expected):
         pytest.skip(str(error))
     full = tmp_path / "full.jsonl"
     short = SHARED / "data" / "hellaswag_val_1000.jsonl"
-    with full.open("w") as file:
-        for row in map(json.loads, short.open()):
-            file.write(json.dumps(with_all_fields(row)) + "\n")
+    write_rows(full, [with_all_fields(row) for row in read_rows(short)])
     args = ["--tasks", "hellaswag", "lambada", "--data", full]
     args += [SHARED / "data" / "lambada_test_1000.jsonl", "--out", tmp_path / "e.json"]
     options = ["--limit", limit, "--device", "cpu", "--dtype", "float32"]

@@ -22,11 +22,10 @@ from evaluation.validation import Scorer, weighted_mean
 from model.config import GPTConfig
 from model.gpt import GPT
 from recipes import parse_recipe
-from utils.distributed import Process
+from utils.distributed import ALONE
 
 BYTES = load_tokenizer("bytes")
 LAMBADA = BENCHMARKS["lambada"]
-ALONE = Process(0, 1, torch.device("cpu"))
 ITEMS = [
     Item("The cat sat", (" down.", " on the mat.", " x"), 1),
     Item("A much longer context, " * 3 + "that ends", (" here", " there and nowhere else"), 0),

@@ -94,7 +94,7 @@ TASKS = [
 ]
 
 
-@pytest.mark.parametrize(("task", "sound"), TASKS, ids=lambda x: getattr(x, "type", None))
+@pytest.mark.parametrize("task, sound", TASKS, ids=lambda x: getattr(x, "type", None))
 def test_an_item_that_lacks_a_field_or_a_right_choice_is_refused_and_no_other(
     tmp_path, task, sound
 ):

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import jinja2
 import pytest
-import torch
 from conftest import user_error
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -31,7 +30,7 @@ from finetuning.examples import (
 from model.config import GPTConfig
 from model.formats.huggingface import save_pretrained
 from model.gpt import GPT
-from utils.distributed import Process
+from utils.distributed import ALONE
 from utils.errors import UserError
 
 BYTES = ByteTokenizer()
@@ -316,8 +315,8 @@ def test_every_eos_of_a_folder_ends_a_text(tmp_path):
     [(3, 64, False, 8), (3, 5, False, 5), (17, 64, False, 24), (17, 64, True, 32)],
 )
 def test_batches_have_few_shapes_for_the_compiler(length, block_size, compiled, T):
-    example = Example.of_completion([5], [6] * (length - 1))
-    batch = collate_padded([example], block_size, Process(0, 1, torch.device("cpu")), compiled)
+    text = Example.of_completion([5], [6] * (length - 1))
+    batch = collate_padded([text], block_size, ALONE, compiled)
     assert batch.idx.shape == batch.targets.shape == (1, T)
     assert batch.last_columns.tolist() == [length - 1]
 

@@ -13,6 +13,7 @@ from conftest import (
     contents,
     environment,
     folders,
+    read_rows,
     script,
     slow,
     torchrun,
@@ -32,7 +33,7 @@ from model.config import GPTConfig
 from model.formats.checkpoint import load_checkpoint, load_model
 from model.formats.huggingface import save_pretrained
 from model.gpt import GPT
-from utils.distributed import Process
+from utils.distributed import ALONE
 from utils.errors import UserError
 from utils.logger import read_metrics
 
@@ -209,7 +210,7 @@ def test_a_reward_model_rates_for_grpo_and_writes_no_text(base, tmp_path):
         load_model(reward / "checkpoints/model_last.pt")
     plain = TextEncoder(load_tokenizer("bytes"), False, 64)
     with user_error("another kind of text"):
-        load_reward_function(str(reward), plain, Process(0, 1, "cpu"), torch.float32)
+        load_reward_function(str(reward), plain, ALONE, torch.float32)
 
 
 def test_a_reward_file_is_a_module_of_its_own_folder(tmp_path, monkeypatch):
@@ -242,9 +243,9 @@ def test_the_exact_answers_of_a_model_are_counted(base, tmp_path):
     dump = tmp_path / "dump.jsonl"
     share = exact_share(tmp_path, base / "rows.jsonl", 8, "--dump", dump, "--dtype", "float32")
     assert share == pytest.approx(logged["reward"])
-    dump_rows = [json.loads(line) for line in dump.read_text().splitlines()]
-    assert sum(dump_row["exact"] for dump_row in dump_rows) == 12 * share > 6
-    assert not any(dump_row["cut"] for dump_row in dump_rows)
+    dumped = read_rows(dump)
+    assert sum(row["exact"] for row in dumped) == 12 * share > 6
+    assert not any(row["cut"] for row in dumped)
 
 
 @pytest.fixture
@@ -299,10 +300,9 @@ def test_a_reward_that_fails_on_one_process_saves_on_all(base, tmp_path):
     assert load_checkpoint(tmp_path / "checkpoints/model_last.pt")["step"] == 1
 
 
-@pytest.mark.parametrize("method", ["sft", "dpo"])
-def test_other_rows_are_warned_of_and_other_weights_refused(base, whole, tmp_path, refuse, method):
+def test_other_rows_are_warned_of_and_other_weights_refused(base, whole, tmp_path, refuse):
     """Weights that were moved are no others."""
-    resumed = ("--resume", whole(method) / "checkpoints/model_step_000002.pt")
+    resumed = ("--resume", whole("dpo") / "checkpoints/model_step_000002.pt")
     moved = shutil.copy(base / "checkpoints/model_best.pt", tmp_path / "moved.pt")
     for flag, value, num_warnings in (
         ("--init_from", moved, 0),

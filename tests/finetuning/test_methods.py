@@ -20,10 +20,9 @@ from finetuning.rewards import load_reward_function
 from model.config import GPTConfig
 from model.gpt import GPT
 from training.run import Progress
-from utils.distributed import Process
+from utils.distributed import ALONE, Process
 
 BYTES = ByteTokenizer()
-CPU = Process(0, 1, torch.device("cpu"))
 PAIRS = [
     {"prompt": "2+3=", "chosen": "5", "rejected": "six"},
     {"prompt": "10+20=", "chosen": "30", "rejected": "3"},
@@ -42,7 +41,9 @@ def make(tmp_path):
         given = {"batch_size": len(rows), "micro_batch_size": 2, "reward": "function"} | options
         given_options = FinetuneOptions(init_from="a", data=path, method=name, **given)
         encoder = TextEncoder(BYTES, False, 64)
-        return METHODS[name](given_options, CPU, torch.float32, encoder, reference, reward_function)
+        return METHODS[name](
+            given_options, ALONE, torch.float32, encoder, reference, reward_function
+        )
 
     return make_method
 
@@ -131,7 +132,7 @@ def test_steps_in_a_row_that_are_not_finite_count_and_change_no_weight(make):
     method = make("sft", LETTERS, max_steps=9, warmup_steps=0, max_lr=1e-3)
     model, state = make_model(), Progress()
     optimizer = torch.optim.SGD([{"params": model.parameters(), "lr_scale": 1.0}])
-    process = replace(CPU, stop=SimpleNamespace(signal=0))
+    process = replace(ALONE, stop=SimpleNamespace(signal=0))
     options = resolve_options(method.options, 9, 9, 1)
     run = SimpleNamespace(options=options, process=process, dtype=torch.float32, progress=state)
     run.scaler = GradScaler("cpu", enabled=False)
@@ -150,7 +151,7 @@ def test_steps_in_a_row_that_are_not_finite_count_and_change_no_weight(make):
 )
 def test_an_answer_is_exact_unless_it_is_cut(text, is_cut, reward):
     completion = Completion({"prompt": "2+2?", "answer": 4}, text, None, is_cut)
-    assert load_reward_function("exact", None, CPU, torch.float32)([completion]) == [reward]
+    assert load_reward_function("exact", None, ALONE, torch.float32)([completion]) == [reward]
 
 
 @pytest.mark.parametrize("reward", [0.1, 1e8 + 0.1])

@@ -1,8 +1,7 @@
-import json
 import re
 import shlex
 
-from conftest import ROOT
+from conftest import ROOT, read_rows
 
 from finetuning.options import FinetuneOptions
 from scripts.chat_demo import worked_sum, write_data
@@ -18,8 +17,7 @@ def test_no_stage_sees_the_held_out_sums(tmp_path):
     write_data(tmp_path, seed=1)
 
     def sums(name, field="prompt"):
-        rows = (json.loads(line) for line in (tmp_path / name).read_text().splitlines())
-        return {re.search(r"\d+\+\d+", row[field])[0] for row in rows}
+        return {re.search(r"\d+\+\d+", row[field])[0] for row in read_rows(tmp_path / name)}
 
     held_out = sums("held_out.jsonl")
     assert len(held_out) == 200

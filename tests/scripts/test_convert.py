@@ -4,7 +4,17 @@ import re
 import hub
 import pytest
 import torch
-from conftest import bad, environment, losses, script, train_args, user_error, weights
+from conftest import (
+    bad,
+    environment,
+    losses,
+    script,
+    slow,
+    train_args,
+    user_error,
+    weights,
+    without,
+)
 from tokenizers import processors
 
 from convert import ConvertOptions, main
@@ -23,9 +33,7 @@ def exported(trained, tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize(
-    "recipe", ["gpt2", "modern", *(pytest.param(r, marks=pytest.mark.slow) for r in LLAMAS)]
-)
+@pytest.mark.parametrize("recipe", ["gpt2", "modern", *(slow(r) for r in LLAMAS)])
 def test_each_kind_of_model_goes_out_and_comes_back_with_every_bit(shards, tmp_path, recipe):
     run, hf, back = tmp_path / "run", tmp_path / "hf", tmp_path / "back.pt"
     script(*train_args(shards, run, 5, "--recipe", recipe))
@@ -50,13 +58,10 @@ def test_each_kind_of_model_goes_out_and_comes_back_with_every_bit(shards, tmp_p
         torch.testing.assert_close(load_pretrained(hf).eval()(idx), expected)
     tuned = tmp_path / "tuned"
     args = train_args(shards, tuned, 3, "--init_from", back, "--max_lr", 1e-4)
-    for flag in ("--n_layer", "--n_head", "--n_embd"):  # the architecture is that of --init_from
-        del args[args.index(flag) : args.index(flag) + 2]
+    args = without(args, "--n_layer", "--n_head", "--n_embd")  # those of the source
     script(*args)
-    first_loss = losses(tuned)[1]
-    assert first_loss < losses(run)[1] - 0.05 and abs(first_loss - losses(run)[5]) < 0.3
-    script(*args[: args.index("--init_from")], "--max_steps", 4, "--resume", "auto")
-    assert sorted(losses(tuned)) == [1, 2, 3, 4]
+    first = losses(tuned)[1]
+    assert first < losses(run)[1] - 0.05 and abs(first - losses(run)[5]) < 0.3
 
 
 def test_a_converted_checkpoint_is_no_run(shards, exported, tmp_path):

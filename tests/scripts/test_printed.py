@@ -47,8 +47,14 @@ def next_commands(done):
     return re.findall(r"^  (python .*)$", done.stdout.partition("\nnext:\n")[2], re.MULTILINE)
 
 
-def test_what_a_finished_run_prints_works(shards, tmp_path):
-    commands = next_commands(script(*train_args(shards, tmp_path / "run", 2)))
+def test_a_finished_run_says_how_it_ended_and_commands_that_work(shards, tmp_path):
+    run = tmp_path / "a run"
+    done = script(*train_args(shards, run, 2))
+    loss = losses(run, "val")[2]
+    assert f"step 2: validation loss {loss:.4f} of 4,096 tokens, " in done.stdout
+    best = f"the best with a validation loss of {loss:.4f} at step 2"
+    assert f"done; checkpoints: '{run}/checkpoints', {best}\n" in done.stdout
+    commands = next_commands(done)
     scripts = [command.split()[1] for command in commands]
     assert scripts == ["sample.py", "evaluate.py", "plot.py"]
     for command in commands:
@@ -89,7 +95,7 @@ def test_what_a_run_without_shards_prints_makes_them(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("processes", "given"),
+    "processes, given",
     [(1, {}), slow(2, {"recipe": "modern"}), slow(4, {"n_head": 4, "dropout": 0.1})],
 )
 def test_what_the_forecast_recommends_trains(shards, tmp_path, processes, given):

@@ -63,7 +63,7 @@ def test_the_default_folder_is_sharded_once_the_settings_are_checked(train_sh):
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    "words, message",
     [
         ("", ' days): type "bash train.sh demo"'),
         ("dmeo", 'error: there is no "dmeo": type bash train.sh demo, bash train.sh chat_demo, or'),

@@ -2,6 +2,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from conftest import user_error, write_rows
 
 from config import TrainOptions
 from data.loader import Mixture
@@ -10,19 +11,16 @@ from model.generate import TOKENS_PER_CHECK
 from model.gpt import GPT
 from training import evaluator
 from training.evaluator import Evaluator
-from utils.distributed import Process, Stopped
+from utils.distributed import ALONE, Process, Stopped
 from utils.errors import UserError
-
-ALONE = Process(0, 1, torch.device("cpu"))
 
 
 @pytest.fixture
 def make(shards, tmp_path):
-    path = tmp_path / "lambada.jsonl"
-    path.write_text("".join(f'{{"text": "the cat {i}"}}\n' for i in range(12)))
+    rows = [{"text": f"the cat {i}"} for i in range(12)]
     config = TrainOptions(
         max_steps=7, eval_every=3, sample_every=2, val_tokens=320, micro_batch_size=4,
-        lambada_every=5, lambada_data=path,
+        lambada_every=5, lambada_data=write_rows(tmp_path / "lambada.jsonl", rows),
     )  # fmt: skip
     torch.manual_seed(0)
     model = GPT(GPTConfig(block_size=32, vocab_size=257, n_layer=1, n_head=2, n_embd=16))
@@ -46,7 +44,7 @@ def test_a_benchmark_that_the_context_is_too_short_for_ends_the_run_before_its_f
     make, tmp_path
 ):
     (tmp_path / "long.jsonl").write_text(f'{{"text": "a {"b" * 40}"}}')
-    with pytest.raises(UserError, match="--lambada_every .* has 41 tokens.* at most 32 fit"):
+    with user_error("--lambada_every .* has 41 tokens.* at most 32 fit"):
         make(lambada_data=tmp_path / "long.jsonl")
 
 
@@ -123,5 +121,5 @@ def test_without_a_tokenizer_the_validation_is_left(make, monkeypatch, capsys):
 
 def test_all_processes_refuse_what_another_cannot_read(monkeypatch):
     monkeypatch.setattr(Process, "merge", lambda self, errors: {1: "no such file"})
-    with pytest.raises(UserError, match="no such file"):
+    with user_error("no such file"):
         ALONE.read_on_all(lambda: 1)

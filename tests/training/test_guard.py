@@ -19,7 +19,7 @@ from conftest import (
 
 from model.formats.checkpoint import load_checkpoint
 from training.run import PATIENCE
-from utils.logger import read_metrics
+from utils.logger import logged_run, read_metrics
 
 FLOAT16 = ("--dtype", "float16", "--save_every", 6, "--keep_last", 2, "--eval_every", 0)
 # a loss that is finite in float16, while its scaled gradients are not
@@ -78,18 +78,6 @@ def test_a_bad_loss_on_one_process_skips_the_step_on_all(
     assert gap(tmp_path, overflowed) < 5e-3
 
 
-def test_bad_steps_in_a_row_end_the_run_with_a_checkpoint(shards, tmp_path):
-    faults = " ".join(f"0:{call}" for call in range(4 * 6, 4 * 6 + 4 * PATIENCE))
-    args = train_args(shards, tmp_path, 20, "--save_every", 7)
-    (done,) = faulty(1, args, faults, code=2)
-    assert "5 steps in a row had no finite loss" in done.stderr and "Traceback" not in done.stderr
-    last = load_checkpoint(tmp_path / "checkpoints/model_last.pt")
-    assert (last["step"], last["bad_steps"]) == (11, 0)
-    # the fault was not in the data: without it the run resumes as usual
-    script(*args, "--resume", "auto")
-    assert sorted(losses(tmp_path)) == [*range(1, 7), *range(12, 21)]
-
-
 # a stand-in for the package: rows arrive when a run is finished, as they are sent by a thread
 WANDB = """
 import json, os
@@ -104,14 +92,20 @@ init = lambda **_: Run()
 """
 
 
-def test_every_row_arrives_of_a_run_that_fails(shards, tmp_path):
+def test_bad_steps_in_a_row_end_the_run_with_a_checkpoint_and_every_row_sent(shards, tmp_path):
     (tmp_path / "wandb.py").write_text(WANDB)
     variables = {"PYTHONPATH": f"{ROOT}:{tmp_path}", "ARRIVED": str(tmp_path / "arrived")}
     faults = " ".join(f"0:{call}" for call in range(4 * 6, 4 * 6 + 4 * PATIENCE))
-    args = train_args(shards, tmp_path, 15, "--eval_every", 0, "--wandb")
-    faulty(1, args, faults, code=2, **variables)
+    args = train_args(shards, tmp_path, 20, "--save_every", 7, "--eval_every", 0)
+    (done,) = faulty(1, [*args, "--wandb"], faults, code=2, **variables)
+    assert "5 steps in a row had no finite loss" in done.stderr and "Traceback" not in done.stderr
+    last = load_checkpoint(tmp_path / "checkpoints/model_last.pt")
+    assert (last["step"], last["bad_steps"]) == (11, 0)
     arrived = json.loads((tmp_path / "arrived").read_text())
     assert arrived == [1, *range(1, 7 + PATIENCE)]
+    # the fault was not in the data: without it the run resumes as usual
+    script(*args, "--resume", "auto", "--no_wandb")
+    assert sorted(losses(tmp_path)) == [*range(1, 7), *range(12, 21)]
 
 
 def test_an_automatic_micro_batch_is_halved_until_it_fits_on_all(shards, tmp_path):
@@ -120,8 +114,7 @@ def test_an_automatic_micro_batch_is_halved_until_it_fits_on_all(shards, tmp_pat
     args = train_args(shards, tmp_path, 3, *batch)
     said = faulty(2, args, "", MEMORY="1:3")[0].stdout
     assert "micro-batch of 12: 6 from" in said and "micro-batch of 6: 3 from here on" in said
-    logged = json.loads((tmp_path / "logs/config.json").read_text())
-    assert logged["derived"]["micro_batch_size"] == "auto"
+    assert logged_run(tmp_path / "logs")["derived"]["micro_batch_size"] == "auto"
     # the run is that of this micro-batch, to the bit
     given = train_args(shards, tmp_path / "given", 3, *batch, "--micro_batch_size", 3)
     faulty(2, given, "")

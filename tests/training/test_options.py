@@ -1,12 +1,11 @@
 """Options are flags, wherever they come from; the last one wins."""
 
-import json
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, bad, folders, losses, script, train_args, without
+from conftest import ROOT, bad, folders, losses, script, train_args, user_error, without
 
 from config import TrainOptions
 from model.formats.checkpoint import load_checkpoint
@@ -14,6 +13,7 @@ from recipes import RECIPES
 from training import options as options_module
 from training.options import find_recipe, read_options, resolve_options
 from utils.errors import UserError
+from utils.logger import logged_run
 
 SMALL_FILE = """# a comment
 n_layer = 2
@@ -36,7 +36,7 @@ def resolve(*flags):
 
 
 def logged(run):
-    return json.loads((run / "logs/config.json").read_text())["config"]
+    return logged_run(run / "logs")["config"]
 
 
 def test_a_file_of_options_is_read_and_the_command_line_wins(shards, tmp_path):
@@ -67,7 +67,7 @@ def test_a_tilde_is_the_home_folder_in_a_file_and_on_the_command_line(tmp_path, 
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "message"),
+    "name, text, message",
     [
         ("a.toml", "n_layers = 2", "n_layer"),
         ("a.toml", "n_layer = two", "a.toml is no .toml and no run's config.json"),
@@ -103,7 +103,7 @@ def cuda(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("flags", "has_compiler", "compiles"),
+    "flags, has_compiler, compiles",
     [
         ("--device cpu", True, False),
         ("--device cpu --use_torch_compile", True, True),
@@ -129,7 +129,7 @@ def test_training_compiles_on_cuda_unless_told_otherwise(
 
 
 @pytest.mark.parametrize(
-    ("flags", "expected"),
+    "flags, expected",
     [
         ([], {"max_lr": 3e-3, "min_lr": 3e-4, "warmup_steps": 5, "weight_decay": 0.1}),
         (["--max_lr", "1e-5"], {"max_lr": 1e-5, "min_lr": 1e-6}),
@@ -161,7 +161,7 @@ def test_what_was_given_as_auto_is_derived_again_and_warmup_is_kept(shards, tmp_
 
 
 @pytest.mark.parametrize(
-    ("flags", "message"),
+    "flags, message",
     [
         (["--device", "cuda:7"], "device cuda:7 is not available; this machine"),
         (["--device", "a10"], "; train.py --dry_run --device also takes b200, h200, h100"),
@@ -181,7 +181,7 @@ def test_a_wrong_option_is_a_sentence(flags, message):
 def test_the_checkpoint_of_another_script_is_not_resumed(trained, tmp_path):
     state = load_checkpoint(trained / "checkpoints/model_last.pt")
     torch.save({**state, "script": "finetune.py"}, tmp_path / "a.pt")
-    with pytest.raises(UserError, match="is of finetune.py: begin from it by --init"):
+    with user_error("is of finetune.py: begin from it by --init"):
         resolve("--resume", tmp_path / "a.pt")
     longer = ["train.py", "--resume", trained, "--max_steps", 9]
     bad(longer, "is at step 20, after --max_steps 9", trained)

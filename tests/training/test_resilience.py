@@ -22,6 +22,7 @@ from conftest import (
     run_until,
     same_run,
     script,
+    slow,
     start,
     torchrun,
     train_args,
@@ -92,7 +93,7 @@ def test_kills_at_random_moments_change_no_bit_and_other_slicing_only_rounding(
     assert variants == MIXED or same_run(run, whole)
 
 
-@pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rank", [1, slow(0)])
 def test_under_torchrun_a_dead_process_restarts_all_and_sigterm_saves(
     shards, tmp_path, monkeypatch, rank
 ):

@@ -27,10 +27,8 @@ from training import saver as saver_module
 from training.optimizers import make_optimizers
 from training.run import Progress, Run, check_space
 from training.saver import Saver
-from utils.distributed import Process
+from utils.distributed import ALONE
 from utils.errors import UserError, writing
-
-ALONE = Process(0, 1, torch.device("cpu"))
 
 
 @pytest.fixture
@@ -233,5 +231,5 @@ def test_a_failed_write_leaves_the_run_and_the_file_before_it(saver, tmp_path, c
     saver.finish()  # later files made up for the one that failed
     (tmp_path / f"{LAST}.tmp").mkdir()  # in the way of the next file
     save(saver, 6)
-    with pytest.raises(UserError, match="could not be written"):
+    with user_error("could not be written"):
         saver.finish()

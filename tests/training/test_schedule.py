@@ -19,7 +19,7 @@ def test_the_first_peak_and_last_rates_are_exact_and_the_rest_monotonic(schedule
     assert all(a >= b for a, b in zip(rates[715:-1], rates[716:], strict=True))
 
 
-@pytest.mark.parametrize(("schedule", "quarter"), [("cosine", 0.8535534), ("linear", 0.75)])
+@pytest.mark.parametrize("schedule, quarter", [("cosine", 0.8535534), ("linear", 0.75)])
 def test_cosine_and_line_between_peak_and_end(schedule, quarter):
     run = options(schedule=schedule, max_steps=101)
     assert learning_rate(25, run) == pytest.approx(quarter)

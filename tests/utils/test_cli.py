@@ -15,7 +15,7 @@ from utils.errors import UserError
 
 
 @pytest.mark.parametrize(
-    ("error", "message"),
+    "error, message",
     [
         (UserError("--seed is too large"), "--seed is too large"),
         (OSError(errno.ENOSPC, "No space left on device", "model.pt"), "model.pt: No space left"),
@@ -92,31 +92,31 @@ def test_a_flag_of_nanogpt_is_answered_by_its_name_here():
     table = (ROOT / "docs/NANOGPT.md").read_text()
     for name, flag in FLAGS_BY_NANOGPT_NAME.items():
         assert name in table and f"--{flag}" in table
-        with pytest.raises(UserError, match=f"there is no --{name}, but --{flag};"):
+        with user_error(f"there is no --{name}, but --{flag};"):
             parse(SampleOptions if flag == "prompt" else TrainOptions, [f"--{name}=1"])
-    with pytest.raises(UserError, match="but --max_lr; .*--no_use_torch_compile; --help"):
+    with user_error("but --max_lr; .*--no_use_torch_compile; --help"):
         parse(TrainOptions, ["--learning_rate=1", "--compile=False"])
-    with pytest.raises(UserError, match="config/x.py stands without a flag; --help lists"):
+    with user_error("config/x.py stands without a flag; --help lists"):
         parse(TrainOptions, ["config/x.py"])
-    with pytest.raises(UserError, match="without a flag; perhaps --checkpoint .*conftest.py$"):
+    with user_error("without a flag; perhaps --checkpoint .*conftest.py$"):
         parse(SampleOptions, [str(ROOT / "tests/conftest.py")])
 
 
 @pytest.mark.parametrize(
-    ("name", "allowed", "wrong"),
+    "name, allowed, wrong",
     [("top_k", 1, 0), ("temperature", 1e9, "inf"), ("top_p", 1, "nan"), ("seed", 0, -1)],
 )
 def test_a_number_out_of_the_range_in_the_type_of_its_field_is_refused(name, allowed, wrong):
     assert getattr(parse(SampleOptions, [f"--{name}={allowed:.0f}"]), name) == allowed
-    with pytest.raises(UserError, match=f"--{name} {wrong}.* must be "):
+    with user_error(f"--{name} {wrong}.* must be "):
         parse(SampleOptions, [f"--{name}={wrong}"])
 
 
 @pytest.mark.parametrize("value", ["abc", "1e3", "1.5"])
 def test_a_word_in_the_place_of_a_number_is_a_sentence_without_types_of_python(value):
     for name in ("max_steps", "n_layer", "seed"):
-        with pytest.raises(UserError, match=f"--{name} takes INT, not {value};"):
+        with user_error(f"--{name} takes INT, not {value};"):
             parse(TrainOptions, [f"--{name}", value])
     for name in ("max_lr", "beta2"):
-        with pytest.raises(UserError, match=f"--{name} takes FLOAT, not x{value};"):
+        with user_error(f"--{name} takes FLOAT, not x{value};"):
             parse(TrainOptions, [f"--{name}", f"x{value}"])

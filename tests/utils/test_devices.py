@@ -1,19 +1,18 @@
-import json
 import os
 import random
 
 import pytest
 import torch
-from conftest import script, train_args
+from conftest import script, train_args, user_error
 
 from utils import devices
 from utils.devices import host_memory, missing_compiler, pick_dtype
-from utils.errors import UserError
+from utils.logger import logged_run
 
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize(("seconds", "dtype"), [(0.9, torch.float32), (0.8, torch.bfloat16)])
+@pytest.mark.parametrize("seconds, dtype", [(0.9, torch.float32), (0.8, torch.bfloat16)])
 def test_auto_takes_bfloat16_where_a_matmul_is_measured_to_be_faster(monkeypatch, seconds, dtype):
     measured = {torch.float32: 1.0, torch.bfloat16: seconds}
     monkeypatch.setattr(devices, "has_onednn", lambda dtype: True)
@@ -34,12 +33,12 @@ def t4(monkeypatch):
 
 def test_a_gpu_without_bfloat16_multiplies_in_float16_and_refuses_bfloat16(t4):
     assert pick_dtype("auto", t4) is torch.float16
-    with pytest.raises(UserError, match="this Tesla T4 has no bfloat16: take float16"):
+    with user_error("this Tesla T4 has no bfloat16: take float16"):
         pick_dtype("bfloat16", t4)
 
 
 @pytest.mark.parametrize(
-    ("named", "installed", "missing"),
+    "named, installed, missing",
     [
         ("", "clang", "g++"),
         ("", "g++", "gcc"),
@@ -58,7 +57,7 @@ def test_a_compiler_that_is_named_or_else_a_usual_one_has_to_be_there(
 
 
 @pytest.mark.parametrize(
-    ("controller", "name", "unlimited"),
+    "controller, name, unlimited",
     [("memory", "memory.limit_in_bytes", "9223372036854771712"), ("", "memory.max", "max")],
 )
 def test_memory_is_that_of_the_tightest_of_nested_control_groups(
@@ -83,5 +82,5 @@ def test_memory_is_that_of_the_tightest_of_nested_control_groups(
 
 def test_a_run_keeps_the_dtype_that_auto_has_taken(shards, tmp_path):
     auto = script(*train_args(shards, tmp_path, 2, "--dtype", "auto")).stdout
-    config = json.loads((tmp_path / "logs/config.json").read_text())["config"]
+    config = logged_run(tmp_path / "logs")["config"]
     assert f"torch.{config['dtype']}" in auto

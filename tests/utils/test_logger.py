@@ -3,10 +3,9 @@ from functools import partial
 from unittest.mock import MagicMock, call
 
 import pytest
-from conftest import bad, train_options
+from conftest import bad, train_options, user_error
 
 from training.weights_and_biases import open_wandb
-from utils.errors import UserError
 from utils.logger import Logger, logged_run, read_metrics
 
 ROW = {"loss": 1.0, "lr": 1e-3, "grad_norm": 1.0, "tokens_per_s": 1.0, "ms": 1.0, "mfu": None}
@@ -33,7 +32,7 @@ def test_rows_of_steps_run_again_replace_the_old_ones(tmp_path):
 @pytest.mark.parametrize("line", ["nonsense", "[]", '{"split": "train"}'])
 def test_a_file_with_other_lines_is_named(tmp_path, line):
     (tmp_path / "metrics.jsonl").write_text(f'{{"step": 1, "split": "train"}}\n{line}\n')
-    with pytest.raises(UserError, match="metrics.jsonl is damaged or not the log of a run"):
+    with user_error("metrics.jsonl is damaged or not the log of a run"):
         read_metrics(tmp_path)
 
 

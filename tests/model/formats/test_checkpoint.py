@@ -5,7 +5,7 @@ from contextlib import nullcontext
 import numpy
 import pytest
 import torch
-from conftest import bad, train_args
+from conftest import bad, train_args, user_error
 
 from data.shards import inspect_shard
 from model.config import GPTConfig
@@ -21,7 +21,6 @@ from model.formats.checkpoint import (
     split_float32,
 )
 from model.formats.huggingface import load_pretrained
-from utils.errors import UserError
 
 
 def survives(bits):
@@ -84,7 +83,7 @@ def test_damaged_and_foreign_files_are_named_and_no_code_in_them_is_run(trained,
             path.write_bytes(file_content)
         else:
             torch.save(file_content, path)
-        with pytest.raises(UserError, match=f"model.pt {message}"):
+        with user_error(f"model.pt {message}"):
             load_model(path)
     assert not (tmp_path / "ran").exists()
 
@@ -133,7 +132,7 @@ def test_a_flipped_bit_is_found_by_all_that_read_it(shards, trained, tmp_path, s
         f"tensors of '{section}' do not have their checksum",
     )
     # sampling reads the first half alone
-    with pytest.raises(UserError, match="checksum") if section == "model" else nullcontext():
+    with user_error("checksum") if section == "model" else nullcontext():
         assert not load_model(path)[0].training
 
 

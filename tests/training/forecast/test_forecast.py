@@ -1,10 +1,12 @@
 import re
+import sys
 from dataclasses import replace
 
 import pytest
 import torch
-from conftest import bad, environment, script, train_args, train_options, user_error, without
+from conftest import train_args, train_options, user_error, without
 
+import train
 from model.config import GPTConfig
 from model.gpt import GPT
 from model.initial_weights import build_without_weights
@@ -74,12 +76,19 @@ def test_each_sharding_divides_its_part_of_the_state(options, weights, gradients
         assert divided[gathered] < need(sharding="zero2", world_size=8)[gathered]
 
 
-def dry_run(*args):
-    """Return the output of a dry run."""
-    return script("train.py", "--dry_run", *args).stdout
+@pytest.fixture
+def dry_run(monkeypatch, capsys):
+    """A function that returns the output of a dry run in this process."""
+
+    def run(*args):
+        monkeypatch.setattr(sys, "argv", ["train.py", "--dry_run", *map(str, args)])
+        train.main()
+        return capsys.readouterr().out
+
+    return run
 
 
-def test_a_dry_run_says_what_would_be_and_needs_no_data(tmp_path):
+def test_a_dry_run_says_what_would_be_and_needs_no_data(dry_run, tmp_path):
     out = dry_run("--device", "cpu", "--data_dir", tmp_path)
     assert "124,439,808 parameters; 19,073 steps" in out
     assert " = 1024 x micro-batch 16 x micro-steps 32 on cpu" in out
@@ -91,12 +100,12 @@ def test_a_dry_run_says_what_would_be_and_needs_no_data(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_dry_run_of_a_resumed_run_counts_the_rest(shards, trained):
-    args = without(train_args(shards, trained, 30, "--dry_run"), "--log_dir", "--checkpoint_dir")
-    out = script(*args, "--run_dir", trained, "--resume", "auto").stdout
+def test_a_dry_run_of_a_resumed_run_counts_the_rest(dry_run, shards, trained):
+    args = [*train_args(shards, trained, 30)[1:], "--resume", "auto"]
+    out = dry_run(*args)
     step, batch = re.search(r"after step (\d+): ", out)[1], re.search(r"steps of (\d+)", out)[1]
     assert 0 < int(step) < 30
-    finished = script(*args, "--max_steps", step, "--run_dir", trained, "--resume", "auto").stdout
+    finished = dry_run(*args, "--max_steps", step)
     assert f"the run is at its last step, {step}: it would not go on" in finished
     assert f" FLOPs for the {(30 - int(step)) * int(batch):,} tokens after" in out
     assert re.search(r"^[\d,]+ train tokens: [\d.]+ epochs$", out, re.M)
@@ -104,7 +113,7 @@ def test_a_dry_run_of_a_resumed_run_counts_the_rest(shards, trained):
 
 
 @pytest.mark.parametrize(
-    ("hours", "text"),
+    "hours, text",
     [
         (1e-9, "0.1 minutes"),
         (0.5, "30.0 minutes"),
@@ -117,7 +126,7 @@ def test_times_have_a_unit_in_which_they_are_no_zero(hours, text):
 
 
 @pytest.mark.parametrize(
-    ("flags", "expected"),
+    "flags, expected",
     [
         (
             (),
@@ -131,7 +140,9 @@ def test_times_have_a_unit_in_which_they_are_no_zero(hours, text):
         (("--data_dir", "BYTES"), None),
     ],
 )
-def test_a_dry_run_says_which_loss_a_published_fit_expects_of_gpt2s_tokens(shards, flags, expected):
+def test_a_dry_run_says_which_loss_a_published_fit_expects_of_gpt2s_tokens(
+    dry_run, shards, flags, expected
+):
     flags = [shards if flag == "BYTES" else flag for flag in flags]
     said = re.search("^loss to expect: (.*)$", dry_run("--device", "h100", *flags), re.M)
     assert said is None if expected is None else re.search(expected, said[1])
@@ -145,7 +156,7 @@ def test_a_dry_run_says_which_loss_a_published_fit_expects_of_gpt2s_tokens(shard
     ],
 )
 def test_a_dry_run_forecasts_for_a_gpu_that_is_not_here(
-    tmp_path, device, dtype, memory, peak_flops, fits
+    dry_run, tmp_path, device, dtype, memory, peak_flops, fits
 ):
     args = ("--device", device, "--data_dir", tmp_path, "--model_type", "gpt2-large")
     out = dry_run(*args, "--micro_batch_size", 16)
@@ -295,11 +306,13 @@ def test_the_advice_fits_is_faster_and_is_what_the_refusal_names():
         choose_micro_batch(*plan(1024, **given))
 
 
-def test_a_dry_run_names_flags_where_a_run_does_not_fit_or_waits_for_the_network(tmp_path):
+def test_a_dry_run_names_flags_where_a_run_does_not_fit_or_waits_for_the_network(
+    dry_run, tmp_path, monkeypatch
+):
     def on_gpus(number, per_machine, *flags):
-        world = {"WORLD_SIZE": f"{number}", "LOCAL_WORLD_SIZE": f"{per_machine}"}
-        args = ("train.py", "--dry_run", "--device", "h100", "--data_dir", tmp_path, *flags)
-        return script(*args, env=environment() | world).stdout
+        monkeypatch.setenv("WORLD_SIZE", f"{number}")
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", f"{per_machine}")
+        return dry_run("--device", "h100", "--data_dir", tmp_path, *flags)
 
     out = on_gpus(8, 8)
     assert "advice" not in out and "a step takes 0.14" in out and "between machines" not in out
@@ -314,7 +327,7 @@ def test_a_dry_run_names_flags_where_a_run_does_not_fit_or_waits_for_the_network
 
 
 @pytest.mark.parametrize(
-    ("flags", "message"),
+    "flags, message",
     [
         ("--run_dir RUN", "holds the checkpoints of another run"),
         ("--data_dir SHARDS SHARDS", "names a folder twice"),
@@ -323,7 +336,8 @@ def test_a_dry_run_names_flags_where_a_run_does_not_fit_or_waits_for_the_network
         ("--hellaswag_every 1 --hellaswag_data README.md", "cannot score hellaswag"),
     ],
 )
-def test_a_dry_run_refuses_what_the_run_would(shards, trained, tmp_path, flags, message):
-    args = without(train_args(shards, tmp_path, 2, "--dry_run"), "--checkpoint_dir", "--log_dir")
+def test_a_dry_run_refuses_what_the_run_would(dry_run, shards, trained, tmp_path, flags, message):
+    args = without(train_args(shards, tmp_path, 2)[1:], "--checkpoint_dir", "--log_dir")
     flags = flags.replace("RUN", str(trained)).replace("SHARDS", str(shards))
-    bad([*args, "--run_dir", tmp_path, *flags.split()], message)
+    with user_error(message):
+        dry_run(*args, "--run_dir", tmp_path, *flags.split())

@@ -1,9 +1,10 @@
 import shutil
 
 import pytest
-from conftest import environment, gap, losses, run_ranks, script, slow, torchrun, train_args
+from conftest import bad, gap, losses, run_ranks, script, slow, torchrun, train_args, user_error
 
 from data.manifest import read_manifest, write_manifest
+from utils.distributed import count_shards
 from utils.logger import read_metrics
 
 MODES = ("none", "zero1", "zero2", "zero3")
@@ -18,12 +19,12 @@ def reference(shards, tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("recipe", "max_lr"),
+    "recipe, max_lr",
     [
         ("gpt2", 3e-3),
         # also the state of Muon and NorMuon, which is scattered and gathered
-        pytest.param("modern", 0.02, marks=pytest.mark.slow),
-        pytest.param("speedrun,ngram_rows=1000", 0.02, marks=pytest.mark.slow),
+        slow("modern", 0.02),
+        slow("speedrun,ngram_rows=1000", 0.02),
     ],
 )
 def test_a_chain_of_machines_and_shardings_continues_one_curve(shards, tmp_path, recipe, max_lr):
@@ -61,18 +62,19 @@ def test_a_copy_is_divided_across_machines(shards, reference, tmp_path, sharding
         assert len(found) == steps and found == pytest.approx(expected, abs=1e-4)
 
 
-def test_shards_that_do_not_divide_are_a_sentence_before_processes_connect(shards, tmp_path):
-    def refused(num_shards, message, *flags):
-        world = environment() | {"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "2"}
-        args = train_args(shards, tmp_path, 2, "--shard_across", num_shards, *flags)
-        for more in ((), ("--dry_run",)):
-            done = script(*args, *more, env=world, code=2)
-            assert message in done.stderr and "Traceback" not in done.stderr
-
-    refused(4, "--shard_across needs --sharding zero1, zero2 or zero3")
-    for num_shards in (1, 3, 6, 16):
-        message = "has to divide the 8 processes, and to be a multiple of the 2 of a machine"
-        refused(num_shards, message, "--sharding", "zero2")
+def test_shards_that_do_not_divide_are_a_sentence_before_processes_connect(
+    shards, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    args = train_args(shards, tmp_path, 2, "--shard_across")
+    bad([*args, 4], "--shard_across needs --sharding zero1, zero2 or zero3")
+    message = "has to divide the 8 processes, and to be a multiple of the 2 of a machine"
+    for more in ((), ("--dry_run",)):
+        bad([*args, 3, "--sharding", "zero2", *more], message)
+    for num_shards in (1, 6, 16):
+        with user_error(message):
+            count_shards(8, 2, 1, num_shards)
 
 
 def test_machines_with_other_files_are_told_so(shards, reference, tmp_path):
@@ -116,7 +118,6 @@ def test_machines_need_a_common_folder_only_where_they_divide_one_copy(shards, t
     said = "".join(rank.stderr for rank in run_ranks(divided, code=2, local_world_size=2))
     assert "model_last.pt could not be written: [Errno 2] No such file" in said
     assert "Traceback" not in said
-    run_ranks(machines("five", "five", "--shard_across", 4), local_world_size=2)
 
 
 @pytest.mark.slow
@@ -168,7 +169,7 @@ COMPILED = ("--use_torch_compile", "--activation_checkpointing")
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("sharding", "processes", "flags"),
+    "sharding, processes, flags",
     [
         *((sharding, processes, ()) for sharding in MODES for processes in (2, 4)),
         *(("zero3", 2, (*COMPILED, checkpointing)) for checkpointing in ("cheap", "block")),

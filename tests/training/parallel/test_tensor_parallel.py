@@ -74,7 +74,7 @@ def test_a_run_is_that_of_one_process_from_degree_to_degree(shards, tmp_path, re
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("processes", "machine", "flags"),
+    "processes, machine, flags",
     [
         (4, 4, tensor_parallel(2, "zero1")),
         (4, 4, tensor_parallel(2, "zero3")),
