@@ -76,9 +76,8 @@ def main() -> None:
     # --batch_size, --max_steps and --max_lr have defaults by the number of rows and of parameters
     assert device_options.data is not None  # FinetuneOptions demands it
     num_rows = len(read_lines(device_options.data))
-    options = resolve_options(
-        device_options, num_rows, model.num_parameters(), process.data_parallel
-    )
+    num_parameters = model.num_parameters()
+    options = resolve_options(device_options, num_rows, num_parameters, process.data_parallel)
     entries = checkpoint_entries(options, derived, initial.tokenizer, weights_checksum)
     run = Run.start(options, checkpoint, process, entries)  # locks the folders of the run
     progress = run.progress  # step, tokens, ...

@@ -80,10 +80,9 @@ def main() -> None:
     del initial, weights, checkpoint  # closes the file from which their tensors are mapped
 
     # batches, evaluation, log, checkpoints; a resumed run goes on with the data of its next step
-    num_sequences = options.sequences_per_step(process.data_parallel)  # in a global batch
-    slicing = Slicing(
-        num_sequences, options.sequences_per_pass, process.data_rank, process.data_parallel
-    )
+    sequences_per_step = options.sequences_per_step(process.data_parallel)  # a global batch
+    part = (process.data_rank, process.data_parallel)  # of the data, which this process reads
+    slicing = Slicing(sequences_per_step, options.sequences_per_pass, *part)
     steps = range(progress.step, options.max_steps)
     micro_batches = train_batches(train_data, slicing, options.seed, steps)
     batches = prefetch(process.to_device(micro_batches))  # a thread reads ahead
@@ -100,11 +99,11 @@ def main() -> None:
                 if saver.due(step):
                     saver.save_last()
                 if evaluator.due(step):
-                    scores = evaluator.validate()  # {"loss": nats per token, ...}
-                    run.logger.log_scores("val", scores, step)
-                    saver.save_if_best(scores["loss"])
-                for task, scores in evaluator.benchmarks(step):
-                    run.logger.log_scores(task, scores, step)
+                    metrics = evaluator.validate()  # {"loss": nats per token, ...}
+                    run.logger.log_scores("val", metrics, step)
+                    saver.save_if_best(metrics["loss"])
+                for benchmark, metrics in evaluator.benchmarks(step):
+                    run.logger.log_scores(benchmark, metrics, step)
                 text = evaluator.sample(step)  # None if it is not due
                 if text is not None:
                     run.logger.log_sample(text, step)
@@ -118,7 +117,7 @@ def main() -> None:
                 if result.skip_reason is None:
                     run.logger.log_train(result.metrics | timer.stop(result.tokens), progress.step)
                 else:
-                    ids = train_data.sequence_ids_of_step(step, num_sequences, options.seed)
+                    ids = train_data.sequence_ids_of_step(step, sequences_per_step, options.seed)
                     run.logger.log_skip(result.skip_reason, ids.tolist(), progress.step)
                 saver.end_after_patience()  # UserError after 5 skipped steps in a row
                 if result.got_signal:  # on any process
@@ -129,8 +128,13 @@ def main() -> None:
             saver.save_last()
         saver.finish()  # waits for the last write
 
+    run.finish(next_commands(options))
+
+
+def next_commands(options: ResolvedTrainOptions) -> list[str]:
+    """Return commands to type after a run, without the folder that follows each."""
     evaluate = f"evaluate.py --tasks val --val_tokens {options.val_tokens} --checkpoint"
-    run.finish(["sample.py --checkpoint", evaluate])
+    return ["sample.py --checkpoint", evaluate]
 
 
 def train_step(

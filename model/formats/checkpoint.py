@@ -41,7 +41,7 @@ REWARD_HEAD = "reward_head.weight"
 
 
 class Checkpoint(TypedDict, total=False):
-    """What a file holds, with the keys of docs/FORMATS.md; {} for a model of another project. Only
+    """Content of a file, with the keys of docs/FORMATS.md; {} for a model of another project. Only
     files of train.py have `recipe` and `corpus`. Files of convert.py have weights, checksums,
     `script`, `config`, `model_config`, `tokenizer`, and the progress of a run at step 0."""
 
