@@ -223,4 +223,4 @@ def test_a_model_that_transformers_has_no_class_for_is_named(tmp_path):
 def test_a_name_that_is_not_in_the_cache_is_a_sentence_without_network(monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     with user_error("someone/model is no folder.* the name and the network$"):
-        load_pretrained("someone/model")
+        GPT.from_pretrained("someone/model")
