@@ -31,7 +31,7 @@ from data.tokenizer import (
     read_tokenizer,
 )
 from evaluation.benchmarks import BENCHMARKS
-from evaluation.scoring import pack
+from evaluation.scoring import pack_items
 from evaluation.tasks import Item
 from finetuning.examples import TextEncoder, encode_completion, encode_messages
 from model.config import GPTConfig
@@ -188,7 +188,7 @@ def test_what_a_tokenizer_writes_before_a_text_stands_there_for_all_and_in_expor
     document = fineweb_edu.tokenize(tokenizer, 0, text)
     writer = Writer(SimpleNamespace(config=GPTConfig()), tokenizer, SampleOptions())
     question = TextEncoder(tokenizer, False, 99).question({"prompt": text}, 1, has_answer=False)
-    for prompt in (document.tokens.tolist(), writer.encode(text, []), question.prompt_ids):
+    for prompt in (document.tokens.tolist(), writer.prompt_ids(text, []), question.prompt_ids):
         assert prompt == [*start, *ids]
     whole = encode_completion("", text, tokenizer, chat=False)  # a completion without a prompt
     assert whole.tokens.tolist() == [*start, *ids, tokenizer.eot]
@@ -233,8 +233,8 @@ def test_a_continuation_has_the_tokens_after_its_context_as_in_the_harness(
     )
     backend.save(str(tmp_path / "t.json"))
     tokenizer = load_tokenizer(read_tokenizer(tmp_path / "t.json"))
-    encode = BENCHMARKS["hellaswag"].encode
-    (packed,) = pack([encode(Item(context, choices), tokenizer, 32)])
+    encode = BENCHMARKS["hellaswag"].continuations
+    (packed,) = pack_items([encode(Item(context, choices), tokenizer, 32)])
     assert (packed.context, packed.choices) == row
     with pytest.raises(ValueError, match="has 0 tokens"):  # before anything is scored
         encode(Item("", ("",)), tokenizer, 32)

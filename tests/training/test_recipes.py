@@ -90,7 +90,7 @@ def test_unequal_shares_step_alike(shards, tmp_path, sharding, dtype, far):
 def test_blocks_of_modern_begin_as_the_identity():
     config = train_options(recipe="modern", n_layer=2, n_head=2, n_embd=32, block_size=16)
     stream = type("Stream", (), {"vocab_size": 257})
-    model, weights = build_model(config, RECIPES["modern"], stream, start=None)
+    model, weights = build_model(config, RECIPES["modern"], stream, initial=None)
     fill_model(model, weights, torch.device("cpu"))
     idx = torch.randint(0, 257, (2, 16))
     expected = model.transformer.ln_f(model.transformer.wte(idx))

@@ -168,7 +168,7 @@ def test_a_disk_too_full_for_the_log_ends_in_a_sentence_and_resumes(shards, smal
     args = train_args(shards, tmp_path, 20, "--save_every", 5, "--log_dir", small_disk)
     script(*args, "--max_steps", 10)
     before = (small_disk / "metrics.jsonl").read_bytes()
-    (small_disk / "filler").write_bytes(bytes(shutil.disk_usage(small_disk).free_bytes))
+    (small_disk / "filler").write_bytes(bytes(shutil.disk_usage(small_disk).free))
     done = script(*args, "--resume", "auto", code=2)
     assert "No space left" in done.stderr and "Traceback" not in done.stderr
     assert (small_disk / "metrics.jsonl").read_bytes().startswith(before)
