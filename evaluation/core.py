@@ -9,7 +9,7 @@ The tasks come as a folder in the layout of nanochat's eval_bundle, or of the us
     eval_meta_data.csv      accuracy of guessing by label, in percent, as "Random baseline"
 
 An item is shown after num_fewshot others with their answers. Three types of tasks differ in what
-an item holds (FewShotTask.prompts) and in which tokens count (FewShotTask.encode).
+an item holds (FewShotTask.prompts) and in which tokens count (FewShotTask.continuations).
 """
 
 import contextlib

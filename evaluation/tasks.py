@@ -217,8 +217,8 @@ class Benchmark(ABC):
 
 class Task(Benchmark):
     """A benchmark of one file. A subclass sets the attributes and defines `items`; it overrides
-    `values` if a continuation is not chosen by its log-probability, `score_example` if there is
-    nothing to choose, `parse` if its file is not JSON lines."""
+    `choice_metrics` if a continuation is not chosen by its log-probability, `score_example` if
+    there is nothing to choose, `parse` if its file is not JSON lines."""
 
     metric = "acc"
     banned_words: Sequence[str] = ()
