@@ -263,20 +263,18 @@ def build_model(options: FinetuneOptions, initial: InitialModel) -> tuple[GPT, d
     # dpo and grpo compare log-probabilities of two passes, which dropout would make random
     dropout = options.dropout if options.method in ("sft", "reward") else 0.0
     model_config = replace(initial.model_config, block_size=T, dropout=dropout)
-    execution = Execution(options.activation_checkpointing, options.use_torch_compile)
-    weights = dict(initial.weights)  # a copy, changed below
-    if not is_reward:
-        model = build_without_weights(GPT, model_config)
-        execute(model, execution)
-        return model, weights
-    # A resumed reward model has a head. A new one gets zeros, so that all rewards begin at 0.
-    weights.setdefault(REWARD_HEAD, torch.zeros(1, model_config.n_embd))
-    # Rewards need no logits, so an untied model loses its lm_head, which nothing would train.
-    weights.pop("lm_head.weight", None)
-    model_config = replace(model_config, tied=True)
-    reward_model = build_without_weights(RewardModel, model_config)
-    execute(reward_model, execution)
-    return reward_model, weights
+    weights = dict(initial.weights)  # a copy, changed for a reward model
+    model_class: type[GPT] = GPT
+    if is_reward:
+        model_class = RewardModel
+        # A resumed reward model has a head. A new one gets zeros, so that all rewards begin at 0.
+        weights.setdefault(REWARD_HEAD, torch.zeros(1, model_config.n_embd))
+        # Rewards need no logits, so an untied model loses its lm_head, which nothing would train.
+        weights.pop("lm_head.weight", None)
+        model_config = replace(model_config, tied=True)
+    model = build_without_weights(model_class, model_config)
+    execute(model, Execution(options.activation_checkpointing, options.use_torch_compile))
+    return model, weights
 
 
 def checkpoint_entries(
