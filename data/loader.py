@@ -183,9 +183,8 @@ def assign_places(places_per_period: Sequence[int]) -> tuple[np.ndarray, np.ndar
     At a time t a corpus has had t * s places, off by at most 1/2. So of the first n places it has
     n * s / P, off by at most (K - 1) / 2 with K corpora: 1/2 with two.
     """
-    corpus_ids = np.repeat(
-        np.arange(len(places_per_period)), places_per_period
-    )  # (P,), corpus by corpus
+    num_corpora = len(places_per_period)
+    corpus_ids = np.repeat(np.arange(num_corpora), places_per_period)  # (P,), corpus by corpus
     turns = np.concatenate([np.arange(num_places) for num_places in places_per_period])  # (P,)
     times = (turns + 0.5) / np.array(places_per_period)[corpus_ids]
     # stable: of equal times the first corpus comes first, on every machine
@@ -244,7 +243,7 @@ class Mixture:
         for i, sequences in enumerate(self.sequences_by_corpus):
             chosen = self.corpus_of_place[place_ids] == i  # (N,) bool
             # Positions in this corpus' own order: `places_per_period[i]` for each earlier period,
-            # plus the rank within this period.
+            # plus the turn within this period.
             turns = self.turn_of_place[place_ids[chosen]]
             own_positions = num_periods[chosen] * self.places_per_period[i] + turns
             # each corpus shuffles its own sequences, whose ids count from 0
@@ -298,7 +297,7 @@ class Slicing:
 
     sequences_per_step: int
     """Sequences in an optimizer step, a global batch, of all parts."""
-    micro_batch: int
+    micro_batch_size: int
     """Sequences in one forward and backward pass of a process."""
     data_rank: int
     """Process.data_rank: processes that share a block by tensor parallelism have the same."""
@@ -309,14 +308,14 @@ class Slicing:
     def micro_steps(self) -> int:
         """Number of forward and backward passes of a process in an optimizer step."""
         # config.py has refused a --total_batch_size that leaves a remainder
-        return self.sequences_per_step // (self.micro_batch * self.data_parallel)
+        return self.sequences_per_step // (self.micro_batch_size * self.data_parallel)
 
     def own_sequence_ids(self, sequence_ids: np.ndarray) -> np.ndarray:
-        """Return this part's ids (micro_steps, micro_batch) of those of a step,
+        """Return this part's ids (micro_steps, micro_batch_size) of those of a step,
         (sequences_per_step,)."""
         # Micro-step first, part second: micro-step i of all parts is sequences [i*B*W, (i+1)*B*W)
         # of the step, whatever the number of parts W and the micro-batch B.
-        by_part = sequence_ids.reshape(self.micro_steps, self.data_parallel, self.micro_batch)
+        by_part = sequence_ids.reshape(self.micro_steps, self.data_parallel, self.micro_batch_size)
         return by_part[:, self.data_rank]
 
 

@@ -97,7 +97,7 @@ def make_batch(packed: list[PackedItem], device: torch.device) -> PackedBatch:
     ids = np.zeros((B, T), np.int64)
     positions = np.zeros((B, T), np.int64)
     part = np.full((B, T), -1)
-    targets: list[tuple[int, int, int]] = []  # row, column and id, as in Batch
+    targets: list[tuple[int, int, int]] = []  # row, column and id, as in PackedBatch
     for b, row in enumerate(packed):
         context_length = len(row.context)
         # the last token of a continuation predicts nothing, so it is no input
@@ -224,7 +224,7 @@ def score_batch(
     logprobs, is_argmax, is_allowed_argmax = [values.cpu() for values in outputs]
     logprobs = logprobs.double()  # sums of hundreds of tokens keep their digits
 
-    # The N targets are in the order of Batch: those of one choice are [start, end).
+    # The N targets are in the order of PackedBatch: those of one choice are [start, end).
     prediction_of_index: dict[int, Prediction] = {}
     start = 0
     for row in packed:

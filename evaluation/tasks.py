@@ -68,7 +68,7 @@ class ExampleScore:
     """True if there are several best ones."""
 
 
-# of an example: ratings by metric, and entries of its row for --dump
+# of an example: its scores by metric, and entries of its row for --dump
 ExampleScores = tuple[dict[str, ExampleScore], dict]
 
 
@@ -294,37 +294,36 @@ class Task(Benchmark):
         scores: list[list[Prediction]] = []
         for protocol in protocols:
             items = self.items(rows, protocol)
-            # Protocols with the same texts differ only in how they score_example. They share one
-            # pass of the model.
+            # Protocols with the same texts differ only in how they score. They share one pass of
+            # the model.
             if items != scored_items:
                 scores = score_items(items, self)
                 scored_items = items  # `scores` belongs to these items
-            example_scores: dict[str, list[ExampleScore]] = defaultdict(
-                list
-            )  # by metric, one per example
+            # by metric, one per example
+            scores_by_metric: dict[str, list[ExampleScore]] = defaultdict(list)
             for index, (item, item_scores) in enumerate(zip(items, scores, strict=True)):
                 by_metric, details = self.score_example(protocol, item, item_scores)
-                for metric, rating in by_metric.items():
-                    example_scores[metric].append(rating)
+                for metric, example_score in by_metric.items():
+                    scores_by_metric[metric].append(example_score)
                 example = {"task": self.name, "protocol": protocol, "index": index}
                 examples.append(example | details)
-            for metric, metric_ratings in example_scores.items():
-                results.append(self.result(protocol, metric, metric_ratings))
+            for metric, example_scores in scores_by_metric.items():
+                results.append(self.result(protocol, metric, example_scores))
         return results, examples
 
     def score_example(self, protocol: str, item: Item, scores: list[Prediction]) -> ExampleScores:
-        """Return the ratings of an example by metric, and what its row for --dump tells of them.
+        """Return the scores of an example by metric, and what its row for --dump tells of them.
         Here a continuation is chosen by each metric, and compared with the label."""
         choices = zip(item.choices, scores, strict=True)
         # one dict by metric for each choice; the higher a value, the likelier the choice
-        values = [self.choice_metrics(protocol, choice, score) for choice, score in choices]
-        logprobs = [by_metric["acc"] for by_metric in values]
+        metrics = [self.choice_metrics(protocol, choice, score) for choice, score in choices]
+        logprobs = [metrics_of_choice["acc"] for metrics_of_choice in metrics]
         details = {"label": item.label, "logprobs": logprobs}
-        example_scores = {}
-        for metric in values[0]:  # all choices have the same metrics
-            choice_metrics = [by_metric[metric] for by_metric in values]
+        by_metric: dict[str, ExampleScore] = {}
+        for metric in metrics[0]:  # all choices have the same metrics
+            of_choices = [metrics_of_choice[metric] for metrics_of_choice in metrics]
             # indices of the choices with the largest value, several for a tie
-            best = [i for i, value in enumerate(choice_metrics) if value == max(choice_metrics)]
+            best = [i for i, value in enumerate(of_choices) if value == max(of_choices)]
             is_tie = len(best) > 1
             # --dump has the first of equal choices. The accuracy counts each of them by its share:
             # otherwise a model of zeros would be right wherever the label is 0.
@@ -332,11 +331,11 @@ class Task(Benchmark):
             if protocol.startswith("lm-eval"):
                 best = best[:1]  # the harness takes the first one
             # 1 or 0 for a single best choice; for a tie 1 / len(best) if the right choice is in it
-            example_scores[metric] = ExampleScore((item.label in best) / len(best), is_tie)
-        return example_scores, details
+            by_metric[metric] = ExampleScore((item.label in best) / len(best), is_tie)
+        return by_metric, details
 
     def result(self, protocol: str, metric: str, example_scores: list[ExampleScore]) -> Result:
-        """Return the mean of one rating per example."""
-        values = [rating.value for rating in example_scores]
-        num_ties = sum(rating.is_tie for rating in example_scores)
+        """Return the mean of one score per example."""
+        values = [score.value for score in example_scores]
+        num_ties = sum(score.is_tie for score in example_scores)
         return mean_result(self.name, protocol, metric, values, num_ties)

@@ -20,8 +20,8 @@ def score_questions(
     max_new_tokens: int,
     scorer: Scorer,
 ) -> TaskScores:
-    """Return one result, the share of exact answers to the questions of the file `name`, and a dump
-    row for each question, for --dump. `scorer` has the model, its process and the batch size;
+    """Return one result, the share of exact answers to the questions of the file `name`, and a row
+    for --dump for each question. `scorer` has the model, its process and the batch size;
     processes share the questions in batches, and all of them return the same."""
     sampling = SamplingConfig(max_new_tokens, temperature=0)  # greedy
 
@@ -31,11 +31,11 @@ def score_questions(
         )
 
     # a list of completions for each batch, in the order of the questions
-    completions = scorer.process.map(answer, batched(questions, scorer.batch_size))
+    completions_by_batch = scorer.process.map(answer, batched(questions, scorer.batch_size))
     # the protocol names the format, as a model answers differently in a chat and in plain text
     text_format = "chat" if encoder.chat else "plain text"
     dump_rows: list[dict] = []
-    for index, completion in enumerate(chain.from_iterable(completions)):
+    for index, completion in enumerate(chain.from_iterable(completions_by_batch)):
         dump_row = {
             "task": name,
             "index": index,

@@ -101,9 +101,9 @@ def fill_optimizers(
     It is empty before the first step: then there is nothing to do."""
     if not saved:
         return
-    for name, content in optimizer_state(model, optimizers).items():
-        for key, x in content.items():
-            fill(model, name, x, saved[name][key])
+    for name, state in optimizer_state(model, optimizers).items():
+        for state_name, x in state.items():
+            fill(model, name, x, saved[name][state_name])
 
 
 @dataclass
@@ -174,11 +174,11 @@ def copy_state(
     weights: dict[str, OwnRows] = {}
     for name, x in model.state_dict().items():
         weights[name] = copy_own_rows(model, name, x, process)
-    states: dict[str, dict[str, OwnRows]] = {}
+    own_state: dict[str, dict[str, OwnRows]] = {}
     # Before the first step there is no state, and PyTorch would create it by a step of its own.
     if optimizers and optimizers[0].state:
-        for name, content in optimizer_state(model, optimizers).items():
-            states[name] = {}
-            for key, x in content.items():
-                states[name][key] = copy_own_rows(model, name, x, process)
-    return weights, states
+        for name, state in optimizer_state(model, optimizers).items():
+            own_state[name] = {}
+            for state_name, x in state.items():
+                own_state[name][state_name] = copy_own_rows(model, name, x, process)
+    return weights, own_state
