@@ -38,7 +38,6 @@ from model.formats.checkpoint import find_checkpoint
 from model.inference import prepare_for_inference
 from utils import distributed
 from utils.cli import start_script
-from utils.devices import pick_dtype
 from utils.errors import UserError
 from utils.files import to_json
 from utils.ranges import Count
@@ -201,7 +200,7 @@ def write_file(path: Path, text: str) -> None:
 
 def main(options: EvalOptions) -> None:
     data_paths = check(options)
-    process = distributed.start(options.device)
+    process = distributed.start(options.device, options.dtype)
 
     name = str(options.model or options.checkpoint or "checkpoints")  # a path, or a name on the hub
     checkpoint_path = find_checkpoint(name)  # None for a model of another project
@@ -211,10 +210,10 @@ def main(options: EvalOptions) -> None:
     # The weights of a run that diverged can be NaN. The loss would be NaN, too, which JSON lacks.
     if any(weights.isnan().any() for weights in model.parameters()):
         raise UserError(f"{checkpoint_path or name} has weights that are NaN (not a number)")
-    dtype = pick_dtype(options.dtype, process.device, process.all_agree)
     # The model is changed in place. On a CPU its linear layers may become oneDNN's, whose weights
     # are no parameters: the check for NaN above would not see them.
-    prepare_for_inference(model.to(process.device), process.device, dtype, rows=EXPECTED_ROWS)
+    model.to(process.device)
+    prepare_for_inference(model, process.device, process.dtype, rows=EXPECTED_ROWS)
 
     # folders of training shards; () for a model of another project, of finetune.py or convert.py
     trained_on = tuple(map(Path, checkpoint.get("config", {}).get("data_dir", ())))
@@ -228,13 +227,13 @@ def main(options: EvalOptions) -> None:
     bar = tqdm(unit="row", disable=None if process.is_main else True)
     tokenizer = load_tokenizer(tokenizer_spec)
     # bar.update is called with the number of rows of each forward pass
-    scorer = Scorer(model, process, dtype, options.batch_size, bar.update)
+    scorer = Scorer(model, process, options.batch_size, bar.update)
 
     outputs = output_paths(options, name, checkpoint_path)
     header = {
         "step": checkpoint.get("step"),  # None for a model of another project
         "model": name,
-        "dtype": str(dtype).removeprefix("torch."),
+        "dtype": str(process.dtype).removeprefix("torch."),
     }
     # The results of a task are printed and written at once, as a later task may fail.
     results: list[Result] = []

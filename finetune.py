@@ -49,7 +49,6 @@ from training.schedule import set_learning_rates
 from training.start import InitialModel, init_checksum, open_initial, open_original
 from utils import distributed
 from utils.cli import call_and_exit
-from utils.devices import autocast
 from utils.distributed import Process, Stopped
 from utils.errors import UserError
 from utils.throughput import StepTimer
@@ -95,7 +94,7 @@ def main() -> None:
             f"{options.method} of {options.init_from} on {options.data}: {num_rows:,} rows, "
             f"{options.batch_size} in a step; {options.max_steps:,} steps{resumed}"
         )
-        timer = StepTimer(model.flops_per_token(), process.device, run.dtype, process.world_size)
+        timer = StepTimer(model.flops_per_token(), process)
 
         try:
             while True:
@@ -192,7 +191,7 @@ def train_step(
         # --sharding none and zero1 reduce gradients in the last micro-batch alone, others in each
         with sync_gradients(wrapped, options.sharding, last=is_last):
             # A forward pass casts each weight once, so that cached copies would only take memory.
-            with autocast(process.device, run.dtype, keep_weights=False):
+            with process.autocast(keep_weights=False):
                 sums = method.metric_sums(wrapped, batch)
             # the divisor counts the targets, pairs or completions of the step on all processes
             loss = sums["loss"] / prepared.divisor
@@ -340,10 +339,10 @@ def open_data(
     reward_function = None
     if options.method == "grpo":
         assert options.reward is not None  # FinetuneOptions demands it
-        reward_function = load_reward_function(options.reward, encoder, process, run.dtype)
+        reward_function = load_reward_function(options.reward, encoder, process)
     # reads and encodes the rows; dpo also reads log-probabilities off the reference, and frees it
     method_class = METHODS[options.method]
-    method = method_class(options, process, run.dtype, encoder, reference, reward_function)
+    method = method_class(options, process, encoder, reference, reward_function)
     if encoder.num_cut:  # counted while rows are encoded
         process.print(f"warning: {encoder.num_cut:,} texts are cut to {block_size} tokens")
     return method

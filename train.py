@@ -44,7 +44,6 @@ from training.summary import agreed_model_config, note_recipe, print_summary
 from training.trial import halve_until_it_fits
 from utils import distributed
 from utils.cli import call_and_exit
-from utils.devices import autocast
 from utils.distributed import Stopped
 from utils.throughput import StepTimer
 
@@ -86,8 +85,8 @@ def main() -> None:
     steps = range(progress.step, options.max_steps)
     micro_batches = train_batches(train_data, slicing, options.seed, steps)
     batches = prefetch(process.to_device(micro_batches))  # a thread reads ahead
-    evaluator = Evaluator(options, model, val_data, process, run.dtype)
-    timer = StepTimer(model.flops_per_token(), process.device, run.dtype, process.world_size)
+    evaluator = Evaluator(options, model, val_data, process)
+    timer = StepTimer(model.flops_per_token(), process)
     with run.open_log(model.config):  # closed however the run ends
         saver = Saver(run, model, optimizers)
         print_summary(run, model, train_data, slicing)  # and warnings
@@ -165,7 +164,7 @@ def train_step(
         # DDP and zero1 reduce gradients in the last micro-step, zero2 and zero3 in each.
         with sync_gradients(wrapped, options.sharding, last=is_last):
             # A forward pass casts each weight once: keeping the copies would only take memory.
-            with autocast(process.device, run.dtype, keep_weights=False):
+            with process.autocast(keep_weights=False):
                 # divided, so that gradients add up to the gradient of the mean loss
                 loss = wrapped(idx, targets) / micro_steps
             run.scaler.scale(loss).backward()

@@ -32,7 +32,6 @@ from evaluation.tasks import (
 )
 from evaluation.validation import Scorer
 from model.loss import chunk_bytes, rows_within
-from utils.devices import autocast
 from utils.errors import UserError
 
 
@@ -212,7 +211,7 @@ def score_batch(
     # every process scores a batch of about this size at the same time
     scorer.on_batch(len(packed) * scorer.process.data_parallel)
     batch = make_batch(packed, scorer.process.device)
-    with autocast(scorer.process.device, scorer.dtype):
+    with scorer.process.autocast():
         # (B, T, C)
         x = scorer.model.hidden(batch.ids, positions=batch.positions, mask=batch.mask)
     # Only hidden states that predict a target go through the head: logits of whole rows would be

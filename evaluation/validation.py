@@ -15,7 +15,6 @@ import torch
 from data.loader import Mixture, Sequences
 from evaluation.tasks import batched
 from model.gpt import GPT
-from utils.devices import autocast
 from utils.distributed import Process
 
 
@@ -48,9 +47,7 @@ class Scorer:
     model: GPT
     """The model itself, not the module that DDP wraps around it."""
     process: Process
-    """This process, which scores its share of the batches."""
-    dtype: torch.dtype
-    """Autocast dtype of matmuls."""
+    """This process, which scores its share of the batches in its dtype."""
     batch_size: int
     """Rows of one forward pass on one process."""
     on_batch: Callable[[int], object] = lambda num_rows: None
@@ -89,7 +86,7 @@ class Scorer:
             targets[len(batch) :] = -1
             ids = torch.from_numpy(inputs).to(self.process.device)
             target_ids = torch.from_numpy(targets).to(self.process.device)
-            with autocast(self.process.device, self.dtype):
+            with self.process.autocast():
                 loss = self.model(ids, target_ids)  # mean over the targets that are not -1
             return loss.item() * targets[: len(batch)].size  # times the number of these targets
 

@@ -26,9 +26,7 @@ def score_questions(
     sampling = SamplingConfig(max_new_tokens, temperature=0)  # greedy
 
     def answer(some_questions: list[Question]) -> list[Completion]:
-        return complete_questions(
-            scorer.model, some_questions, encoder, sampling, scorer.process, scorer.dtype
-        )
+        return complete_questions(scorer.model, some_questions, encoder, sampling, scorer.process)
 
     # a list of completions for each batch, in the order of the questions
     completions_by_batch = scorer.process.map(answer, batched(questions, scorer.batch_size))

@@ -4,14 +4,11 @@ evaluate.py."""
 import codecs
 from dataclasses import dataclass
 
-import torch
-
 from config import SamplingConfig
 from data.named_tokenizer import Tokenizer
 from finetuning.examples import Example, Question, TextEncoder
 from model.generate import complete
 from model.gpt import GPT
-from utils.devices import autocast
 from utils.distributed import Process
 
 
@@ -47,19 +44,17 @@ def complete_questions(
     encoder: TextEncoder,
     sampling: SamplingConfig,
     process: Process,
-    dtype: torch.dtype,
     first_index: int = 0,
 ) -> list[Completion]:
-    """Return a completion of each question; `dtype` is the autocast dtype of matmuls,
-    `first_index` the index of the first one in its step, from which its random numbers follow.
-    Every process must call it, with at least one question. Leaves the model in training mode.
-    Raises Stopped after a signal."""
+    """Return a completion of each question; `first_index` is the index of the first one in its
+    step, from which its random numbers follow. Every process must call it, with at least one
+    question. Leaves the model in training mode. Raises Stopped after a signal."""
     tokenizer = encoder.tokenizer
     prompts = [question.prompt_ids for question in questions]
     model.eval()
     # Every TOKENS_PER_CHECK tokens, all_done asks all processes whether they are done. It raises
     # Stopped after a signal, so that a run ends within seconds.
-    with autocast(process.device, dtype):
+    with process.autocast():
         # each with the `tokens` before its end and an `end_id`, None if max_new_tokens came first
         end_ids = tokenizer.end_ids
         generated = complete(model, prompts, end_ids, sampling, process.all_done, first_index)

@@ -21,7 +21,6 @@ from finetuning.examples import Batch, Example, Question
 from finetuning.methods import Method, PreparedStep, Sums, token_logprobs
 from finetuning.rewards import RewardFunction
 from model.gpt import GPT
-from utils.devices import autocast
 from utils.seeds import hash_seed
 
 
@@ -95,7 +94,7 @@ class GroupRelativePolicy(Method):
     ) -> list[Completion]:
         """Return a completion of each question, with its reward. Every process must call it."""
         completions = complete_questions(
-            model, questions, self.encoder, sampling, self.process, self.dtype, first_index
+            model, questions, self.encoder, sampling, self.process, first_index
         )
         with self.process.together():  # an error of one process ends the run on all
             rewards = self.reward_function(completions)
@@ -111,7 +110,7 @@ class GroupRelativePolicy(Method):
         advantages = torch.tensor([completion.advantage for completion in completions])
         batch.advantages = self.process.copy_to_device(advantages)  # (N,), float32
         if self.reference is not None:  # None with --kl 0
-            with autocast(self.process.device, self.dtype):
+            with self.process.autocast():
                 batch.ref_logprobs = token_logprobs(self.reference, batch)
         return batch
 

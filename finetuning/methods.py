@@ -22,7 +22,6 @@ from finetuning.examples import Batch, Example, TextEncoder, collate_padded, rea
 from finetuning.options import ResolvedFinetuneOptions
 from finetuning.rewards import RewardFunction, rewards_at_end
 from model.gpt import GPT
-from utils.devices import autocast
 from utils.distributed import Process
 
 # Sum of each metric over a batch, a tensor (), by the metric's name; in training "loss" is one.
@@ -53,8 +52,6 @@ class Method(ABC):
 
     options: ResolvedFinetuneOptions
     process: Process
-    dtype: torch.dtype
-    """Autocast dtype of matmuls."""
     encoder: TextEncoder
     """Encodes the fields of rows as token ids."""
     reference: GPT | None
@@ -119,7 +116,7 @@ class Method(ABC):
 
         def addends_of(micro_batch: list) -> dict[str, float]:
             """Return what a micro-batch adds to each mean."""
-            with autocast(self.process.device, self.dtype):
+            with self.process.autocast():
                 sums = self.held_out_sums(model, micro_batch)
             return {name: (value / divisor).item() for name, value in sums.items()}
 
@@ -235,7 +232,7 @@ class DirectPreference(RewardModeling):
         the reference model, in nats, summed over tokens, on the CPU."""
         assert self.reference  # open_data in finetune.py gives dpo one
         batch = self.make_batch(pairs)
-        with autocast(self.process.device, self.dtype):
+        with self.process.autocast():
             logprobs = token_logprobs(self.reference, batch).sum(1)  # (2 N,)
         # The view is (2, N), as all chosen sequences come first. On the CPU, as process.map sends
         # the result to all processes.

@@ -21,7 +21,6 @@ from finetuning.examples import Batch, TextEncoder, collate_padded
 from model.config import GPTConfig
 from model.formats.checkpoint import find_checkpoint, load_model
 from model.gpt import GPT
-from utils.devices import autocast
 from utils.distributed import Process
 from utils.errors import UserError
 
@@ -76,12 +75,10 @@ def import_file(path: Path) -> ModuleType:
     return module
 
 
-def load_reward_function(
-    name: str, encoder: TextEncoder, process: Process, dtype: torch.dtype
-) -> RewardFunction:
+def load_reward_function(name: str, encoder: TextEncoder, process: Process) -> RewardFunction:
     """Return the function that rewards completions by --reward `name`; `encoder` is that of their
-    prompts, `dtype` the autocast dtype of a reward model. Raise UserError for a name that is none
-    of the three kinds, and for a reward model of other texts than those of this run."""
+    prompts. Raise UserError for a name that is none of the three kinds, and for a reward model of
+    other texts than those of this run."""
     if name == "exact":
         # 1.0 for a completion that equals the "answer" of its row, else 0.0
         return lambda completions: [float(is_exact(completion)) for completion in completions]
@@ -114,7 +111,7 @@ def load_reward_function(
             f"the reward model {name} has another tokenizer, another kind of text (chats or plain "
             "text), or a shorter context than this run"
         )
-    return partial(rewards_by_model, model.to(process.device), process, dtype)
+    return partial(rewards_by_model, model.to(process.device), process)
 
 
 def rewards_by_function(
@@ -141,12 +138,10 @@ def rewards_by_function(
 
 
 @torch.no_grad()
-def rewards_by_model(
-    model: GPT, process: Process, dtype: torch.dtype, completions: list[Completion]
-) -> list[float]:
+def rewards_by_model(model: GPT, process: Process, completions: list[Completion]) -> list[float]:
     """Return the rewards of completions by a reward model, in one forward pass."""
     examples = [completion.example for completion in completions]
     # load_reward_function has checked that the texts fit into this context
     batch = collate_padded(examples, model.config.block_size, process)
-    with autocast(process.device, dtype):
+    with process.autocast():
         return rewards_at_end(model, batch).tolist()

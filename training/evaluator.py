@@ -9,8 +9,6 @@ from collections.abc import Iterator
 from functools import partial
 from typing import TypeVar
 
-import torch
-
 from config import SamplingConfig, TrainOptions
 from data.loader import Mixture
 from data.named_tokenizer import Tokenizer
@@ -22,7 +20,6 @@ from evaluation.validation import Scorer
 from model.execution import uncompiled
 from model.generate import complete
 from model.gpt import GPT
-from utils.devices import autocast
 from utils.distributed import Process
 from utils.errors import UserError
 
@@ -42,9 +39,7 @@ class Evaluator:
     All processes call each method at the same steps and get the same figures. Without a tokenizer,
     which may need a download, there are no benchmarks and no samples."""
 
-    def __init__(
-        self, options: TrainOptions, model: GPT, val: Mixture, process: Process, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, options: TrainOptions, model: GPT, val: Mixture, process: Process) -> None:
         self.options = options
         self.val = val  # val.sequences_by_corpus has those of each
         self.intervals = {
@@ -56,7 +51,7 @@ class Evaluator:
         }
         """Steps between validations, samples and the scores of a benchmark; 0: none between."""
         # as many sequences as in training, which fit into memory
-        self.scorer = Scorer(model, process, dtype, options.sequences_per_pass)
+        self.scorer = Scorer(model, process, options.sequences_per_pass)
         self.tokenizer: Tokenizer | None = None  # stays None if it cannot be downloaded
         self.score_benchmarks: list[tuple[str, ScoreBenchmark]] = []
         """Name of each benchmark, and what scores it: the same rows each time."""
@@ -139,7 +134,7 @@ class Evaluator:
         model.eval()
         # All processes write the same text: under FSDP a forward pass needs all of them.
         with (
-            autocast(scorer.process.device, scorer.dtype),
+            scorer.process.autocast(),
             uncompiled(self.options.use_torch_compile),
         ):
             # all_done makes all processes stop together, and raises Stopped after a signal.

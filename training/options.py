@@ -35,7 +35,7 @@ from training.forecast.advice import choose_micro_batch
 from training.forecast.memory import Hardware
 from training.parallel.tensor_parallel import check_divides
 from utils.cli import expand_home, flag_value, named_flags, parse, to_flags
-from utils.devices import is_bfloat16_faster, missing_compiler, pick_device, pick_dtype
+from utils.devices import is_bfloat16_faster, missing_compiler, pick_device
 from utils.distributed import Process, is_main_process
 from utils.errors import UserError
 from utils.throughput import NAMED_GPUS
@@ -248,14 +248,11 @@ def resolve_compile(options: Machine, derived: dict[str, str | None]) -> Machine
 
 
 def resolve_dtype(options: Machine, process: Process) -> Machine:
-    """Return the options with a dtype for auto, the same on all processes: gradients of different
-    dtypes could not be summed. Every process must call it. Raises UserError for a dtype that a GPU
-    lacks."""
-    dtype = pick_dtype(options.dtype, process.device, process.all_agree)
+    """Return the options with the dtype of the process in place of auto."""
     on_cpu = process.device.type == "cpu"
     if on_cpu and options.dtype == "bfloat16" and not is_bfloat16_faster():
         process.print("warning: --dtype float32 is faster than bfloat16 on this CPU")
-    name = str(dtype).removeprefix("torch.")  # "bfloat16"
+    name = str(process.dtype).removeprefix("torch.")  # "bfloat16"
     return replace(options, dtype=name)  # type: ignore[arg-type]  # PyTorch names them alike
 
 

@@ -109,9 +109,11 @@ class Progress:
 
 def start_process(options: MachineOptions) -> Process:
     """Return this process among those that the launcher has started. A signal no longer ends it,
-    but is remembered until the run has saved. Raises UserError for a device that is not there."""
+    but is remembered until the run has saved. Raises UserError for a device that is not there, and
+    for a dtype that it lacks."""
     return distributed.start(
         options.device,
+        options.dtype,
         catch_signals=True,
         tensor_parallel=options.tensor_parallel,
         shard_across=options.shard_across,
@@ -230,8 +232,6 @@ class Run(Generic[Options]):
     """Resolved options."""
     process: Process
     """This process: rank, device, collectives."""
-    dtype: torch.dtype
-    """Dtype of matmuls."""
     scaler: GradScaler
     """Scales the loss up in float16, and gradients down again; disabled in other dtypes."""
     progress: Progress
@@ -253,8 +253,8 @@ class Run(Generic[Options]):
         claim_folders(options, checkpoint, process)
         compare_processes(options, entries, process)
         warn_of_order(process, checkpoint, entries["data_order"])
-        dtype = getattr(torch, options.dtype)  # "bfloat16" to torch.bfloat16
-        scaler = GradScaler(process.device.type, FIRST_LOSS_SCALE, enabled=dtype is torch.float16)
+        in_float16 = process.dtype is torch.float16
+        scaler = GradScaler(process.device.type, FIRST_LOSS_SCALE, enabled=in_float16)
         # {} in the checkpoint unless it trained in float16
         if checkpoint is not None and checkpoint["scaler"]:
             scaler.load_state_dict(checkpoint["scaler"])
@@ -265,8 +265,8 @@ class Run(Generic[Options]):
             progress = replace(progress, run_id=uuid.uuid4().hex, parent=run_and_step(checkpoint))
         # "device NVIDIA H100 80GB HBM3, torch 2.13.0+cu130, matmuls torch.bfloat16"
         device_text = ", ".join(f"{name} {x}" for name, x in describe(process.device).items())
-        process.print(f"{device_text}, matmuls {dtype}")
-        return cls(options, process, dtype, scaler, progress, entries)
+        process.print(f"{device_text}, matmuls {process.dtype}")
+        return cls(options, process, scaler, progress, entries)
 
     @property
     def ended(self) -> bool:
@@ -290,9 +290,9 @@ class Run(Generic[Options]):
             if self.process.is_main:
                 check_space(self.options, file_bytes)
         # DDP around the model, or the model itself: under sharding, and with one process
-        wrapped = wrap(model, weights, self.process, self.options.sharding, self.dtype)
+        wrapped = wrap(model, weights, self.process, self.options.sharding)
         # after `wrap`, as sharding replaces the parameters of the model
-        optimizers = make_optimizers(model, self.options, recipe, self.dtype)
+        optimizers = make_optimizers(model, self.options, recipe, self.process.dtype)
         if checkpoint is not None:
             assert self.options.resumed is not None
             with reading_checkpoint(self.options.resumed):

@@ -109,7 +109,7 @@ def print_summary(
     if run.process.device.type == "cpu":
         # Estimated from the speed of a matmul: a progress bar shows nothing before the first step
         # ends, which may take minutes.
-        step_seconds = seconds_on_cpu(step_flops(options, model), run.dtype)
+        step_seconds = seconds_on_cpu(step_flops(options, model), run.process.dtype)
         run_seconds = step_seconds * (options.max_steps - run.progress.step)
         if run_seconds > SLOW_RUN_SECONDS:
             run.logger.print(

@@ -14,7 +14,6 @@ from config import ResolvedTrainOptions
 from training.optimizers import MOMENTS
 from training.parallel.data_parallel import sync_gradients
 from training.run import Run
-from utils.devices import autocast
 from utils.errors import UserError, is_out_of_memory
 
 
@@ -60,7 +59,7 @@ def has_memory(run: Run[ResolvedTrainOptions], wrapped: nn.Module, micro_batch_s
             state = torch.empty(MOMENTS["adamw"], num_weights, device=device)  # noqa: F841
         for _ in range(2):  # gradients of the first micro-batch are in memory during the second
             with sync_gradients(wrapped, run.options.sharding, last=False):
-                with autocast(device, run.dtype, keep_weights=False):
+                with run.process.autocast(keep_weights=False):
                     loss = wrapped(idx, idx)
                 loss.backward()
         return True

@@ -16,7 +16,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TypeVar
 
@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from utils.devices import pick_device
+from utils.devices import autocast, pick_device, pick_dtype
 from utils.errors import UserError
 
 Item = TypeVar("Item")
@@ -94,6 +94,8 @@ class Process:
     """Parts of the data; the number of processes without tensor parallelism."""
     device: torch.device
     """Device of this process, with a number if it is a GPU: cuda:0."""
+    dtype: torch.dtype = torch.float32
+    """Dtype of matmuls under `autocast`, the same on all processes."""
     replicas: int = 1
     """Copies of the state under --sharding; the processes of each one divide it."""
     stop: StopSignal | None = None
@@ -128,6 +130,10 @@ class Process:
         """Print a message on the main process."""
         if self.is_main:
             print(message, flush=True)
+
+    def autocast(self, *, keep_weights: bool = True) -> torch.autocast:
+        """Return a context in which matmuls run in `dtype`: see utils.devices.autocast."""
+        return autocast(self.device, self.dtype, keep_weights=keep_weights)
 
     def to_device(self, batches: Iterator[tuple]) -> Iterator[tuple]:
         """Yield batches, tuples of NumPy arrays, as tuples of tensors on the device. The caller
@@ -302,6 +308,7 @@ def count_shards(
 
 def start(
     device_name: str,
+    dtype_name: str,
     *,
     catch_signals: bool = False,
     tensor_parallel: int = 1,
@@ -309,11 +316,11 @@ def start(
 ) -> Process:
     """Return this process, after joining the process group if a launcher has started several.
 
-    With `catch_signals` a signal no longer ends it, but is remembered for the run to end itself.
-    `tensor_parallel` processes with consecutive numbers share each block, and `shard_across` divide
-    one copy of the state. The backend is NCCL between GPUs and gloo between CPUs. Raises UserError
-    if the device is not there, or is one that several processes cannot share, and if the processes
-    do not divide.
+    Both names may be "auto". With `catch_signals` a signal no longer ends it, but is remembered for
+    the run to end itself. `tensor_parallel` processes with consecutive numbers share each block,
+    and `shard_across` divide one copy of the state. The backend is NCCL between GPUs and gloo
+    between CPUs. Raises UserError if the device is not there, lacks the dtype, or is one that
+    several processes cannot share, and if the processes do not divide.
     """
     # RANK and WORLD_SIZE count processes, data_rank and data_parallel the parts of the data.
     rank = launched("RANK")  # 0 without a launcher
@@ -338,7 +345,7 @@ def start(
             # device_id: connect now, so that a GPU that cannot be reached fails here
             dist.init_process_group("nccl", timeout=TIMEOUT, device_id=device)
     num_parts = world_size // tensor_parallel
-    return Process(
+    process = Process(
         data_rank=rank // tensor_parallel,
         data_parallel=num_parts,
         device=device,
@@ -347,6 +354,8 @@ def start(
         tensor_parallel=tensor_parallel,
         tensor_rank=rank % tensor_parallel,
     )
+    # last, as the processes have to agree on a dtype: gradients of two could not be summed
+    return replace(process, dtype=pick_dtype(dtype_name, device, process.all_agree))
 
 
 def keep_freed_memory() -> None:

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
+from utils.distributed import Process
+
 NETWORK_BANDWIDTH = 50e9  # bytes/s of a 400 Gbit/s network card, one per GPU
 
 
@@ -79,14 +81,12 @@ def gpu_of(device: torch.device, dtype: torch.dtype) -> GPU | None:
 
 
 class StepTimer:
-    """Measure the time of training steps of `num_devices` equal devices; matmuls are in `dtype`."""
+    """Measure the time of training steps on the equal devices of all processes."""
 
-    def __init__(
-        self, flops_per_token: int, device: torch.device, dtype: torch.dtype, num_devices: int
-    ) -> None:
+    def __init__(self, flops_per_token: int, process: Process) -> None:
         self.flops_per_token = flops_per_token  # forward and backward
-        self.gpu = gpu_of(device, dtype)  # None if its peak is not known
-        self.num_devices = num_devices
+        self.gpu = gpu_of(process.device, process.dtype)  # None if its peak is not known
+        self.num_devices = process.world_size
         self.start_seconds = 0.0  # time.perf_counter() at the start of the step
 
     def start(self) -> None:

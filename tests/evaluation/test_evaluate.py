@@ -131,7 +131,7 @@ def test_data_that_another_process_cannot_open_fails_on_all(monkeypatch, shards,
     monkeypatch.setattr(Process, "merge", lambda self, errors: {1: "no such file"})
     config = evaluate.EvalOptions(data_dir=(shards,))
     model = GPT(GPTConfig(block_size=128, vocab_size=257, n_layer=1, n_head=1, n_embd=8))
-    scorer = Scorer(model, ALONE, torch.float32, 1)
+    scorer = Scorer(model, ALONE, 1)
     questions = write_rows(tmp_path / "q.jsonl", [{"prompt": "1+1=", "answer": "2"}])
     for task in ("val", questions):
         with user_error("no such file"):

@@ -42,7 +42,7 @@ def scorer(request):
     model = GPT(GPTConfig(n_layer=2, n_head=2, **shape))
     for p in model.parameters():
         p.data.normal_(0, 0.3)  # far from uniform
-    return Scorer(model.eval(), ALONE, torch.float32, 16)
+    return Scorer(model.eval(), ALONE, 16)
 
 
 def with_weights(scorer, value):

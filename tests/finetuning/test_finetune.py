@@ -210,7 +210,7 @@ def test_a_reward_model_rates_for_grpo_and_writes_no_text(base, tmp_path):
         load_model(reward / "checkpoints/model_last.pt")
     plain = TextEncoder(load_tokenizer("bytes"), False, 64)
     with user_error("another kind of text"):
-        load_reward_function(str(reward), plain, ALONE, torch.float32)
+        load_reward_function(str(reward), plain, ALONE)
 
 
 def test_a_reward_file_is_a_module_of_its_own_folder(tmp_path, monkeypatch):
@@ -227,7 +227,7 @@ def test_a_reward_file_is_a_module_of_its_own_folder(tmp_path, monkeypatch):
     )
     monkeypatch.delitem(sys.modules, "evaluate", raising=False)  # put back for other tests
     project_utils = sys.modules["utils"]
-    function = load_reward_function(f"{tmp_path}/evaluate.py:pool", None, None, None)
+    function = load_reward_function(f"{tmp_path}/evaluate.py:pool", None, None)
     assert function([Completion({"prompt": "a"}, "abc", None, False)]) == [3.0]
     assert sys.modules["utils"] is project_utils
 

@@ -41,9 +41,7 @@ def make(tmp_path):
         given = {"batch_size": len(rows), "micro_batch_size": 2, "reward": "function"} | options
         given_options = FinetuneOptions(init_from="a", data=path, method=name, **given)
         encoder = TextEncoder(BYTES, False, 64)
-        return METHODS[name](
-            given_options, ALONE, torch.float32, encoder, reference, reward_function
-        )
+        return METHODS[name](given_options, ALONE, encoder, reference, reward_function)
 
     return make_method
 
@@ -134,7 +132,7 @@ def test_steps_in_a_row_that_are_not_finite_count_and_change_no_weight(make):
     optimizer = torch.optim.SGD([{"params": model.parameters(), "lr_scale": 1.0}])
     process = replace(ALONE, stop=SimpleNamespace(signal=0))
     options = resolve_options(method.options, 9, 9, 1)
-    run = SimpleNamespace(options=options, process=process, dtype=torch.float32, progress=state)
+    run = SimpleNamespace(options=options, process=process, progress=state)
     run.scaler = GradScaler("cpu", enabled=False)
     for divisor in (0, 100, 0, 0):
         prepared = replace(method.prepare(model, 0, np.arange(8)), divisor=divisor)
@@ -151,7 +149,7 @@ def test_steps_in_a_row_that_are_not_finite_count_and_change_no_weight(make):
 )
 def test_an_answer_is_exact_unless_it_is_cut(text, is_cut, reward):
     completion = Completion({"prompt": "2+2?", "answer": 4}, text, None, is_cut)
-    assert load_reward_function("exact", None, ALONE, torch.float32)([completion]) == [reward]
+    assert load_reward_function("exact", None, ALONE)([completion]) == [reward]
 
 
 @pytest.mark.parametrize("reward", [0.1, 1e8 + 0.1])

@@ -91,7 +91,7 @@ def test_a_sharded_model_computes_the_same(device, sharding, tmp_path):
     dist.init_process_group(backend, init_method=f"file://{tmp_path}/s", rank=0, world_size=1)
     try:
         weights = {name: x.float() for name, x in exact.state_dict().items()}
-        wrapped = wrap(model.to("meta"), weights, Process(0, 1, device), sharding, torch.float32)
+        wrapped = wrap(model.to("meta"), weights, Process(0, 1, device), sharding)
         loss = wrapped(*batch().to(device)).item()
     finally:
         dist.destroy_process_group()

@@ -25,7 +25,7 @@ def make(shards, tmp_path):
     torch.manual_seed(0)
     model = GPT(GPTConfig(block_size=32, vocab_size=257, n_layer=1, n_head=2, n_embd=16))
     val = Mixture([shards], "val", 32)
-    return lambda **options: Evaluator(replace(config, **options), model, val, ALONE, torch.float32)
+    return lambda **options: Evaluator(replace(config, **options), model, val, ALONE)
 
 
 def due_steps(evaluator):

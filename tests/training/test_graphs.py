@@ -133,7 +133,7 @@ def test_sharded_blocks_run_one_graph_in_every_layer_and_micro_step(
     model = build_without_weights(GPT, GPTConfig(16, 257, 3, 4, 64))
     execute(model, Execution(compiled=True))
     weights = initial_weights(model, model.config, seed=0)
-    wrapped = parallel.wrap(model, weights, Process(0, 8, CPU), sharding, torch.bfloat16)
+    wrapped = parallel.wrap(model, weights, Process(0, 8, CPU, torch.bfloat16), sharding)
 
     def note_dtype(module, inputs):
         residual_dtypes.add(inputs[0].dtype)
@@ -197,7 +197,7 @@ def test_eight_machines_of_eight_send_and_hold_what_docs_scaling_says(
     with FakeTensorMode():
         model = build_without_weights(GPT, shape)
         execute(model, Execution(config.activation_checkpointing))
-        parallel.wrap(model, {}, Process(0, 64, CPU, replicas=8), sharding, dtype)
+        parallel.wrap(model, {}, Process(0, 64, CPU, dtype, replicas=8), sharding)
         optimizers = make_optimizers(model, config, recipe, dtype)
         idx = torch.zeros(batch, 1024, dtype=torch.long)
 

@@ -38,7 +38,7 @@ def saver(tmp_path):
     model = GPT(GPTConfig(block_size=8, vocab_size=64, n_layer=1, n_head=1, n_embd=8))
     entries = {"script": "train.py", "tokenizer": "gpt2", "val_checksum": 1}
     optimizers = make_optimizers(model, config, Recipe())
-    run = Run(config, ALONE, torch.float32, GradScaler("cpu"), Progress(), entries)
+    run = Run(config, ALONE, GradScaler("cpu"), Progress(), entries)
     run.logger = SimpleNamespace(print=print)
     return Saver(run, model, optimizers, is_first=False)
 

@@ -101,7 +101,7 @@ def print_forecast(
             print(f"data_dir: {folder}")
         check_folders(options, checkpoint)
         if "val" in data:  # reads, or downloads, the benchmarks
-            Evaluator(options, model, data["val"], ALONE, hardware.dtype)
+            Evaluator(options, model, data["val"], ALONE)
     # train.sh replaces these lines
     print("This was a dry run: nothing was trained or written.")
     print(f"next: {describe_next(options, fits, 'val' in data)}")

@@ -40,18 +40,16 @@ from training.parallel.tensor_parallel import by_mesh, parallelize
 from utils.distributed import Process
 
 
-def wrap(
-    model: GPT, weights: Mapping[str, Rows], process: Process, sharding: str, dtype: torch.dtype
-) -> nn.Module:
+def wrap(model: GPT, weights: Mapping[str, Rows], process: Process, sharding: str) -> nn.Module:
     """Make a model on the device "meta" data-parallel, fill in its weights on its device, and
     return the module to train.
 
     A process alone gets the model itself. DDP returns a module around it; FSDP2 turns its
-    parameters into DTensors in place. `sharding` is --sharding, `dtype` that of matmuls.
+    parameters into DTensors in place. `sharding` is --sharding.
     """
     if sharding != "none" and dist.is_initialized():  # False for a single process
         # On "meta", before weights take memory: no process ever holds more than its part.
-        shard(model, process, sharding, dtype)
+        shard(model, process, sharding)
     fill_model(model, weights, process.device)
     if sharding != "none" or not dist.is_initialized():
         return model
@@ -61,11 +59,11 @@ def wrap(
     return DistributedDataParallel(model, device_ids=device_ids, gradient_as_bucket_view=True)
 
 
-def shard(model: GPT, process: Process, sharding: str, dtype: torch.dtype) -> None:
+def shard(model: GPT, process: Process, sharding: str) -> None:
     """Divide a model on the device "meta" among processes, in place.
 
-    Blocks are gathered in `dtype`, and gradients are reduced in float32. Several copies of the
-    state, by default one in each machine, are replicas.
+    Blocks are gathered in the dtype of matmuls, and gradients are reduced in float32. Several
+    copies of the state, by default one in each machine, are replicas.
     """
     # On a mesh of two dimensions FSDP2 shards along the second one, reduce-scatters gradients
     # there, and all-reduces the shards along the first one (HSDP): with a copy in each machine,
@@ -84,7 +82,7 @@ def shard(model: GPT, process: Process, sharding: str, dtype: torch.dtype) -> No
     # FSDP2 casts the weights of a block when it gathers them, which sends half of the bytes. It
     # leaves the inputs alone: the residual stream stays float32, as under autocast.
     mixed_precision = MixedPrecisionPolicy(
-        dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+        process.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
     # The parameters of a block are gathered together just before its forward. zero3 frees them
     # after it and gathers them again for the backward; zero1 and zero2 keep them.
