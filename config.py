@@ -319,9 +319,10 @@ class TrainOptions(
     runs set --data_dir, --run_dir, --model_type (or sizes) and --max_steps, perhaps
     --micro_batch_size and --resume."""
 
-    def sequences_per_step(self, data_parallel: int) -> int:
-        """Return the sequences in a global batch, which are those of `world_size` parts of the
-        data. Raises UserError for a batch that is no whole number of micro-steps."""
+    def micro_steps(self, data_parallel: int) -> int:
+        """Return the micro-batches that each process takes in a step, whose gradients add up, where
+        the processes read `data_parallel` parts of the data. Raises UserError for a
+        --total_batch_size that does not divide into them."""
         # tokens of one micro-step of all processes
         tokens_together = self.sequences_per_pass * self.context * data_parallel
         if self.total_batch_size % tokens_together:
@@ -331,7 +332,7 @@ class TrainOptions(
                 f"{self.micro_batch_size} x {self.context} tokens x {data_parallel} parts of the "
                 f"data = {tokens_together:,}: give {nearest:,}"
             )
-        return self.total_batch_size // self.context
+        return self.total_batch_size // tokens_together
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -79,9 +79,9 @@ def main() -> None:
     del initial, weights, checkpoint  # closes the file from which their tensors are mapped
 
     # batches, evaluation, log, checkpoints; a resumed run goes on with the data of its next step
-    sequences_per_step = options.sequences_per_step(process.data_parallel)  # a global batch
+    micro_steps = options.micro_steps(process.data_parallel)
     part = (process.data_rank, process.data_parallel)  # of the data, which this process reads
-    slicing = Slicing(sequences_per_step, options.sequences_per_pass, *part)
+    slicing = Slicing(micro_steps, options.sequences_per_pass, *part)
     steps = range(progress.step, options.max_steps)
     micro_batches = train_batches(train_data, slicing, options.seed, steps)
     batches = prefetch(process.to_device(micro_batches))  # a thread reads ahead
@@ -111,12 +111,13 @@ def main() -> None:
 
                 # one step, then its log
                 timer.start()
-                result = train_step(run, wrapped, optimizers, batches, slicing.micro_steps)
+                result = train_step(run, wrapped, optimizers, batches, micro_steps)
                 progress.advance(result)  # counts the step, also a skipped one
                 if result.skip_reason is None:
                     run.logger.log_train(result.metrics | timer.stop(result.tokens), progress.step)
                 else:
-                    ids = train_data.sequence_ids_of_step(step, sequences_per_step, options.seed)
+                    num_sequences = slicing.sequences_per_step
+                    ids = train_data.sequence_ids_of_step(step, num_sequences, options.seed)
                     run.logger.log_skip(result.skip_reason, ids.tolist(), progress.step)
                 saver.end_after_patience()  # UserError after 5 skipped steps in a row
                 if result.got_signal:  # on any process

@@ -295,8 +295,8 @@ class Mixture:
 class Slicing:
     """Division of the sequences of an optimizer step into parts of the data and micro-steps."""
 
-    sequences_per_step: int
-    """Sequences in an optimizer step, a global batch, of all parts."""
+    micro_steps: int
+    """Forward and backward passes of a process in an optimizer step."""
     micro_batch_size: int
     """Sequences in one forward and backward pass of a process."""
     data_rank: int
@@ -305,10 +305,9 @@ class Slicing:
     """Parts of the data; without tensor parallelism each process reads one."""
 
     @property
-    def micro_steps(self) -> int:
-        """Number of forward and backward passes of a process in an optimizer step."""
-        # config.py has refused a --total_batch_size that leaves a remainder
-        return self.sequences_per_step // (self.micro_batch_size * self.data_parallel)
+    def sequences_per_step(self) -> int:
+        """Sequences in an optimizer step, a global batch, of all parts."""
+        return self.micro_steps * self.micro_batch_size * self.data_parallel
 
     def own_sequence_ids(self, sequence_ids: np.ndarray) -> np.ndarray:
         """Return this part's ids (micro_steps, micro_batch_size) of those of a step,

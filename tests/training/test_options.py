@@ -84,7 +84,7 @@ def test_a_file_with_a_wrong_option_is_named(tmp_path, name, text, message):
 def test_the_worked_files_are_valid(path):
     config, _ = resolve("--config", path, "--device", "cpu")
     world_size = {"gpt2-124M.toml": 8, "gpt2-1558M.toml": 32}.get(path.name, 1)
-    config.sequences_per_step(world_size)  # raises where the batch does not divide
+    config.micro_steps(world_size)  # raises where the batch does not divide
 
 
 def test_a_resumed_run_keeps_the_recipe_that_it_began_with(monkeypatch):

@@ -82,11 +82,10 @@ class Hardware:
         return num_parts, num_shards if options.sharding != "none" else 1
 
     def count_micro_steps(self, options: ResolvedTrainOptions) -> int:
-        """Return the micro-batches that a process takes in a step, whose gradients add up. Raises
-        UserError for a --total_batch_size that does not divide into them."""
+        """Return the micro-batches that a process takes in a step. Raises UserError for a
+        --total_batch_size that does not divide into them."""
         num_parts, _ = self.count_parts(options)
-        # sequences_per_step counts all parts of the data, sequences_per_pass one micro-batch.
-        return options.sequences_per_step(num_parts) // (num_parts * options.sequences_per_pass)
+        return options.micro_steps(num_parts)
 
 
 def free_memory(device: torch.device) -> int:
