@@ -15,7 +15,8 @@ bench() { python scripts/bench.py --device cuda --repeats 2 "$@" | tail -n 1 >>"
 case $call in
   correctness)
     summary=$(python -m pytest -n 0 --device cuda -m "not slow" tests/model/test_gpt.py \
-      tests/training/test_{optim,parallel,device}.py | tee /dev/stderr | tail -n 1) || code=$?
+      tests/training/{test_optimizers,test_device,parallel/test_data_parallel}.py |
+      tee /dev/stderr | tail -n 1) || code=$?
     echo "{\"ok\": $([ $code = 0 ] && echo true || echo false), \"summary\": \"$summary\"}" >"$out" ;;
   small)
     while [ $# -gt 1 ]; do declare "${1#--}=$2"; shift 2; done

@@ -82,6 +82,8 @@ def test_a_call_for_gpus_ends_in_one_line_of_json(tmp_path, args, last, code):
     assert done.returncode == code, done.stderr
     assert json.loads(done.stdout.splitlines()[-1]) == last
     started = [line.split() for line in (tmp_path / "log").read_text().splitlines()]
+    tests = [word for words in started for word in words if word.startswith("tests/")]
+    assert all((ROOT / path).exists() for path in tests)
     for value in args[2::2]:  # of a flag
         assert any(value in words for words in started)
 
