@@ -23,14 +23,14 @@ class PlotOptions:
     log: tuple[Path, ...] = (Path("logs"),)
     """Folders of runs, folders of their logs, or metrics.jsonl files."""
     sz: Literal["124M", "350M", "774M", "1558M"] | None = None
-    """Size of OpenAI's GPT-2 to draw as dashed lines, where published figures are comparable."""
+    """Size of OpenAI's GPT-2 to draw as dashed lines, where published values are comparable."""
     out: Path = Path("plots/log_plot.png")
     """Picture to write."""
 
 
 def main(options: PlotOptions) -> None:
-    size = NICKNAMES[options.sz] if options.sz else None
-    draw(list(options.log), options.out, size)
+    model_type = NICKNAMES[options.sz] if options.sz else None
+    draw(list(options.log), options.out, model_type)
     print(f"wrote {options.out}")
 
 

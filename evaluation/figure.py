@@ -44,7 +44,8 @@ class LoggedRun:
     label: str
     """Its path, as the user gave it, without /logs; the middle of a long one is left out."""
     log: dict[str, list[dict]]
-    """Rows by split, sorted by step: what read_metrics returns."""
+    """By split, the metrics of each logged step, sorted by step: what read_metrics returns. A split
+    is "train", "val", "held_out" or a benchmark's name."""
     logged_config: dict
     """Content of the config.json beside the log; {} without one."""
 
@@ -73,35 +74,38 @@ def comparable_loss(runs: list[LoggedRun]) -> str:
 
 
 def curve(run: LoggedRun, split: str, metric: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return x values in training tokens, and the values of a metric of a split."""
-    train_rows = run.log["train"]
-    # Step 0, the validation before training, has no training row.
-    train_steps = [0] + [row["step"] for row in train_rows]
-    train_tokens = [0] + [row["tokens"] for row in train_rows]
+    """Return x values in training tokens, and the values of a metric of a split; both are empty if
+    the split never has that metric."""
+    # Step 0, the validation before training, has no metrics of training.
+    train_steps = [0]
+    train_tokens = [0]
+    for metrics in run.log["train"]:
+        train_steps.append(metrics["step"])
+        train_tokens.append(metrics["tokens"])  # of the run so far
     # bits_per_byte is missing where the shards do not tell the size of their text
-    rows = [row for row in run.log.get(split, []) if metric in row]
-    steps = [row["step"] for row in rows]
-    values = np.array([row[metric] for row in rows], float)  # null becomes NaN
-    # rows of other splits have no "tokens", which are interpolated by step
+    with_metric = [metrics for metrics in run.log.get(split, []) if metric in metrics]
+    steps = [metrics["step"] for metrics in with_metric]
+    values = np.array([metrics[metric] for metrics in with_metric], float)  # null becomes NaN
+    # other splits log no "tokens", which are interpolated by step
     return np.interp(steps, train_steps, train_tokens), values
 
 
 def tokens_per_step(runs: list[LoggedRun]) -> float | None:
     """Return the tokens of a training step if they are about the same in all runs, else None."""
-    sizes = []
+    means = []  # tokens per step since the start, at the first and the last step of each run
     for run in runs:
-        for row in (run.log["train"][0], run.log["train"][-1]):
-            sizes.append(row["tokens"] / row["step"])
-    if max(sizes) > 1.05 * min(sizes):  # steps of grpo differ by some percent
+        for metrics in (run.log["train"][0], run.log["train"][-1]):
+            means.append(metrics["tokens"] / metrics["step"])
+    if max(means) > 1.05 * min(means):  # steps of grpo differ by some percent
         return None
-    return sizes[-1]  # exact at the end of a single run
+    return means[-1]  # exact at the end of a single run
 
 
-def draw(paths: list[Path], out: Path, size: str | None = None) -> None:
-    """Draw the runs whose logs are at `paths` over each other into the picture `out`. `size`, a key
-    of model.config.GPT2_SIZES, adds figures of OpenAI's GPT-2. A path without a run, such as the
-    table beside the runs of a sweep, is named and skipped; raise UserError if there is no run at
-    all."""
+def draw(paths: list[Path], out: Path, model_type: str | None = None) -> None:
+    """Draw the runs whose logs are at `paths` over each other into the picture `out`. With
+    `model_type`, a key of model.config.GPT2_SIZES, published values of that GPT-2 of OpenAI are
+    added. A path without a run, such as the table beside the runs of a sweep, is named and skipped;
+    raise UserError if there is no run at all."""
     runs = []
     for path in paths:
         try:
@@ -110,20 +114,20 @@ def draw(paths: list[Path], out: Path, size: str | None = None) -> None:
             if not runs and path == paths[-1]:  # none of the paths has a run
                 raise
             print(f"skipped: {error}")
-    last_rows = [run.log["train"][-1] for run in runs]
+    last_metrics = [run.log["train"][-1] for run in runs]
     metric = comparable_loss(runs)  # drawn in the first panel
     columns = ["lr", "tokens_per_s"]  # training metrics, in panels side by side
-    is_grpo = all("reward" in row for row in last_rows)  # no other method logs a reward
+    is_grpo = all("reward" in metrics for metrics in last_metrics)  # no other method logs a reward
     if is_grpo:  # its loss does not tell how good the texts are
         metric = "reward"
         columns = ["completion_tokens", "cut"]
-        if any("kl" in row for row in last_rows):  # not with --kl 0
+        if any("kl" in metrics for metrics in last_metrics):  # not with --kl 0
             columns.append("kl")
-    rows = [[metric], columns]  # names of the panels, from top to bottom
+    panel_names = [[metric], columns]  # from top to bottom, and from left to right
     # the log has the scores of a benchmark as a split of that name
     if any(run.log.keys() & BENCHMARKS.keys() for run in runs):
-        rows.insert(1, ["accuracy"])
-    figure, panels = make_panels(rows)
+        panel_names.insert(1, ["accuracy"])
+    figure, panels = make_panels(panel_names)
 
     for i, run in enumerate(runs):
         color = f"C{i}"
@@ -133,22 +137,22 @@ def draw(paths: list[Path], out: Path, size: str | None = None) -> None:
     for name in columns:  # after all runs, as a limit that is set is not widened again
         panels[name].set_ylim(0, upper_limit(panels[name]))
     if metric != "bits_per_byte":  # which training does not log
-        text = "thin line: training, each step; dots: validation"
-        panels[metric].plot([], [], " ", label=text)
+        explanation = "thin line: training, each step; dots: validation"
+        panels[metric].plot([], [], " ", label=explanation)  # draws nothing but a legend entry
     if "accuracy" in panels:
-        draw_accuracies(panels["accuracy"], runs, size)
-    if size:
-        draw_published_loss(panels[metric], runs, size)
+        draw_accuracies(panels["accuracy"], runs, model_type)
+    if model_type:
+        draw_published_loss(panels[metric], runs, model_type)
     save(figure, out, step_tokens=tokens_per_step(runs))
 
 
-def make_panels(rows: list[list[str]]) -> tuple[Figure, dict[str, Axes]]:
-    """Return a figure of one, two or three panels in each of its rows, and the panels by name, a
-    key of LABELS."""
+def make_panels(panel_names: list[list[str]]) -> tuple[Figure, dict[str, Axes]]:
+    """Return an empty figure with a row of panels for each list of `panel_names`, which has one,
+    two or three keys of LABELS, and the panels by name."""
     # subplot_mosaic makes one wide panel of equal names. 6 cells are enough for 1, 2 or 3 equally
     # wide panels.
-    grid = [np.repeat(names, 6 // len(names)).tolist() for names in rows]
-    figure = Figure(figsize=(WIDTH, 2.6 * len(rows)), layout="constrained")
+    grid = [np.repeat(names, 6 // len(names)).tolist() for names in panel_names]
+    figure = Figure(figsize=(WIDTH, 2.6 * len(panel_names)), layout="constrained")
     panels = figure.subplot_mosaic(grid)
     for name, axes in panels.items():
         axes.set_ylabel(LABELS[name])
@@ -159,7 +163,7 @@ def draw_main(axes: Axes, run: LoggedRun, metric: str, color: str) -> None:
     """Draw the loss or reward of training as a thin line, and that of validation as a thick one,
     with its best value in the legend."""
     split = "val"
-    best = min
+    best = min  # replaced by `max` for a reward
     best_label = "lowest validation loss"
     if metric == "reward":
         split = "held_out"
@@ -173,19 +177,24 @@ def draw_main(axes: Axes, run: LoggedRun, metric: str, color: str) -> None:
         validation = without_start(*validation)
     [line] = axes.plot(*training, lw=0.8, alpha=0.6, color=color)
     label = run.label
-    # skips rows without the metric, and the null of a run that diverged, which becomes NaN
-    rows = [row for row in run.log.get(split, []) if np.isfinite(np.float64(row.get(metric)))]
-    if rows:
+    # skips steps without the metric, and the null of a run that diverged: None becomes NaN
+    finite = [
+        metrics
+        for metrics in run.log.get(split, [])
+        if np.isfinite(np.float64(metrics.get(metric)))
+    ]
+    if finite:
         # this line takes the label: with one on both, the legend would name the run twice
         [line] = axes.plot(*validation, lw=1.8, marker="o", ms=3, color=color)
-        best_row = best(rows, key=lambda row: row[metric])
-        label += f": {best_label} {best_row[metric]:.3f}, at step {best_row['step']:,}"
+        best_metrics = best(finite, key=lambda metrics: metrics[metric])
+        label += f": {best_label} {best_metrics[metric]:.3f}, at step {best_metrics['step']:,}"
     line.set_label(label)
 
 
 def without_start(x: np.ndarray, losses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return a curve without the first losses, if they are far above the last one, as those of an
-    untrained model are: they would press all others into a strip at the bottom."""
+    """Return a curve of losses over training tokens `x` without its first losses, if they are far
+    above the last one, as those of an untrained model are: they would press all others into a strip
+    at the bottom."""
     # in the first 5 % of the tokens; [-1:] instead of [-1], as a curve may be empty
     is_start = (x < 0.05 * x[-1:]) & (losses > 1.5 * losses[-1:])
     return x[~is_start], losses[~is_start]
@@ -207,31 +216,34 @@ def upper_limit(axes: Axes) -> float | None:
     return max(limits, default=0) or None
 
 
-def draw_accuracies(axes: Axes, runs: list[LoggedRun], size: str | None) -> None:
+def draw_accuracies(axes: Axes, runs: list[LoggedRun], model_type: str | None) -> None:
     """Draw the accuracies of benchmarks, each in a color of its own, with those of OpenAI's GPT-2.
     Runs differ by their markers."""
-    for i, task in enumerate(BENCHMARKS.values(), start=1):
+    for i, benchmark in enumerate(BENCHMARKS.values(), start=1):
         color = f"C{i}"  # C0 is the loss of the first run
-        runs_with_scores = [run for run in runs if task.name in run.log]
+        runs_with_scores = [run for run in runs if benchmark.name in run.log]
         if not runs_with_scores:
             continue
         for run, marker in zip(runs_with_scores, itertools.cycle(MARKERS), strict=False):
-            x, accuracies = curve(run, task.name, task.metric)
-            label = f"{task.name}, {run.label}: {accuracies[-1]:.3f}"
+            x, accuracies = curve(run, benchmark.name, benchmark.metric)
+            label = f"{benchmark.name}, {run.label}: {accuracies[-1]:.3f}"
             axes.plot(x, accuracies, marker=marker, ms=3, color=color, label=label)
-        if task.metric == "centered":
+        if benchmark.metric == "centered":
             axes.set_ylabel("accuracy (CORE: centered)")
         # train.py logs the first protocol
-        draw_published(axes, (task.name, task.protocols[0], task.metric), size, color)
+        key = (benchmark.name, benchmark.protocols[0], benchmark.metric)
+        draw_published(axes, key, model_type, color)
 
 
-def draw_published_loss(axes: Axes, runs: list[LoggedRun], size: str) -> None:
+def draw_published_loss(axes: Axes, runs: list[LoggedRun], model_type: str) -> None:
     """Draw the loss of OpenAI's GPT-2 if it is comparable: it depends on tokens and text."""
-    # a run of several corpora has all of their names as "corpus"
-    texts = {(run.logged_config.get("tokenizer"), run.logged_config.get("corpus")) for run in runs}
-    if texts == {("gpt2", "FineWeb-Edu")}:
-        draw_published(axes, ("val", "FineWeb-Edu", "loss"), size, "black")
-        if size == "gpt2":
+    # (tokenizer, corpus) of each run; one of several corpora has all of their names as "corpus"
+    trained_on = set()
+    for run in runs:
+        trained_on.add((run.logged_config.get("tokenizer"), run.logged_config.get("corpus")))
+    if trained_on == {("gpt2", "FineWeb-Edu")}:
+        draw_published(axes, ("val", "FineWeb-Edu", "loss"), model_type, "black")
+        if model_type == "gpt2":
             tokens = [step * TOKENS_OF_PUBLIC_STEP for step in PUBLIC_RUN]
             losses = list(PUBLIC_RUN.values())
             label = f"a public run of 124M, 10B tokens: {losses[-1]:.3f}"
@@ -240,20 +252,24 @@ def draw_published_loss(axes: Axes, runs: list[LoggedRun], size: str) -> None:
         print("OpenAI's validation loss is not drawn: it is per GPT-2 token of FineWeb-Edu")
 
 
-def draw_published(axes: Axes, key: tuple[str, str, str], size: str | None, color: str) -> None:
-    """Draw the figure of a size of OpenAI's GPT-2, if there is one, as a dashed line; `key` is one
-    of PUBLISHED."""
+def draw_published(
+    axes: Axes, key: tuple[str, str, str], model_type: str | None, color: str
+) -> None:
+    """Draw what is published for a type of OpenAI's GPT-2, if there is something, as a dashed line;
+    `key`, a key of PUBLISHED, is task, protocol and metric."""
     published = PUBLISHED.get(key)
-    if published and size in published.by_model_type:
-        value = published.by_model_type[size]
-        label = f"{key[0]}, OpenAI {size}: {value:g}"
+    if published and model_type in published.by_model_type:
+        value = published.by_model_type[model_type]
+        label = f"{key[0]}, OpenAI {model_type}: {value:g}"
         axes.axhline(value, color=color, ls="--", lw=1, label=label)
 
 
 def draw_steps(axes: Axes, step_tokens: float) -> None:
-    """Move the tokens of the x axis above the panel, and draw steps below it."""
+    """Move the tokens of the x axis above the panel, and draw steps below it, of `step_tokens`
+    tokens each."""
     axes.xaxis.tick_top()
     axes.xaxis.set_label_position("top")
+    # from tokens to steps, and back
     functions = (lambda x: np.divide(x, step_tokens), lambda x: np.multiply(x, step_tokens))
     steps_axis = axes.secondary_xaxis("bottom", functions=functions)
     axes.grid(False, axis="x")  # its lines would stand at the tokens
@@ -275,7 +291,7 @@ def save(
         legend_bottom = 1.0  # in heights of the panel
         if step_tokens is not None:
             draw_steps(axes, step_tokens)
-            if axes is figure.axes[0]:
+            if axes is figure.axes[0]:  # the top one
                 # above the tokens, which take 0.42 inches; the panel is 2 inches high
                 legend_bottom = 1.21
                 figure.set_figheight(figure.get_figheight() + 0.42)

@@ -26,13 +26,13 @@ def write_run(folder, losses, rows=(), **config):
 @pytest.fixture
 def draw_panels(tmp_path, monkeypatch):
     """Draw runs; return the panels by their labels. They are not rendered, which takes a second."""
-    figures = []
-    monkeypatch.setattr(Figure, "savefig", lambda self, out, **options: figures.append(self))
+    pictures = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, out, **options: pictures.append(self))
 
     def draw_panels(*runs, **options):
         draw(list(runs), tmp_path / "a.png", **options)
-        figures[-1].draw_without_rendering()
-        return {axes.get_ylabel(): axes for axes in figures[-1].axes}
+        pictures[-1].draw_without_rendering()
+        return {axes.get_ylabel(): axes for axes in pictures[-1].axes}
 
     return draw_panels
 
@@ -74,7 +74,7 @@ def test_openai_s_loss_is_drawn_over_runs_on_gpt2_tokens_of_fineweb_edu_alone(
     tmp_path, draw_panels, capsys, tokenizer, corpus, labels
 ):
     run = write_run(tmp_path / "run", [4, 3.5], tokenizer=tokenizer, corpus=corpus)
-    panels = draw_panels(run, size="gpt2")
+    panels = draw_panels(run, model_type="gpt2")
     assert len(openai_labels(panels["loss (nats per token)"])) == labels
     assert ("OpenAI's validation loss is not drawn" in capsys.readouterr().out) == (labels == 0)
 
@@ -84,7 +84,7 @@ def test_benchmarks_have_a_color_each_and_a_dashed_line_each(tmp_path, draw_pane
     for step in (1, 2):
         rows.append({"step": step, "split": "lambada", "acc": step / 10})
         rows.append({"step": step, "split": "hellaswag", "acc_norm": step / 8})
-    axes = draw_panels(write_run(tmp_path / "run", [4, 2], rows), size="gpt2")["accuracy"]
+    axes = draw_panels(write_run(tmp_path / "run", [4, 2], rows), model_type="gpt2")["accuracy"]
     assert heights(axes) == [[0.125, 0.25], [0.2955, 0.2955], [0.1, 0.2], [0.3256, 0.3256]]
     colors = [line.get_color() for line in axes.lines]
     assert colors[0] == colors[1] != colors[2] == colors[3]
