@@ -1,12 +1,12 @@
-"""The table that evaluate.py prints, with published figures of OpenAI's GPT-2 beside results."""
+"""The table that evaluate.py prints, with published values of OpenAI's GPT-2 beside results."""
 
 from dataclasses import dataclass
 
 from evaluation.tasks import Result
 from model.config import GPT2_SIZES, GPTConfig
 
-# OpenAI did not release its evaluation code, and nobody has reproduced the paper's LAMBADA and CBT
-# figures: they are listed under the protocol that is closest to the paper's description.
+# OpenAI did not release its evaluation code, and nobody has reproduced the paper's numbers for
+# LAMBADA and CBT: they are listed under the protocol that is closest to the paper's description.
 PAPER = "Radford et al. 2019, table 3"
 NANOGPT = "build-nanogpt's hellaswag.py and play.ipynb"
 HARNESS = "lm-evaluation-harness, in build-nanogpt's hellaswag.py and the harness's issue 2159"
@@ -19,15 +19,17 @@ ALIGNMENT = "<<<>><<"  # one sign for each column; n and value are aligned to th
 
 @dataclass(frozen=True)
 class Published:
-    """Figures of OpenAI's GPT-2 for one metric."""
+    """Values of one metric for the sizes of OpenAI's GPT-2."""
 
     citation: str
+    """Where they are published, for a line below the table."""
     by_model_type: dict[str, float]
-    """By model type, a key of GPT2_SIZES; those without a figure are missing."""
+    """By model type, a key of GPT2_SIZES; those without a published value are missing."""
 
 
 def from_paper(*values: float) -> Published:
-    """Return a column of the paper's table, which has all four sizes."""
+    """Return a column of the paper's table, which has all four sizes, the smallest first."""
+    # GPT2_SIZES is in that order, too
     return Published(PAPER, dict(zip(GPT2_SIZES, values, strict=True)))
 
 
@@ -66,45 +68,54 @@ PUBLIC_RUN = {
 
 
 def openai_model_type(config: GPTConfig) -> str:
-    """Return the type of OpenAI's GPT-2, a key of GPT2_SIZES, that a model is compared with: that
-    of its shape, else the smallest."""
-    for name, sizes in GPT2_SIZES.items():
-        if sizes == (config.n_layer, config.n_head, config.n_embd):
-            return name
+    """Return the type of OpenAI's GPT-2, a key of GPT2_SIZES, that a model is compared with: the
+    one with its layers, heads and width, else the smallest."""
+    for model_type, layers_heads_width in GPT2_SIZES.items():
+        if layers_heads_width == (config.n_layer, config.n_head, config.n_embd):
+            return model_type
     return "gpt2"
 
 
 def listed(by_model_type: dict[str, float]) -> str:
-    """Return figures by model type as one line."""
+    """Return values by model type as text for one line."""
     return ", ".join(f"{model_type} {value}" for model_type, value in by_model_type.items())
 
 
 def format_table(results: list[Result], model_type: str) -> str:
     """Format results as an aligned table, beside those published for a type of OpenAI's GPT-2, with
-    the sources of these below it."""
+    the citations of these below it."""
     rows = [["task", "protocol", "metric", "n", "value", "", f"OpenAI's {model_type}"]]
-    marks: dict[str, str] = {}  # "[1]", "[2]", ... by source
+    marks: dict[str, str] = {}  # "[1]", "[2]", ... by citation
     for result in results:
         details = []
         if result.stderr is not None:
             details.append(f"± {result.stderr:.4f}")
         if result.centered is not None:
             details.append(f"centered {result.centered:.4f}")
-        openai = ""
+        published_text = ""
         published = PUBLISHED.get((result.task, result.protocol, result.metric))
         if published and model_type in published.by_model_type:
-            # a source keeps its mark; a new one gets the next number
+            # a citation keeps its mark; a new one gets the next number
             mark = marks.setdefault(published.citation, f"[{len(marks) + 1}]")
-            openai = f"{published.by_model_type[model_type]:.4f} {mark}"
+            published_text = f"{published.by_model_type[model_type]:.4f} {mark}"
         unit = " tokens" if result.task == "val" else ""  # n counts examples otherwise
-        number = f"{result.n:,}{unit}"
+        count = f"{result.n:,}{unit}"
         value = f"{result.value:.4f}"
         rows.append(
-            [result.task, result.protocol, result.metric, number, value, ", ".join(details), openai]
+            [
+                result.task,
+                result.protocol,
+                result.metric,
+                count,
+                value,
+                ", ".join(details),
+                published_text,
+            ]
         )
 
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    has_content = [any(column[1:]) for column in zip(*rows, strict=True)]  # below the heading
+    # False for a column without text below the heading, which is left out
+    has_content = [any(column[1:]) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:
         cells = zip(row, ALIGNMENT, widths, has_content, strict=True)
@@ -112,7 +123,7 @@ def format_table(results: list[Result], model_type: str) -> str:
         line = "  ".join(f"{cell:{side}{width}}" for cell, side, width, kept in cells if kept)
         lines.append(line.rstrip())
     lines += [f"{mark} {citation}" for citation, mark in marks.items()]
-    if results and results[-1].task == "core":
+    if results and results[-1].task == "core":  # its mean over the tasks is the last result
         lines.append(f"CORE of GPT-2, all 22 tasks: {listed(CORE_OF_GPT2)} ({NANOCHAT})")
         lines.append(f"CORE of GPT-3, estimated there: {listed(CORE_OF_GPT3)}")
     return "\n".join(lines)

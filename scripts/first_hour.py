@@ -1,4 +1,4 @@
-"""Check a machine before a long run: loss, resume, speed, memory and a score, by known figures.
+"""Check a machine before a long run: loss, resume, speed, memory and a score, by known numbers.
 
     python scripts/first_hour.py            # a GPU: 250 steps of 124M on FineWeb-Edu
     python scripts/first_hour.py --small    # a CPU, offline: a small model on generated text
@@ -63,7 +63,7 @@ def output(command: str) -> str:
 
 
 def verdict(name: str, measured: float, low: float, high: float) -> bool:
-    """Print whether a figure lies in its range, and return whether it does."""
+    """Print whether a number lies in its range, and return whether it does."""
     is_right = low <= measured <= high  # False for NaN
     word = "ok   " if is_right else "WRONG"
     print(f"{word} {name}: {measured:.4g}, expected {low:.4g} to {high:.4g}", flush=True)
@@ -100,7 +100,7 @@ def check_resume(flags: str, out: Path, tolerance: float) -> bool:
 
 
 def check_small(out: Path) -> list[bool]:
-    """Check a small model on squares of numbers. Return whether each figure is right."""
+    """Check a small model on squares of numbers. Return for each number whether it is right."""
     text = "".join(f"The square of {n} is {n * n}.\n" for n in range(20_000))
     (out / "squares.txt").write_text(text)
     source = f"--input {out}/squares.txt --tokenizer bytes"
@@ -113,7 +113,7 @@ def check_small(out: Path) -> list[bool]:
 
 
 def check_124m(out: Path) -> list[bool]:
-    """Check 124M on the GPU. Return whether each figure is right."""
+    """Check 124M on the GPU. Return for each number whether it is right."""
     # 250 steps read 131M tokens, and a shard has 100M.
     output(f"data/fineweb-edu.py --max_shards 2 --local_dir {out}/shards")
     flags = f"{FLAGS_124M} --data_dir {out}/shards"
