@@ -92,34 +92,36 @@ def check(options: EvalOptions) -> dict[str, Path]:
     if options.checkpoint and options.model:
         raise UserError("give --checkpoint (of train.py) or --model (of others), not both")
     # a/sums.jsonl and b/sums.jsonl: each would write CHECKPOINT_sums.json
-    if len({Path(task).stem for task in options.tasks}) < len(options.tasks):
+    if len({Path(task_name).stem for task_name in options.tasks}) < len(options.tasks):
         raise UserError(
             f"--tasks {' '.join(options.tasks)}: two tasks have one name, and so would their "
             "results; rename one"
         )
-    benchmarks = []  # of --tasks; each takes one path of --data
-    for task in options.tasks:
-        if is_path(task) or task == "val":
+    benchmark_names = []  # of --tasks; each takes one path of --data
+    for task_name in options.tasks:
+        if is_path(task_name) or task_name == "val":
             continue
-        benchmarks.append(task)
-        if task not in BENCHMARKS:
+        benchmark_names.append(task_name)
+        if task_name not in BENCHMARKS:
             names = ", ".join(["val", *BENCHMARKS, "FILE.jsonl"])
-            raise UserError(f"--tasks has no {task}: {names} or a FOLDER with core.yaml")
+            raise UserError(f"--tasks has no {task_name}: {names} or a FOLDER with core.yaml")
     # Earlier results are replaced. A checkpoint or a file of questions must not be.
     if options.out and options.out.exists() and options.out.suffix != ".json":
         raise UserError(f"--out {options.out} exists, and is no .json file")
     if options.dump and options.dump.exists():
         if options.dump.suffix != ".jsonl" or str(options.dump) in options.tasks:
             raise UserError(f"--dump {options.dump} exists, and is no .jsonl file of results")
-    if options.data and len(options.data) != len(benchmarks):
-        raise UserError(f"--data has {len(options.data)} files for {len(benchmarks)} benchmarks")
-    return dict(zip(benchmarks, options.data, strict=False))
+    if options.data and len(options.data) != len(benchmark_names):
+        raise UserError(
+            f"--data has {len(options.data)} files for {len(benchmark_names)} benchmarks"
+        )
+    return dict(zip(benchmark_names, options.data, strict=False))  # {} without --data
 
 
-def is_path(task: str) -> bool:
+def is_path(task_name: str) -> bool:
     """Return True for one of --tasks that is a file of questions or a folder of tasks. It is what
     is meant then, also if a benchmark has its name."""
-    return Path(task).is_file() or Path(task, "core.yaml").is_file()
+    return Path(task_name).is_file() or Path(task_name, "core.yaml").is_file()
 
 
 def output_paths(options: EvalOptions, name: str, checkpoint: Path | None) -> dict[str, Path]:
@@ -131,7 +133,7 @@ def output_paths(options: EvalOptions, name: str, checkpoint: Path | None) -> di
     stem = Path("logs", Path(name).resolve().name)
     if checkpoint:
         stem = checkpoint.with_suffix("")
-    return {task: Path(f"{stem}_{Path(task).stem}.json") for task in options.tasks}
+    return {task_name: Path(f"{stem}_{Path(task_name).stem}.json") for task_name in options.tasks}
 
 
 def score_validation(options: EvalOptions, scorer: Scorer, tokenizer: Tokenizer) -> TaskScores:
@@ -149,14 +151,14 @@ def score_validation(options: EvalOptions, scorer: Scorer, tokenizer: Tokenizer)
             f"takes those of {tokenizer.identity}"
         )
     # for each corpus "loss" in nats per token, the number "n" of targets, perhaps bits_per_byte
-    corpora = scorer.corpus_scores(val, options.val_tokens)
+    by_corpus = scorer.metrics_by_corpus(val, options.val_tokens)
     results = []
-    for corpus, values in corpora.items():
-        num_tokens = int(values.pop("n"))  # the other values are metrics
-        values["perplexity"] = exponential(values["loss"])  # per token
-        for metric, value in values.items():
+    for corpus, metrics in by_corpus.items():
+        num_tokens = int(metrics.pop("n"))  # each of the others becomes a Result
+        metrics["perplexity"] = exponential(metrics["loss"])  # per token
+        for metric, value in metrics.items():
             results.append(Result("val", corpus, metric, num_tokens, value))
-    return results, []  # no examples for --dump
+    return results, []  # no rows for --dump
 
 
 def score_question_file(
@@ -174,22 +176,22 @@ def score_question_file(
 
 
 def score_task(
-    task: str, path: Path | None, options: EvalOptions, scorer: Scorer, tokenizer: Tokenizer
+    task_name: str, path: Path | None, options: EvalOptions, scorer: Scorer, tokenizer: Tokenizer
 ) -> TaskScores:
     """Open the data of one of --tasks and score it. A benchmark's data is at `path`; None: it is
     downloaded. Raise UserError if the task cannot be scored. Every process must call it."""
-    if Path(task).is_file():
-        return score_question_file(Path(task), options, scorer, tokenizer)
-    if is_path(task):  # a folder of the user's own tasks
-        path = Path(task)
+    if Path(task_name).is_file():
+        return score_question_file(Path(task_name), options, scorer, tokenizer)
+    if is_path(task_name):  # a folder of the user's own tasks
+        path = Path(task_name)
         benchmark: Benchmark = FewShotTasks(path.resolve().name)
-    elif task == "val":
+    elif task_name == "val":
         return score_validation(options, scorer, tokenizer)
     else:
-        benchmark = BENCHMARKS[task]
+        benchmark = BENCHMARKS[task_name]
     protocols = benchmark.protocols
-    score = open_benchmark(benchmark, path, options.limit, scorer, tokenizer, protocols)
-    return score()
+    score_benchmark = open_benchmark(benchmark, path, options.limit, scorer, tokenizer, protocols)
+    return score_benchmark()
 
 
 def write_file(path: Path, text: str) -> None:
@@ -237,29 +239,29 @@ def main(options: EvalOptions) -> None:
     }
     # The results of a task are printed and written at once, as a later task may fail.
     results: list[Result] = []
-    examples: list[dict] = []
+    dump_rows: list[dict] = []
     failed_tasks: list[str] = []
-    for task in options.tasks:
+    for task_name in options.tasks:
         bar.reset()
-        bar.set_description(task)
+        bar.set_description(task_name)
         try:
             # Each process scores its share, and all get the same results.
-            task_results, task_examples = score_task(
-                task, data_paths.get(task), options, scorer, tokenizer
+            task_results, task_dump_rows = score_task(
+                task_name, data_paths.get(task_name), options, scorer, tokenizer
             )
         except Exception as error:
             if len(options.tasks) == 1:
                 raise
             bar.clear()
-            process.print(f"{task} could not be scored: {error}")
+            process.print(f"{task_name} could not be scored: {error}")
             # A UserError is that of all processes, such as a failed download, or a model that gives
             # NaN. Of another error the others may not know, and would wait for this process.
             if not isinstance(error, UserError):
                 raise
-            failed_tasks.append(task)
+            failed_tasks.append(task_name)
             continue
         results += task_results
-        examples += task_examples
+        dump_rows += task_dump_rows
         if process.is_main:
             bar.clear()  # otherwise the table would begin in the line of the bar
             # printed before it is written, as the disk may be full
@@ -267,10 +269,10 @@ def main(options: EvalOptions) -> None:
             # --out holds all tasks so far; without it each task has its file
             written = results if options.out else task_results
             content = {**header, "results": [asdict(result) for result in written]}
-            write_file(outputs[task], to_json(content, indent=1))
+            write_file(outputs[task_name], to_json(content, indent=1))
             if options.dump:
-                write_file(options.dump, "".join(f"{to_json(row)}\n" for row in examples))
-            print(f"wrote {outputs[task]}", flush=True)
+                write_file(options.dump, "".join(f"{to_json(row)}\n" for row in dump_rows))
+            print(f"wrote {outputs[task_name]}", flush=True)
     bar.close()
     distributed.stop()
     if failed_tasks:

@@ -1,7 +1,7 @@
 """Scorer: a model that is scored, and its validation loss, in training and by evaluate.py.
 
 All processes take part: each scores its share of the batches, and all of them get the sum over
-every batch. So the number of processes changes no figure. Log-probabilities of texts, for
+every batch. So the number of processes changes no metric. Log-probabilities of texts, for
 benchmarks, are the subject of scoring.py; only these need a tokenizer.
 """
 
@@ -18,22 +18,25 @@ from model.gpt import GPT
 from utils.distributed import Process
 
 
-def weighted_mean(scores: list[dict[str, float]], weights: list[float]) -> dict[str, float]:
-    """Return the figures of a mixture from those of validation_loss for its corpora.
+def weighted_mean(
+    corpus_metrics: list[dict[str, float]], corpus_weights: list[float]
+) -> dict[str, float]:
+    """Return the metrics of a mixture from those that validation_loss gives for its corpora.
 
-    The weights are shares of tokens, which add up to 1. So bits per byte are the mean of bits per
-    token over the mean of bytes per token, not a mean of the corpora's bits per byte.
+    The weights are shares of tokens, which add up to 1: Mixture.corpus_weights. So bits per byte
+    are the mean of bits per token over the mean of bytes per token, not a mean of the corpora's
+    bits per byte.
     """
     loss = 0.0  # nats per token
     bytes_per_token = 0.0
-    for weight, corpus in zip(weights, scores, strict=True):
-        loss += weight * corpus["loss"]
+    for weight, metrics in zip(corpus_weights, corpus_metrics, strict=True):
+        loss += weight * metrics["loss"]
         # nats / ln 2 are bits; bits per token / bits per byte = bytes per token
-        if corpus.get("bits_per_byte"):
-            bytes_per_token += weight * corpus["loss"] / math.log(2) / corpus["bits_per_byte"]
-    means = {"loss": loss, "n": sum(corpus["n"] for corpus in scores)}
+        if metrics.get("bits_per_byte"):
+            bytes_per_token += weight * metrics["loss"] / math.log(2) / metrics["bits_per_byte"]
+    means = {"loss": loss, "n": sum(metrics["n"] for metrics in corpus_metrics)}
     # left out if the shards of one corpus do not tell the size of their text, or its loss is 0
-    if all(corpus.get("bits_per_byte") for corpus in scores):
+    if all(metrics.get("bits_per_byte") for metrics in corpus_metrics):
         means["bits_per_byte"] = loss / math.log(2) / bytes_per_token
     return means
 
@@ -41,7 +44,7 @@ def weighted_mean(scores: list[dict[str, float]], weights: list[float]) -> dict[
 @dataclass
 class Scorer:
     """A model, and how to run it. All processes call each method, and the functions of scoring.py,
-    with the same arguments and get the same figures. A signal ends them between two batches:
+    with the same arguments and get the same metrics. A signal ends them between two batches:
     Process.map raises Stopped."""
 
     model: GPT
@@ -53,14 +56,16 @@ class Scorer:
     on_batch: Callable[[int], object] = lambda num_rows: None
     """Called before each batch of a benchmark with its number of rows on all processes."""
 
-    def corpus_scores(self, val: Mixture, tokens: int) -> dict[str, dict[str, float]]:
+    def metrics_by_corpus(self, val: Mixture, tokens: int) -> dict[str, dict[str, float]]:
         """Return what validation_loss gives for each corpus of a split, by its name, and of several
         corpora last the "weighted mean"."""
-        scores = [self.validation_loss(part, tokens) for part in val.sequences_by_corpus]
-        corpora = dict(zip(val.names, scores, strict=True))
-        if len(scores) > 1:
-            corpora["weighted mean"] = weighted_mean(scores, val.corpus_weights)
-        return corpora
+        corpus_metrics = [
+            self.validation_loss(corpus, tokens) for corpus in val.sequences_by_corpus
+        ]
+        by_corpus = dict(zip(val.names, corpus_metrics, strict=True))
+        if len(corpus_metrics) > 1:
+            by_corpus["weighted mean"] = weighted_mean(corpus_metrics, val.corpus_weights)
+        return by_corpus
 
     @torch.no_grad()
     def validation_loss(self, sequences: Sequences, tokens: int) -> dict[str, float]:
@@ -84,19 +89,19 @@ class Scorer:
             filled = np.resize(batch, len(batches[0]))  # repeats its ids
             inputs, targets = sequences.batch(filled)  # int64 (B, T) each
             targets[len(batch) :] = -1
-            ids = torch.from_numpy(inputs).to(self.process.device)
+            idx = torch.from_numpy(inputs).to(self.process.device)
             target_ids = torch.from_numpy(targets).to(self.process.device)
             with self.process.autocast():
-                loss = self.model(ids, target_ids)  # mean over the targets that are not -1
+                loss = self.model(idx, target_ids)  # mean over the targets that are not -1
             return loss.item() * targets[: len(batch)].size  # times the number of these targets
 
         # each process scores its share of the batches; all get the sums of all batches
         total_nats = sum(self.process.map(sum_nats, batches))
         self.model.train()
         num_targets = num_sequences * sequences.block_size
-        scores = {"loss": total_nats / num_targets, "n": num_targets}
+        metrics = {"loss": total_nats / num_targets, "n": num_targets}
         # mean over the split; None if a manifest is missing or does not tell the size of the text
         bytes_per_token = sequences.stream.bytes_per_token
         if bytes_per_token:
-            scores["bits_per_byte"] = scores["loss"] / math.log(2) / bytes_per_token
-        return scores
+            metrics["bits_per_byte"] = metrics["loss"] / math.log(2) / bytes_per_token
+        return metrics

@@ -36,7 +36,7 @@ def is_due(every: int, step: int) -> bool:
 
 class Evaluator:
     """Evaluate a model while it trains, at the intervals of its TrainOptions and at the last step.
-    All processes call each method at the same steps and get the same figures. Without a tokenizer,
+    All processes call each method at the same steps and get the same metrics. Without a tokenizer,
     which may need a download, there are no benchmarks and no samples."""
 
     def __init__(self, options: TrainOptions, model: GPT, val: Mixture, process: Process) -> None:
@@ -93,15 +93,15 @@ class Evaluator:
         """Return the validation "loss" in nats per token, the number "n" of tokens and, where the
         shards tell the size of their text, "bits_per_byte". Several corpora give the means by
         weight, and as "loss_NAME" the loss of each."""
-        corpora = self.scorer.corpus_scores(self.val, self.options.val_tokens)
-        *_, means = corpora.values()  # of the only corpus, or of the weighted mean
-        if len(corpora) > 1:
+        by_corpus = self.scorer.metrics_by_corpus(self.val, self.options.val_tokens)
+        *_, means = by_corpus.values()  # of the only corpus, or of the weighted mean
+        if len(by_corpus) > 1:
             for name in self.val.names:
-                means[f"loss_{name}"] = corpora[name]["loss"]
+                means[f"loss_{name}"] = by_corpus[name]["loss"]
         return means
 
     def benchmarks(self, step: int) -> Iterator[tuple[str, dict[str, float]]]:
-        """Yield the name and the figures of each benchmark that is due after `step` steps; they are
+        """Yield the name and the metrics of each benchmark that is due after `step` steps; they are
         those of its first protocol."""
         for name, score_benchmark in self.score_benchmarks:
             if not self.due(step, name):
