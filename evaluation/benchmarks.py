@@ -2,7 +2,7 @@
 
 To add one, write a subclass of Task here and put an instance into ALL. train.py scores it, too,
 if config.py has the options NAME_every and NAME_data. docs/EVALUATION.md says what each
-protocol can be compared with. Figures of OpenAI's GPT-2 are in evaluation/table.py.
+protocol can be compared with. Published values of OpenAI's GPT-2 are in evaluation/table.py.
 """
 
 import math
@@ -14,10 +14,10 @@ from evaluation.core import FewShotTasks
 from evaluation.tasks import (
     Benchmark,
     ExampleScore,
-    ExampleScores,
     Item,
     Prediction,
     Result,
+    ScoredExample,
     ScoreItems,
     Task,
     TaskScores,
@@ -65,19 +65,24 @@ class HellaSwag(Task):
             items.append(Item(context, choices, label))
         return items
 
-    def choice_metrics(self, protocol: str, choice: str, score: Prediction) -> dict[str, float]:
+    def choice_metrics(
+        self, protocol: str, choice: str, prediction: Prediction
+    ) -> dict[str, float]:
         """Return the log-probability of an ending, and its mean per token, or per character and
         per byte as in the harness."""
         # logprob is a sum over all tokens in nats, lower for longer endings
         if protocol == "build-nanogpt":
-            return {"acc": score.logprob, "acc_norm": score.logprob / score.num_tokens}
+            return {
+                "acc": prediction.logprob,
+                "acc_norm": prediction.logprob / prediction.num_tokens,
+            }
         ending = choice[1:]  # the harness counts without the space in front
         if not ending:  # nothing but WikiHow's marks: never taken, as in the harness
-            return {"acc": score.logprob, "acc_norm": -math.inf, "acc_bytes": -math.inf}
+            return {"acc": prediction.logprob, "acc_norm": -math.inf, "acc_bytes": -math.inf}
         return {
-            "acc": score.logprob,
-            "acc_norm": score.logprob / len(ending),
-            "acc_bytes": score.logprob / len(ending.encode()),
+            "acc": prediction.logprob,
+            "acc_norm": prediction.logprob / len(ending),
+            "acc_bytes": prediction.logprob / len(ending.encode()),
         }
 
     def score(
@@ -122,19 +127,21 @@ class Lambada(Task):
             items.append(Item(context, (f" {word}",)))
         return items
 
-    def score_example(self, protocol: str, item: Item, scores: list[Prediction]) -> ExampleScores:
+    def score_example(
+        self, protocol: str, item: Item, predictions: list[Prediction]
+    ) -> ScoredExample:
         """Return whether the word is what the model writes, and by lm-eval its nats."""
-        [score] = scores  # the word is the only choice
+        [prediction] = predictions  # the word is the only choice
         hits = {
-            "lm-eval": score.is_greedy,
-            "last token": score.is_last_greedy,
-            "stop words": score.is_greedy_filtered,
+            "lm-eval": prediction.is_greedy,
+            "last token": prediction.is_last_greedy,
+            "stop words": prediction.is_greedy_filtered,
         }
-        example_scores = {"acc": ExampleScore(hits[protocol])}  # True counts as 1
+        score_by_metric = {"acc": ExampleScore(hits[protocol])}  # True counts as 1
         if protocol == "lm-eval":
             # `result` turns the mean of these nats per word into a perplexity
-            example_scores["perplexity"] = ExampleScore(-score.logprob)
-        return example_scores, asdict(score)
+            score_by_metric["perplexity"] = ExampleScore(-prediction.logprob)
+        return score_by_metric, asdict(prediction)
 
     def result(self, protocol: str, metric: str, example_scores: list[ExampleScore]) -> Result:
         """Return the mean; of nats of a word the perplexity per word, exp of the mean. Its standard

@@ -31,10 +31,10 @@ from evaluation.tasks import (
     Benchmark,
     Continuation,
     ExampleScore,
-    ExampleScores,
     Item,
     Prediction,
     Result,
+    ScoredExample,
     ScoreItems,
     Task,
     TaskScores,
@@ -92,12 +92,12 @@ class FewShotTask(Task):
         assert self.num_shots < len(rows), f"{len(rows)} items, and {self.num_shots} before each"
         items = []
         for index, row in enumerate(rows):
-            # places in a list of the other rows, with nanochat's seed
-            places = random.Random(1234 + index).sample(range(len(rows) - 1), self.num_shots)
+            # indices into a list of the other rows, with nanochat's seed
+            other_indices = random.Random(1234 + index).sample(range(len(rows) - 1), self.num_shots)
             context = ""
-            for place in places:
+            for other_index in other_indices:
                 # that list lacks the row itself, so later rows have moved up by one
-                example = rows[place if place < index else place + 1]
+                example = rows[other_index if other_index < index else other_index + 1]
                 prompts = self.prompts(example)
                 context += prompts[self.label(example, len(prompts))] + "\n\n"
             choices = self.prompts(row)
@@ -144,18 +144,20 @@ class FewShotTask(Task):
         pairs = zip(wholes, starts, strict=True)
         return [split_ids(ids, start, block_size) for ids, start in pairs]
 
-    def score_example(self, protocol: str, item: Item, scores: list[Prediction]) -> ExampleScores:
+    def score_example(
+        self, protocol: str, item: Item, predictions: list[Prediction]
+    ) -> ScoredExample:
         """Return whether the choice with the lowest mean loss is right, the first of equal ones, or
         the answer is what greedy decoding writes."""
         # nats per token: the negative of nanochat's mean loss
-        means = [score.logprob / score.num_tokens for score in scores]
+        means = [prediction.logprob / prediction.num_tokens for prediction in predictions]
         pick = means.index(max(means))
         is_right = pick == item.label
         if self.type == "language_modeling":  # one choice, so there is nothing to pick
-            is_right = scores[0].is_greedy
-        example_scores = {"acc": ExampleScore(is_right, is_tie=means.count(max(means)) > 1)}
+            is_right = predictions[0].is_greedy
+        score_by_metric = {"acc": ExampleScore(is_right, is_tie=means.count(max(means)) > 1)}
         details = {"label": item.label, "pick": pick, "correct": is_right, "mean_logprobs": means}
-        return example_scores, details
+        return score_by_metric, details
 
     def result(self, protocol: str, metric: str, example_scores: list[ExampleScore]) -> Result:
         # the table shows the number of examples as the protocol
@@ -215,14 +217,14 @@ class FewShotTasks(Benchmark):
         """Return the accuracy of each task, and last the mean of the centered ones; with them a
         dict of each item, for --dump. `rows` are tasks with the rows of their files."""
         results: list[Result] = []
-        examples: list[dict] = []
+        dump_rows: list[dict] = []
         centered_sum = 0.0
         variance_sum = 0.0
         for task, task_rows in rows:
             # one protocol with one metric: one Result
-            [result], task_examples = task.score(task_rows, score_items, protocols)
+            [result], task_dump_rows = task.score(task_rows, score_items, protocols)
             results.append(result)
-            examples += task_examples
+            dump_rows += task_dump_rows
             assert result.centered is not None  # FewShotTask.result has set it
             centered_sum += result.centered
             if result.stderr is not None:  # None for a single item
@@ -230,7 +232,7 @@ class FewShotTasks(Benchmark):
                 variance_sum += (result.stderr / (1 - task.baseline)) ** 2
         num_tasks = len(rows)
         protocol = self.protocols[0]
-        if num_tasks != NUM_TASKS:  # not to be compared with published figures
+        if num_tasks != NUM_TASKS:  # not to be compared with published values
             protocol = f"{num_tasks} tasks"
         mean = Result(
             self.name,
@@ -240,7 +242,7 @@ class FewShotTasks(Benchmark):
             centered_sum / num_tasks,
             variance_sum**0.5 / num_tasks,
         )
-        return [*results, mean], examples
+        return [*results, mean], dump_rows
 
 
 def download_bundle() -> Path:

@@ -1,11 +1,12 @@
 """Log-probabilities of continuations, for benchmarks.
 
-All processes take part: each scores its share of the batches, and all of them get the figures of
-every batch before anything is summed up. So the number of processes changes no figure.
+All processes take part: each scores its share of the batches, and all of them get the predictions
+of every batch before anything is summed up. So the number of processes changes no metric.
 
 A context and its continuations share one row of a batch, so that the context runs through the model
-once. The attention mask hides the continuations from each other. What is done with the scores is
-not here: tasks.py chooses; training/evaluator.py and evaluate.py decide what is scored.
+once. The attention mask hides the continuations from each other. What is done with the
+predictions is not here: tasks.py chooses; training/evaluator.py and evaluate.py decide what is
+scored.
 """
 
 import math
@@ -56,17 +57,17 @@ class PackedItem:
 def pack_items(items: list[list[Continuation]]) -> list[PackedItem]:
     """Return the continuations of all items, packed, in order: those of an item that follow the
     same context share a row."""
-    packed: list[PackedItem] = []
+    packed_items: list[PackedItem] = []
     index = 0
     for continuations in items:
         for i, continuation in enumerate(continuations):
-            # as i > 0, packed[-1] belongs to this item
-            if i > 0 and continuation.context == packed[-1].context:
-                packed[-1].choices.append(continuation.ids)
+            # as i > 0, packed_items[-1] belongs to this item
+            if i > 0 and continuation.context == packed_items[-1].context:
+                packed_items[-1].choices.append(continuation.ids)
             else:
-                packed.append(PackedItem(index, continuation.context, [continuation.ids]))
+                packed_items.append(PackedItem(index, continuation.context, [continuation.ids]))
             index += 1
-    return packed
+    return packed_items
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ class PackedBatch:
     """Rows of packed items as tensors, and the N targets: tokens whose probability is needed. The
     targets of a row stand together, choice by choice."""
 
-    ids: Tensor  # (B, T), with padding of 0 on the right
+    idx: Tensor  # (B, T), with padding of 0 on the right
     positions: Tensor  # (B, T), as if each continuation stood alone after the context
     mask: Tensor | None  # bool (B, 1, T, T), True where a query attends; None: causal
     target_rows: Tensor  # (N,), row of the hidden state that predicts a target
@@ -82,51 +83,52 @@ class PackedBatch:
     target_ids: Tensor  # (N,)
 
 
-def make_batch(packed: list[PackedItem], device: torch.device) -> PackedBatch:
+def make_batch(packed_items: list[PackedItem], device: torch.device) -> PackedBatch:
     """Return the batch of packed items of equal length.
 
     A context "a b" with the continuations "c d" and "e f" becomes one row:
 
         ids        a  b  c  e        "c" and "e" both follow "b", and "e" does not attend to "c"
         positions  0  1  2  2
-        part       0  0  1  2        0: context; 1, 2, ...: continuations; -1: padding
+        segment    0  0  1  2        0: context; 1, 2, ...: continuations; -1: padding
     """
-    B = len(packed)
-    T = packed[0].length
-    ids = np.zeros((B, T), np.int64)
+    B = len(packed_items)
+    T = packed_items[0].length
+    idx = np.zeros((B, T), np.int64)
     positions = np.zeros((B, T), np.int64)
-    part = np.full((B, T), -1)
+    segment = np.full((B, T), -1)
     targets: list[tuple[int, int, int]] = []  # row, column and id, as in PackedBatch
-    for b, row in enumerate(packed):
-        context_length = len(row.context)
+    for b, packed_item in enumerate(packed_items):
+        context_length = len(packed_item.context)
         # the last token of a continuation predicts nothing, so it is no input
-        inputs = [row.context] + [choice[:-1] for choice in row.choices]
+        inputs = [packed_item.context] + [choice[:-1] for choice in packed_item.choices]
         start = 0
-        for part_index, tokens in enumerate(inputs):  # 0 is the context
+        for segment_index, tokens in enumerate(inputs):  # 0 is the context
             end = start + len(tokens)
-            ids[b, start:end] = tokens
+            idx[b, start:end] = tokens
             positions[b, start:end] = range(len(tokens))
-            part[b, start:end] = part_index
-            if part_index > 0:
+            segment[b, start:end] = segment_index
+            if segment_index > 0:
                 positions[b, start:end] += context_length
                 # the first token is predicted at the end of the context, others at the token before
                 columns = [context_length - 1] + list(range(start, end))
                 # one column for each token: the inputs lack the last token, the context adds a
                 # column
-                for column, token in zip(columns, row.choices[part_index - 1], strict=True):
+                choice = packed_item.choices[segment_index - 1]
+                for column, token in zip(columns, choice, strict=True):
                     targets.append((b, column, token))
             start = end
 
     mask = None  # faster, and enough if each row has one continuation
-    if any(len(row.choices) > 1 for row in packed):
-        # A token attends to its own part and to the context, and not to what comes after it.
-        # Padding is a part of its own, and is read by no target.
-        same_part = part[:, None, :] == part[:, :, None]  # (B, queries, keys)
-        in_context = part[:, None, :] == 0  # (B, 1, keys)
-        mask = torch.from_numpy(same_part | in_context).tril().unsqueeze(1).to(device)
+    if any(len(packed_item.choices) > 1 for packed_item in packed_items):
+        # A token attends to its own segment and to the context, and not to what comes after it.
+        # Padding is a segment of its own, and is read by no target.
+        same_segment = segment[:, None, :] == segment[:, :, None]  # (B, queries, keys)
+        in_context = segment[:, None, :] == 0  # (B, 1, keys)
+        mask = torch.from_numpy(same_segment | in_context).tril().unsqueeze(1).to(device)
     target_rows, target_columns, target_ids = torch.tensor(targets, device=device).T
     return PackedBatch(
-        torch.from_numpy(ids).to(device),
+        torch.from_numpy(idx).to(device),
         torch.from_numpy(positions).to(device),
         mask,
         target_rows,
@@ -136,7 +138,7 @@ def make_batch(packed: list[PackedItem], device: torch.device) -> PackedBatch:
 
 
 def score_targets(
-    x: Tensor, weight: Tensor, targets: Tensor, banned_ids: list[int]
+    x: Tensor, weight: Tensor, target_ids: Tensor, banned_ids: list[int]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return three tensors (N,) for target ids (N,) after hidden states x (N, C), with a head of
     weight (V, C): the target's log-probability in nats, whether it is the argmax of all ids, and
@@ -149,14 +151,14 @@ def score_targets(
     # In float32: many of V bfloat16 logits are equal, and ties would decide what is greedy.
     weight = weight.float()
     with torch.autocast(x.device.type, enabled=False):
-        slices = zip(x.float().split(num_rows), targets.split(num_rows), strict=True)
-        for hidden, ids in slices:  # (n, C), (n,)
-            logits = F.linear(hidden, weight)  # (n, V)
-            target_logits = logits.gather(1, ids[:, None]).squeeze(1)
+        slices = zip(x.float().split(num_rows), target_ids.split(num_rows), strict=True)
+        for chunk, chunk_target_ids in slices:  # (n, C), (n,)
+            logits = F.linear(chunk, weight)  # (n, V)
+            target_logits = logits.gather(1, chunk_target_ids[:, None]).squeeze(1)
             logprobs.append(target_logits - logits.logsumexp(-1))  # log-softmax of the targets
-            is_argmax.append(logits.argmax(-1) == ids)
+            is_argmax.append(logits.argmax(-1) == chunk_target_ids)
             logits[:, banned_ids] = -torch.inf  # as if the model never wrote them
-            is_allowed_argmax.append(logits.argmax(-1) == ids)
+            is_allowed_argmax.append(logits.argmax(-1) == chunk_target_ids)
     return torch.cat(logprobs), torch.cat(is_argmax), torch.cat(is_allowed_argmax)
 
 
@@ -178,42 +180,42 @@ def score_items(
     # Batches of rows of equal length (rounded up), the longest first: if memory runs out, it does
     # so at once and not after an hour.
     block_size = scorer.model.config.block_size
-    packed = pack_items([task.continuations(item, tokenizer, block_size) for item in items])
-    packed.sort(key=lambda row: row.length, reverse=True)
+    packed_items = pack_items([task.continuations(item, tokenizer, block_size) for item in items])
+    packed_items.sort(key=lambda packed_item: packed_item.length, reverse=True)
     batches: list[list[PackedItem]] = []
-    for _, equal_rows in groupby(packed, key=lambda row: row.length):
+    for _, equal_rows in groupby(packed_items, key=lambda packed_item: packed_item.length):
         batches += batched(list(equal_rows), scorer.batch_size)
 
     # By index (see PackedItem). Process.map shares the batches among the processes, returns the
-    # scores of all, and raises Stopped after a signal.
-    scores: dict[int, Prediction] = {}
-    for batch_scores in scorer.process.map(partial(score_batch, scorer, banned_ids), batches):
-        scores |= batch_scores
+    # predictions of all, and raises Stopped after a signal.
+    predictions: dict[int, Prediction] = {}
+    for batch_predictions in scorer.process.map(partial(score_batch, scorer, banned_ids), batches):
+        predictions |= batch_predictions
     scorer.model.train()  # a training step may follow
     # Comparisons with NaN are all false: no choice would be the best one.
-    if any(math.isnan(score.logprob) for score in scores.values()):
+    if any(math.isnan(prediction.logprob) for prediction in predictions.values()):
         raise UserError("the model gives NaN (not a number) instead of a probability")
 
     # back to the order of the items
-    scores_of_items: list[list[Prediction]] = []
+    predictions_of_items: list[list[Prediction]] = []
     start = 0  # index of the first continuation of the item
     for item in items:
         end = start + len(item.choices)
-        scores_of_items.append([scores[index] for index in range(start, end)])
+        predictions_of_items.append([predictions[index] for index in range(start, end)])
         start = end
-    return scores_of_items
+    return predictions_of_items
 
 
 def score_batch(
-    scorer: Scorer, banned_ids: list[int], packed: list[PackedItem]
+    scorer: Scorer, banned_ids: list[int], packed_items: list[PackedItem]
 ) -> dict[int, Prediction]:
     """Return a Prediction for each choice of each row, by its index as PackedItem counts them."""
     # every process scores a batch of about this size at the same time
-    scorer.on_batch(len(packed) * scorer.process.data_parallel)
-    batch = make_batch(packed, scorer.process.device)
+    scorer.on_batch(len(packed_items) * scorer.process.data_parallel)
+    batch = make_batch(packed_items, scorer.process.device)
     with scorer.process.autocast():
         # (B, T, C)
-        x = scorer.model.hidden(batch.ids, positions=batch.positions, mask=batch.mask)
+        x = scorer.model.hidden(batch.idx, positions=batch.positions, mask=batch.mask)
     # Only hidden states that predict a target go through the head: logits of whole rows would be
     # V / C times as large as their hidden states, 65 times in GPT-2 124M.
     predicting = x[batch.target_rows, batch.target_columns]  # (N, C)
@@ -224,14 +226,14 @@ def score_batch(
     logprobs = logprobs.double()  # sums of hundreds of tokens keep their digits
 
     # The N targets are in the order of PackedBatch: those of one choice are [start, end).
-    prediction_of_index: dict[int, Prediction] = {}
+    predictions: dict[int, Prediction] = {}
     start = 0
-    for row in packed:
-        for index, choice in enumerate(row.choices, row.first_index):
+    for packed_item in packed_items:
+        for index, choice in enumerate(packed_item.choices, packed_item.first_index):
             end = start + len(choice)
             # banned words may not come first, but may follow
             is_rest_greedy = is_argmax[start + 1 : end].all()
-            prediction_of_index[index] = Prediction(
+            predictions[index] = Prediction(
                 logprob=logprobs[start:end].sum().item(),
                 num_tokens=len(choice),
                 is_greedy=bool(is_argmax[start:end].all()),
@@ -239,7 +241,7 @@ def score_batch(
                 is_last_greedy=bool(is_argmax[end - 1]),
             )
             start = end
-    return prediction_of_index
+    return predictions
 
 
 def open_benchmark(

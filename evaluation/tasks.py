@@ -68,8 +68,8 @@ class ExampleScore:
     """True if there are several best ones."""
 
 
-# of an example: its scores by metric, and entries of its row for --dump
-ExampleScores = tuple[dict[str, ExampleScore], dict]
+# of an example: its score by metric, and what its row for --dump tells beside task and protocol
+ScoredExample = tuple[dict[str, ExampleScore], dict]
 
 
 @dataclass(frozen=True)
@@ -151,9 +151,9 @@ def evenly_spread(rows: list, limit: int | None) -> list:
     return [rows[i] for i in np.linspace(0, len(rows) - 1, limit).astype(int)]
 
 
-def batched(items: list, size: int) -> list[list]:
+def batched(items: list, batch_size: int) -> list[list]:
     """Return items in lists of `size`, of which the last one may be shorter."""
-    return [items[start : start + size] for start in range(0, len(items), size)]
+    return [items[start : start + batch_size] for start in range(0, len(items), batch_size)]
 
 
 def split_ids(ids: list[int], start: int, max_tokens: int) -> Continuation:
@@ -197,9 +197,9 @@ class Benchmark(ABC):
         except UserError:  # a task of CORE has named itself and its file
             raise
         except Exception as error:  # a failed download, a file of another format, a long text
-            source = path or self.download["path"]
+            origin = path or self.download["path"]
             raise UserError(
-                f"{self.name} cannot use {source} ({type(error).__name__}: {error}); give "
+                f"{self.name} cannot use {origin} ({type(error).__name__}: {error}); give "
                 f"{self.layout}"
             ) from error
 
@@ -251,10 +251,12 @@ class Task(Benchmark):
             continuations.append(split_ids(ids, len(context), block_size + 1))
         return continuations
 
-    def choice_metrics(self, protocol: str, choice: str, score: Prediction) -> dict[str, float]:
+    def choice_metrics(
+        self, protocol: str, choice: str, prediction: Prediction
+    ) -> dict[str, float]:
         """Return the value of a continuation by metric: the choice with the highest value is the
         model's. "acc" is the log-probability."""
-        return {"acc": score.logprob}
+        return {"acc": prediction.logprob}
 
     def parse(self, text: str) -> list[dict]:
         """Return the rows of a data file from its text: JSON lines."""
@@ -289,41 +291,44 @@ class Task(Benchmark):
     ) -> TaskScores:
         """Return a Result for each protocol and metric."""
         results: list[Result] = []
-        examples: list[dict] = []
+        dump_rows: list[dict] = []
         scored_items: list[Item] = []
-        scores: list[list[Prediction]] = []
+        predictions: list[list[Prediction]] = []
         for protocol in protocols:
             items = self.items(rows, protocol)
             # Protocols with the same texts differ only in how they score. They share one pass of
             # the model.
             if items != scored_items:
-                scores = score_items(items, self)
-                scored_items = items  # `scores` belongs to these items
-            # by metric, one per example
-            scores_by_metric: dict[str, list[ExampleScore]] = defaultdict(list)
-            for index, (item, item_scores) in enumerate(zip(items, scores, strict=True)):
-                by_metric, details = self.score_example(protocol, item, item_scores)
-                for metric, example_score in by_metric.items():
-                    scores_by_metric[metric].append(example_score)
-                example = {"task": self.name, "protocol": protocol, "index": index}
-                examples.append(example | details)
-            for metric, example_scores in scores_by_metric.items():
+                predictions = score_items(items, self)
+                scored_items = items  # `predictions` are of these items
+            # one score per example, in the order of `rows`
+            example_scores_by_metric: dict[str, list[ExampleScore]] = defaultdict(list)
+            for index, (item, item_predictions) in enumerate(zip(items, predictions, strict=True)):
+                score_by_metric, details = self.score_example(protocol, item, item_predictions)
+                for metric, example_score in score_by_metric.items():
+                    example_scores_by_metric[metric].append(example_score)
+                dump_row = {"task": self.name, "protocol": protocol, "index": index}
+                dump_rows.append(dump_row | details)  # `details` as score_example chose them
+            for metric, example_scores in example_scores_by_metric.items():
                 results.append(self.result(protocol, metric, example_scores))
-        return results, examples
+        return results, dump_rows
 
-    def score_example(self, protocol: str, item: Item, scores: list[Prediction]) -> ExampleScores:
+    def score_example(
+        self, protocol: str, item: Item, predictions: list[Prediction]
+    ) -> ScoredExample:
         """Return the scores of an example by metric, and what its row for --dump tells of them.
         Here a continuation is chosen by each metric, and compared with the label."""
-        choices = zip(item.choices, scores, strict=True)
         # one dict by metric for each choice; the higher a value, the likelier the choice
-        metrics = [self.choice_metrics(protocol, choice, score) for choice, score in choices]
-        logprobs = [metrics_of_choice["acc"] for metrics_of_choice in metrics]
+        choice_metrics: list[dict[str, float]] = []
+        for choice, prediction in zip(item.choices, predictions, strict=True):
+            choice_metrics.append(self.choice_metrics(protocol, choice, prediction))
+        logprobs = [metrics["acc"] for metrics in choice_metrics]
         details = {"label": item.label, "logprobs": logprobs}
-        by_metric: dict[str, ExampleScore] = {}
-        for metric in metrics[0]:  # all choices have the same metrics
-            of_choices = [metrics_of_choice[metric] for metrics_of_choice in metrics]
+        score_by_metric: dict[str, ExampleScore] = {}
+        for metric in choice_metrics[0]:  # all choices have the same metrics
+            values = [metrics[metric] for metrics in choice_metrics]  # one for each choice
             # indices of the choices with the largest value, several for a tie
-            best = [i for i, value in enumerate(of_choices) if value == max(of_choices)]
+            best = [i for i, value in enumerate(values) if value == max(values)]
             is_tie = len(best) > 1
             # --dump has the first of equal choices. The accuracy counts each of them by its share:
             # otherwise a model of zeros would be right wherever the label is 0.
@@ -331,8 +336,8 @@ class Task(Benchmark):
             if protocol.startswith("lm-eval"):
                 best = best[:1]  # the harness takes the first one
             # 1 or 0 for a single best choice; for a tie 1 / len(best) if the right choice is in it
-            by_metric[metric] = ExampleScore((item.label in best) / len(best), is_tie)
-        return by_metric, details
+            score_by_metric[metric] = ExampleScore((item.label in best) / len(best), is_tie)
+        return score_by_metric, details
 
     def result(self, protocol: str, metric: str, example_scores: list[ExampleScore]) -> Result:
         """Return the mean of one score per example."""

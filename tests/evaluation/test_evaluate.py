@@ -69,7 +69,7 @@ def lambada_logprobs(dump):
 
 def test_a_table_and_a_dump_are_written_anew_each_time(scored, tmp_path):
     args, text, folder = scored
-    # the rows lack what the harness's query needs: its figure is not put beside them
+    # the rows lack what the harness's query needs: its values are not put beside theirs
     assert "lm-eval, ctx alone" in text and "0.2955 [1]" in text and "0.3114" not in text
     assert len((folder / "1.jsonl").read_text().splitlines()) == 5 * 23 + 9
     table, dump = tmp_path / "a.json", tmp_path / "a.jsonl"
@@ -84,7 +84,7 @@ def test_a_table_and_a_dump_are_written_anew_each_time(scored, tmp_path):
     assert lambada_logprobs(dump) == pytest.approx([whole[0], whole[22]])
 
 
-def test_batches_and_processes_change_no_figure(scored, tmp_path):
+def test_batches_and_processes_change_no_metric(scored, tmp_path):
     args, _, folder = scored
     torchrun(2, *args, "--out", tmp_path / "2.json", "--batch_size", 7)
     one, two = results(folder / "1.json"), results(tmp_path / "2.json")
@@ -226,13 +226,13 @@ def test_bad_settings_are_sentences(trained, exported, tmp_path):
 
 # what `python tests/record_harness.py` gave for tests/harness_model.py, lm_eval 0.4.13
 HARNESS = {"acc": 0.222, "acc_norm": 0.286, "lambada acc": 0.001, "perplexity": 22325077.53}
-# what evaluate.py, with these very figures for all 1000 items, gives for 30 spread over them
+# what evaluate.py, with these very values for all 1000 items, gives for 30 spread over them
 SPREAD = {"acc": 10 / 30, "acc_norm": 10 / 30, "lambada acc": 0.0, "perplexity": 43203348.41}
 
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason="needs ../shared/data/hellaswag_val_1000.jsonl")
 @pytest.mark.parametrize("limit, expected", [(30, SPREAD), slow(1000, HARNESS)])
-def test_figures_are_those_of_lm_evaluation_harness(tmp_path, limit, expected):
+def test_metrics_are_those_of_lm_evaluation_harness(tmp_path, limit, expected):
     try:
         harness_model.write(tmp_path / "model")
     except UserError as error:

@@ -67,15 +67,15 @@ def likeliest_two(model, ids):
 
 @pytest.mark.parametrize("scorer", ["gpt2", "modern", "llama,n_kv_head=1"], indirect=True)
 def test_each_continuation_scores_as_if_it_stood_alone(scorer):
-    for item, scores in zip(ITEMS, score_items(scorer, BYTES, ITEMS, LAMBADA), strict=True):
+    for item, predictions in zip(ITEMS, score_items(scorer, BYTES, ITEMS, LAMBADA), strict=True):
         # white space at the end of a context belongs to the continuation, as in the harness
         context = item.context.rstrip()
-        for choice, score in zip(item.choices, scores, strict=True):
+        for choice, prediction in zip(item.choices, predictions, strict=True):
             answer = [*(item.context[len(context) :] + choice).encode()]
             ids = [*(list(context.encode()) or [256]), *answer][-129:]
             expected = nats(scorer.model, ids)[-len(answer) :].sum().item()
-            assert score.logprob == pytest.approx(expected, abs=1e-4)
-            assert score.num_tokens == len(answer)
+            assert prediction.logprob == pytest.approx(expected, abs=1e-4)
+            assert prediction.num_tokens == len(answer)
 
 
 def test_greedy_last_and_filtered_mean_what_they_say(scorer, monkeypatch):
@@ -100,8 +100,12 @@ def test_greedy_last_and_filtered_mean_what_they_say(scorer, monkeypatch):
     ):
         item = Item("The cat sat", (bytes(ids).decode("latin-1"),))
         monkeypatch.setattr(LAMBADA, "banned_words", banned)
-        ((score,),) = score_items(scorer, Raw(), [item], LAMBADA)
-        assert (score.is_greedy, score.is_greedy_filtered, score.is_last_greedy) == flags
+        ((prediction,),) = score_items(scorer, Raw(), [item], LAMBADA)
+        assert (
+            prediction.is_greedy,
+            prediction.is_greedy_filtered,
+            prediction.is_last_greedy,
+        ) == flags
 
 
 ENDINGS = {"ctx": "A dog", "endings": ["abc", "a", "bcd", "cde"]}  # three of one length
@@ -112,9 +116,9 @@ def test_ties_count_a_share_but_the_first_choice_under_lm_eval(scorer):
     score = partial(score_items, with_weights(scorer, 0), BYTES)
 
     def values(protocol):
-        results, examples = BENCHMARKS["hellaswag"].score(HELLASWAG, score, [protocol])
-        assert [x["pick_acc_norm"] for x in examples] == [0] * 4
-        assert examples[0]["logprobs"] == pytest.approx([-n * math.log(257) for n in (4, 2, 4, 4)])
+        results, dump_rows = BENCHMARKS["hellaswag"].score(HELLASWAG, score, [protocol])
+        assert [x["pick_acc_norm"] for x in dump_rows] == [0] * 4
+        assert dump_rows[0]["logprobs"] == pytest.approx([-n * math.log(257) for n in (4, 2, 4, 4)])
         return {r.metric: (r.value, r.ties) for r in results}
 
     # the log-probability is best for the shortest ending, its mean is that of all four
@@ -129,17 +133,17 @@ def test_a_model_of_nan_is_an_error(scorer):
         score_items(with_weights(scorer, math.nan), BYTES, ITEMS, LAMBADA)
 
 
-def test_figures_of_a_mixture_are_weighted_by_tokens_and_bits_per_byte_by_bytes():
-    scores = [  # 1 and 5 bytes per token
+def test_metrics_of_a_mixture_are_weighted_by_tokens_and_bits_per_byte_by_bytes():
+    corpus_metrics = [  # 1 and 5 bytes per token
         {"loss": 2.0, "n": 8, "bits_per_byte": 2.0 / math.log(2) / 1},
         {"loss": 4.0, "n": 9, "bits_per_byte": 4.0 / math.log(2) / 5},
     ]
-    mean = weighted_mean(scores, [0.75, 0.25])
+    mean = weighted_mean(corpus_metrics, [0.75, 0.25])
     assert mean == pytest.approx({"loss": 2.5, "n": 17, "bits_per_byte": 2.5 / math.log(2) / 2})
-    scores[0] |= {"loss": 0.0, "bits_per_byte": 0.0}  # a text that was learned by heart
-    assert weighted_mean(scores, [0.75, 0.25]) == {"loss": 1.0, "n": 17}
-    scores[0] = {"loss": 2.0, "n": 8}
-    assert weighted_mean(scores, [0.75, 0.25]) == {"loss": 2.5, "n": 17}
+    corpus_metrics[0] |= {"loss": 0.0, "bits_per_byte": 0.0}  # a text that was learned by heart
+    assert weighted_mean(corpus_metrics, [0.75, 0.25]) == {"loss": 1.0, "n": 17}
+    corpus_metrics[0] = {"loss": 2.0, "n": 8}
+    assert weighted_mean(corpus_metrics, [0.75, 0.25]) == {"loss": 2.5, "n": 17}
 
 
 @pytest.mark.parametrize("rows", [1, 7, 1000])
@@ -169,18 +173,18 @@ def test_validation_is_the_mean_over_the_first_tokens_that_there_are_for_any_bat
     shards, scorer, batch_size, tmp_path
 ):
     val = val_sequences(shards)
-    score = replace(scorer, batch_size=batch_size).validation_loss
+    validate = replace(scorer, batch_size=batch_size).validation_loss
     for num_tokens, num_sequences in ((3210, 3210 // 32), (10**9, len(val))):
         x, y = (torch.from_numpy(a) for a in val.batch(np.arange(num_sequences)))
         expected = F.cross_entropy(scorer.model(x).flatten(0, 1), y.flatten()).item()
         ends = (val.stream.read(0, len(val.stream)) == 256).sum()
         bits = expected / math.log(2) * len(val.stream) / (len(val.stream) - ends)
-        scores = score(val, num_tokens)
+        metrics = validate(val, num_tokens)
         n = num_sequences * 32
-        assert scores == pytest.approx({"loss": expected, "n": n, "bits_per_byte": bits}, rel=1e-6)
+        assert metrics == pytest.approx({"loss": expected, "n": n, "bits_per_byte": bits}, rel=1e-6)
         assert scorer.model.training  # left as training needs it
     shutil.copytree(shards, tmp_path, dirs_exist_ok=True)
     manifest = read_manifest(shards)
     manifest.bytes = {"train": 0, "val": 0}  # which folders of others do not count
     write_manifest(tmp_path, manifest)
-    assert score(val_sequences(tmp_path), 10**9) == {"loss": scores["loss"], "n": n}
+    assert validate(val_sequences(tmp_path), 10**9) == {"loss": metrics["loss"], "n": n}

@@ -30,11 +30,11 @@ def test_hellaswag_text_is_raw_or_cleaned_as_the_harness_does():
     (clean,) = HELLASWAG.items([row], "lm-eval")
     assert clean.context == "Doing: How to. Do it. He" and clean.choices[0] == " runs off"
     assert clean.label == 0
-    score = Prediction(-4.0, 2, *[True] * 3)
+    prediction = Prediction(-4.0, 2, *[True] * 3)
     per_unit = {"acc": -4.0, "acc_norm": -2.0, "acc_bytes": -1.0}
-    assert HELLASWAG.choice_metrics("lm-eval", " 中a", score) == per_unit
+    assert HELLASWAG.choice_metrics("lm-eval", " 中a", prediction) == per_unit
     never_taken = {"acc_norm": -math.inf, "acc_bytes": -math.inf}
-    assert HELLASWAG.choice_metrics("lm-eval", " ", score) == per_unit | never_taken
+    assert HELLASWAG.choice_metrics("lm-eval", " ", prediction) == per_unit | never_taken
     short = {k: row[k] for k in ("ctx", "endings", "label")}
     assert HELLASWAG.items([short], "lm-eval")[0].context == " How to. Do it. he"
 
@@ -46,9 +46,12 @@ def test_lambada_asks_for_the_last_word():
 
 
 def test_lambada_has_three_accuracies_a_perplexity_and_their_errors():
-    scores = [[Prediction(-1.0, 1, True, False, True)], [Prediction(-3.0, 1, False, False, True)]]
+    predictions = [
+        [Prediction(-1.0, 1, True, False, True)],
+        [Prediction(-3.0, 1, False, False, True)],
+    ]
     rows = [{"text": "a b"}] * 2
-    results, _ = LAMBADA.score(rows, lambda *_: scores, LAMBADA.protocols)
+    results, _ = LAMBADA.score(rows, lambda *_: predictions, LAMBADA.protocols)
     perplexity = pytest.approx(math.exp(2))  # a mean of 2 nats, with an error of 1
     assert [(result.value, result.stderr) for result in results] == [
         *((0.5, 0.5), (perplexity, perplexity), (1.0, 0.0), (0.0, 0.0))
@@ -74,7 +77,7 @@ def test_benchmarks_come_from_the_hub_or_ask_for_a_file(monkeypatch):
         CBT.read(None, None, BYTES, 64)
 
 
-def test_published_figures_are_those_of_a_benchmark_and_protocol():
+def test_published_values_are_those_of_a_benchmark_and_protocol():
     assert PUBLISHED["hellaswag", "lm-eval", "acc_norm"].by_model_type["gpt2-xl"] == 0.5089
     for task, protocol, _ in PUBLISHED.keys() - {("val", "FineWeb-Edu", "loss")}:
         assert protocol in BENCHMARKS[task].protocols
