@@ -267,8 +267,8 @@ def main(options: EvalOptions) -> None:
             # printed before it is written, as the disk may be full
             print(format_table(task_results, openai_model_type(model.config)), flush=True)
             # --out holds all tasks so far; without it each task has its file
-            written = results if options.out else task_results
-            content = {**header, "results": [asdict(result) for result in written]}
+            results_to_write = results if options.out else task_results
+            content = {**header, "results": [asdict(result) for result in results_to_write]}
             write_file(outputs[task_name], to_json(content, indent=1))
             if options.dump:
                 write_file(options.dump, "".join(f"{to_json(row)}\n" for row in dump_rows))

@@ -92,7 +92,9 @@ class HellaSwag(Task):
         which the harness's prompt needs: their protocol gets another name, so that nobody compares
         it with the harness."""
         if not all("ctx_a" in row for row in rows):
-            protocols = [name.replace("lm-eval", "lm-eval, ctx alone") for name in protocols]
+            protocols = [
+                protocol.replace("lm-eval", "lm-eval, ctx alone") for protocol in protocols
+            ]
         return super().score(rows, score_items, protocols)
 
 
@@ -132,7 +134,7 @@ class Lambada(Task):
     ) -> ScoredExample:
         """Return whether the word is what the model writes, and by lm-eval its nats."""
         [prediction] = predictions  # the word is the only choice
-        hits = {
+        hits = {  # by protocol
             "lm-eval": prediction.is_greedy,
             "last token": prediction.is_last_greedy,
             "stop words": prediction.is_greedy_filtered,
@@ -141,7 +143,7 @@ class Lambada(Task):
         if protocol == "lm-eval":
             # `result` turns the mean of these nats per word into a perplexity
             score_by_metric["perplexity"] = ExampleScore(-prediction.logprob)
-        return score_by_metric, asdict(prediction)
+        return score_by_metric, asdict(prediction)  # --dump has all fields of the prediction
 
     def result(self, protocol: str, metric: str, example_scores: list[ExampleScore]) -> Result:
         """Return the mean; of nats of a word the perplexity per word, exp of the mean. Its standard
@@ -165,8 +167,8 @@ class ChildrensBookTest(Task):
 
     def __init__(self, name: str, configuration: str) -> None:
         self.name = name
-        # The validation split, as in the paper: a book of the test split, The Jungle Book,
-        # is in GPT-2's training data.
+        # The kind of word is a configuration of the hub's copy. The validation split, as in the
+        # paper: a book of the test split, The Jungle Book, is in GPT-2's training data.
         self.download = {"path": "cam-cst/cbt", "name": configuration, "split": "validation"}
 
     def parse(self, text: str) -> list[dict]:

@@ -68,7 +68,8 @@ class FewShotTask(Task):
     delimiter: str
     """Stands between a question and its answer."""
     baseline: BelowOne = 0.0
-    """Accuracy of guessing, from 0 to 1; 1 would leave nothing to score."""
+    """Accuracy of guessing, from 0 to 1; 1 would leave nothing to score. FewShotTasks.load sets it
+    from the rows where eval_meta_data.csv does not tell it."""
 
     def select(self, rows: list[dict], limit: int | None) -> list[dict]:
         """Return the rows in nanochat's order: shuffled, and then cut. The examples before an item
@@ -89,6 +90,7 @@ class FewShotTask(Task):
     def items(self, rows: list[dict], protocol: str) -> list[Item]:
         """Return an Item for each row: its context are the examples, its choices the row's prompts.
         For language_modeling, which has one prompt, the question stands in the context, too."""
+        # for the message of `read`; sample() could not draw so many
         assert self.num_shots < len(rows), f"{len(rows)} items, and {self.num_shots} before each"
         items = []
         for index, row in enumerate(rows):
@@ -103,7 +105,8 @@ class FewShotTask(Task):
             choices = self.prompts(row)
             if self.type == "language_modeling":
                 prompt = context + choices[0]
-                # white space before the answer belongs to the first token of the answer
+                # white space before the answer moves to the choice, as it belongs to the first
+                # token of the answer
                 context = prompt.removesuffix(row["continuation"]).rstrip()
                 choices = [prompt.removeprefix(context)]
             items.append(Item(context, tuple(choices), self.label(row, len(choices))))
@@ -126,6 +129,7 @@ class FewShotTask(Task):
         for choice in item.choices:
             wholes.append(start_ids + tokenizer.encode(item.context + choice).tolist())
         shortest = min(len(ids) for ids in wholes)
+        # below, `starts` has for each choice the index in its ids of the first token that counts
         if self.type == "schema":
             # a common prefix of the reversed ids is the common end of the prompts
             num_counted = len(commonprefix([ids[::-1] for ids in wholes]))
@@ -133,7 +137,7 @@ class FewShotTask(Task):
             num_counted = min(max(num_counted, 1), shortest - 1)
             starts = [len(ids) - num_counted for ids in wholes]
         else:
-            compared = wholes
+            compared = wholes  # whose common start does not count
             if self.type == "language_modeling":
                 # compare the prompt with the same prompt without its answer
                 compared = [*wholes, start_ids + tokenizer.encode(item.context).tolist()]
@@ -160,6 +164,7 @@ class FewShotTask(Task):
         return score_by_metric, details
 
     def result(self, protocol: str, metric: str, example_scores: list[ExampleScore]) -> Result:
+        """Return the accuracy, and as `centered` the same on the scale of CORE."""
         # the table shows the number of examples as the protocol
         mean = super().result(f"{self.num_shots} examples", metric, example_scores)
         # 0 for guessing, 1 if all items are right
@@ -198,6 +203,7 @@ class FewShotTasks(Benchmark):
             delimiter = entry.get("continuation_delimiter", " ")
             baseline = baselines.get(label, 0.0)
             task = FewShotTask(label, entry["icl_task_type"], num_shots, delimiter, baseline)
+            # UserError for num_fewshot below 0, or a baseline below 0 % or not below 100 %
             check_ranges(task, f"{folder}/core.yaml, {label}: ")
             file = folder / "eval_data" / entry["dataset_uri"]
             rows = task.read(file, limit, tokenizer, block_size)
@@ -206,23 +212,24 @@ class FewShotTasks(Benchmark):
                 # the mean over items, as they may have different numbers of choices
                 chances = [1 / len(task.prompts(row)) for row in rows]
                 task.baseline = sum(chances) / len(chances)
+                # UserError if each row has one choice, a baseline of 1
                 check_ranges(task, f"{file}, with one choice: ")
             tasks.append((task, rows))
         assert tasks, "core.yaml names no task"  # for the message of `read`
         return tasks
 
     def score(
-        self, rows: list[LoadedTask], score_items: ScoreItems, protocols: Sequence[str]
+        self, loaded_tasks: list[LoadedTask], score_items: ScoreItems, protocols: Sequence[str]
     ) -> TaskScores:
-        """Return the accuracy of each task, and last the mean of the centered ones; with them a
-        dict of each item, for --dump. `rows` are tasks with the rows of their files."""
+        """Return the accuracy of each task, and last the mean of the centered ones; with them a row
+        for --dump for each item. `loaded_tasks` is what `load` returned."""
         results: list[Result] = []
         dump_rows: list[dict] = []
         centered_sum = 0.0
         variance_sum = 0.0
-        for task, task_rows in rows:
+        for task, rows in loaded_tasks:
             # one protocol with one metric: one Result
-            [result], task_dump_rows = task.score(task_rows, score_items, protocols)
+            [result], task_dump_rows = task.score(rows, score_items, protocols)
             results.append(result)
             dump_rows += task_dump_rows
             assert result.centered is not None  # FewShotTask.result has set it
@@ -230,17 +237,18 @@ class FewShotTasks(Benchmark):
             if result.stderr is not None:  # None for a single item
                 # centering divides by 1 - baseline; variances of independent tasks add up
                 variance_sum += (result.stderr / (1 - task.baseline)) ** 2
-        num_tasks = len(rows)
+        num_tasks = len(loaded_tasks)
         protocol = self.protocols[0]
-        if num_tasks != NUM_TASKS:  # not to be compared with published values
+        if num_tasks != NUM_TASKS:
+            # another name, so that the table puts no published value beside it
             protocol = f"{num_tasks} tasks"
         mean = Result(
             self.name,
             protocol,
             self.metric,
-            sum(result.n for result in results),
-            centered_sum / num_tasks,
-            variance_sum**0.5 / num_tasks,
+            n=sum(result.n for result in results),
+            value=centered_sum / num_tasks,
+            stderr=variance_sum**0.5 / num_tasks,
         )
         return [*results, mean], dump_rows
 

@@ -135,7 +135,7 @@ def draw(paths: list[Path], out: Path, model_type: str | None = None) -> None:
         for name in columns:
             panels[name].plot(*curve(run, "train", name), lw=1, color=color)
     for name in columns:  # after all runs, as a limit that is set is not widened again
-        panels[name].set_ylim(0, upper_limit(panels[name]))
+        panels[name].set_ylim(0, upper_limit(panels[name]))  # None leaves the end to Matplotlib
     if metric != "bits_per_byte":  # which training does not log
         explanation = "thin line: training, each step; dots: validation"
         panels[metric].plot([], [], " ", label=explanation)  # draws nothing but a legend entry
@@ -149,8 +149,8 @@ def draw(paths: list[Path], out: Path, model_type: str | None = None) -> None:
 def make_panels(panel_names: list[list[str]]) -> tuple[Figure, dict[str, Axes]]:
     """Return an empty figure with a row of panels for each list of `panel_names`, which has one,
     two or three keys of LABELS, and the panels by name."""
-    # subplot_mosaic makes one wide panel of equal names. 6 cells are enough for 1, 2 or 3 equally
-    # wide panels.
+    # subplot_mosaic makes one wide panel of equal names side by side. 6 cells in each row are
+    # enough for 1, 2 or 3 equally wide panels.
     grid = [np.repeat(names, 6 // len(names)).tolist() for names in panel_names]
     figure = Figure(figsize=(WIDTH, 2.6 * len(panel_names)), layout="constrained")
     panels = figure.subplot_mosaic(grid)

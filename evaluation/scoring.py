@@ -41,7 +41,7 @@ class PackedItem:
     """Token ids of a context and of the continuations that share it in one row of a batch."""
 
     first_index: int
-    """Place of choices[0] among the continuations of all items; those of the others follow."""
+    """Index of choices[0] among the continuations of all items; those of the others follow."""
     context: list[int]
     choices: list[list[int]]
     """Ids of each continuation; none is empty."""
@@ -58,7 +58,7 @@ def pack_items(items: list[list[Continuation]]) -> list[PackedItem]:
     """Return the continuations of all items, packed, in order: those of an item that follow the
     same context share a row."""
     packed_items: list[PackedItem] = []
-    index = 0
+    index = 0  # of the continuation, counted through all items
     for continuations in items:
         for i, continuation in enumerate(continuations):
             # as i > 0, packed_items[-1] belongs to this item
@@ -88,12 +88,14 @@ def make_batch(packed_items: list[PackedItem], device: torch.device) -> PackedBa
 
     A context "a b" with the continuations "c d" and "e f" becomes one row:
 
-        ids        a  b  c  e        "c" and "e" both follow "b", and "e" does not attend to "c"
+        idx        a  b  c  e        "c" and "e" both follow "b", and "e" does not attend to "c"
         positions  0  1  2  2
         segment    0  0  1  2        0: context; 1, 2, ...: continuations; -1: padding
+
+    The targets are "c" and "e", both predicted at "b", "d" at "c", and "f" at "e".
     """
     B = len(packed_items)
-    T = packed_items[0].length
+    T = packed_items[0].length  # that of all: score_items makes batches of equal length
     idx = np.zeros((B, T), np.int64)
     positions = np.zeros((B, T), np.int64)
     segment = np.full((B, T), -1)
@@ -125,8 +127,9 @@ def make_batch(packed_items: list[PackedItem], device: torch.device) -> PackedBa
         # Padding is a segment of its own, and is read by no target.
         same_segment = segment[:, None, :] == segment[:, :, None]  # (B, queries, keys)
         in_context = segment[:, None, :] == 0  # (B, 1, keys)
+        # (B, 1, T, T); tril makes it causal
         mask = torch.from_numpy(same_segment | in_context).tril().unsqueeze(1).to(device)
-    target_rows, target_columns, target_ids = torch.tensor(targets, device=device).T
+    target_rows, target_columns, target_ids = torch.tensor(targets, device=device).T  # (N,) each
     return PackedBatch(
         torch.from_numpy(idx).to(device),
         torch.from_numpy(positions).to(device),
@@ -144,8 +147,8 @@ def score_targets(
     weight (V, C): the target's log-probability in nats, whether it is the argmax of all ids, and
     whether it is the argmax of those that are not banned. The argmax is the first of equal logits.
     """
-    # A slice at a time, as each hidden state has V float32 logits. Half of chunk_bytes is the size
-    # in bfloat16 of a chunk of logits in training.
+    # A slice at a time, as each hidden state has V float32 logits. They take half of chunk_bytes:
+    # logsumexp makes a second tensor of their size.
     num_rows = rows_within(chunk_bytes(x.device) // 2, 4 * len(weight))
     logprobs, is_argmax, is_allowed_argmax = [], [], []  # (n,) for each slice
     # In float32: many of V bfloat16 logits are equal, and ties would decide what is greedy.
@@ -167,8 +170,8 @@ def score_items(
     scorer: Scorer, tokenizer: Tokenizer, items: list[Item], task: Task
 ) -> list[list[Prediction]]:
     """Return a Prediction for each choice of each item; `task` encodes them. Raise UserError if one
-    is NaN."""
-    scorer.model.eval()
+    is NaN. Every process must call it."""
+    scorer.model.eval()  # without dropout
     # These ids make Prediction.is_greedy_filtered. Only a word that is one token can be banned as a
     # first token.
     banned_ids: list[int] = []
@@ -186,8 +189,8 @@ def score_items(
     for _, equal_rows in groupby(packed_items, key=lambda packed_item: packed_item.length):
         batches += batched(list(equal_rows), scorer.batch_size)
 
-    # By index (see PackedItem). Process.map shares the batches among the processes, returns the
-    # predictions of all, and raises Stopped after a signal.
+    # By index (see PackedItem.first_index). Process.map shares the batches among the processes,
+    # returns the predictions of all, and raises Stopped after a signal.
     predictions: dict[int, Prediction] = {}
     for batch_predictions in scorer.process.map(partial(score_batch, scorer, banned_ids), batches):
         predictions |= batch_predictions
@@ -256,5 +259,5 @@ def open_benchmark(
     UserError for what cannot be read or scored, now and not in the middle of a run."""
     block_size = scorer.model.config.block_size
     read = partial(benchmark.read, path, limit, tokenizer, block_size)
-    rows = scorer.process.read_on_all(read)  # dicts, or for CORE pairs of a task and its rows
-    return partial(benchmark.score, rows, partial(score_items, scorer, tokenizer), protocols)
+    loaded = scorer.process.read_on_all(read)  # dicts, or for CORE pairs of a task and its rows
+    return partial(benchmark.score, loaded, partial(score_items, scorer, tokenizer), protocols)

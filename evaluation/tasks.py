@@ -35,7 +35,8 @@ class Item:
 
 @dataclass(frozen=True)
 class Continuation:
-    """Token ids of a continuation, and of the context that it follows; none of both is empty."""
+    """Token ids of a continuation, and of the context that it follows; none of both is empty, as
+    each token that is scored is predicted from one before it."""
 
     context: list[int]
     ids: list[int]
@@ -52,7 +53,8 @@ class Prediction:
     is_greedy: bool
     """True if greedy decoding from the context writes the continuation."""
     is_greedy_filtered: bool
-    """True if greedy decoding writes it when no banned word may come first."""
+    """True if greedy decoding writes it when none of Task.banned_words may come first. Only LAMBADA
+    reads this one and the next."""
     is_last_greedy: bool
     """True if the last token is the likeliest one after all tokens before it."""
 
@@ -65,7 +67,7 @@ class ExampleScore:
     """For a choice 1 if it is right, else 0; of several best ones the share that is right, or by
     the protocols of others (lm-eval, CORE) whether the first of them is."""
     is_tie: bool = False
-    """True if there are several best ones."""
+    """True if there are several best ones; Result.ties counts them."""
 
 
 # of an example: its score by metric, and what its row for --dump tells beside task and protocol
@@ -159,7 +161,7 @@ def batched(items: list, batch_size: int) -> list[list]:
 def split_ids(ids: list[int], start: int, max_tokens: int) -> Continuation:
     """Return the continuation that begins at index `start` of the ids of a whole text. The context
     loses its start where both together have more than `max_tokens`. Raise ValueError if no token of
-    it is left, or the continuation has none."""
+    it is left, or the continuation has none; Benchmark.read names the file then."""
     num_scored = len(ids) - start
     if not 0 < num_scored < max_tokens:
         raise ValueError(
@@ -260,7 +262,7 @@ class Task(Benchmark):
 
     def parse(self, text: str) -> list[dict]:
         """Return the rows of a data file from its text: JSON lines."""
-        # not splitlines, which would also split at U+2028 in a text
+        # not splitlines, which would also split at U+2028, which JSON allows in a text
         return [json.loads(line) for line in text.split("\n") if line.strip()]
 
     def select(self, rows: list[dict], limit: int | None) -> list[dict]:
@@ -289,11 +291,12 @@ class Task(Benchmark):
     def score(
         self, rows: list[dict], score_items: ScoreItems, protocols: Sequence[str]
     ) -> TaskScores:
-        """Return a Result for each protocol and metric."""
+        """Return a Result for each protocol and metric, and a row for --dump for each protocol and
+        example."""
         results: list[Result] = []
         dump_rows: list[dict] = []
         scored_items: list[Item] = []
-        predictions: list[list[Prediction]] = []
+        predictions: list[list[Prediction]] = []  # for each of these items, one for each choice
         for protocol in protocols:
             items = self.items(rows, protocol)
             # Protocols with the same texts differ only in how they score. They share one pass of
@@ -316,8 +319,9 @@ class Task(Benchmark):
     def score_example(
         self, protocol: str, item: Item, predictions: list[Prediction]
     ) -> ScoredExample:
-        """Return the scores of an example by metric, and what its row for --dump tells of them.
-        Here a continuation is chosen by each metric, and compared with the label."""
+        """Return the score of an example by metric, and what its row for --dump tells of it, from a
+        prediction for each of the item's choices. Here a continuation is chosen by each metric, and
+        compared with the label."""
         # one dict by metric for each choice; the higher a value, the likelier the choice
         choice_metrics: list[dict[str, float]] = []
         for choice, prediction in zip(item.choices, predictions, strict=True):
@@ -333,7 +337,7 @@ class Task(Benchmark):
             # --dump has the first of equal choices. The accuracy counts each of them by its share:
             # otherwise a model of zeros would be right wherever the label is 0.
             details[f"pick_{metric}"] = best[0]
-            if protocol.startswith("lm-eval"):
+            if protocol.startswith("lm-eval"):  # or HellaSwag's "lm-eval, ctx alone"
                 best = best[:1]  # the harness takes the first one
             # 1 or 0 for a single best choice; for a tie 1 / len(best) if the right choice is in it
             score_by_metric[metric] = ExampleScore((item.label in best) / len(best), is_tie)

@@ -54,11 +54,12 @@ class Scorer:
     batch_size: int
     """Rows of one forward pass on one process."""
     on_batch: Callable[[int], object] = lambda num_rows: None
-    """Called before each batch of a benchmark with its number of rows on all processes."""
+    """Called before each batch of a benchmark with its number of rows on all processes: evaluate.py
+    moves its progress bar."""
 
     def metrics_by_corpus(self, val: Mixture, tokens: int) -> dict[str, dict[str, float]]:
         """Return what validation_loss gives for each corpus of a split, by its name, and of several
-        corpora last the "weighted mean"."""
+        corpora last the "weighted mean", where Evaluator.validate expects it."""
         corpus_metrics = [
             self.validation_loss(corpus, tokens) for corpus in val.sequences_by_corpus
         ]
@@ -76,7 +77,7 @@ class Scorer:
         (bytes of source text for a token of the whole split), by which runs with different
         tokenizers can be compared.
         """
-        self.model.eval()
+        self.model.eval()  # without dropout
         # the first sequences of the split, the same at every evaluation
         num_sequences = sequences.count_within(tokens)
         # lists of sequence ids; the last list may be shorter
@@ -98,7 +99,7 @@ class Scorer:
         # each process scores its share of the batches; all get the sums of all batches
         total_nats = sum(self.process.map(sum_nats, batches))
         self.model.train()
-        num_targets = num_sequences * sequences.block_size
+        num_targets = num_sequences * sequences.block_size  # a target for each input
         metrics = {"loss": total_nats / num_targets, "n": num_targets}
         # mean over the split; None if a manifest is missing or does not tell the size of the text
         bytes_per_token = sequences.stream.bytes_per_token
