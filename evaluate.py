@@ -124,15 +124,17 @@ def is_path(task_name: str) -> bool:
     return Path(task_name).is_file() or Path(task_name, "core.yaml").is_file()
 
 
-def output_paths(options: EvalOptions, name: str, checkpoint: Path | None) -> dict[str, Path]:
+def output_paths(
+    options: EvalOptions, model_name: str, checkpoint_path: Path | None
+) -> dict[str, Path]:
     """Return the JSON file of each task: --out, or one of the task's name beside the checkpoint, or
-    in logs for a model `name` of another project."""
+    in logs for the model `model_name` of another project."""
     if options.out:
         return dict.fromkeys(options.tasks, options.out)
     # "." and ".." have no name before they are resolved
-    stem = Path("logs", Path(name).resolve().name)
-    if checkpoint:
-        stem = checkpoint.with_suffix("")
+    stem = Path("logs", Path(model_name).resolve().name)
+    if checkpoint_path:
+        stem = checkpoint_path.with_suffix("")
     return {task_name: Path(f"{stem}_{Path(task_name).stem}.json") for task_name in options.tasks}
 
 
@@ -204,14 +206,15 @@ def main(options: EvalOptions) -> None:
     data_paths = check(options)
     process = distributed.start(options.device, options.dtype)
 
-    name = str(options.model or options.checkpoint or "checkpoints")  # a path, or a name on the hub
-    checkpoint_path = find_checkpoint(name)  # None for a model of another project
+    # a path, or a name on the hub
+    model_name = str(options.model or options.checkpoint or "checkpoints")
+    checkpoint_path = find_checkpoint(model_name)  # None for a model of another project
     # float32 keeps all bits of the weights, so that the validation loss equals that of training.
     # `checkpoint` is the content of the file, {} for a model of another project.
-    model, tokenizer_spec, checkpoint = open_model(checkpoint_path or name, float32=True)
+    model, tokenizer_spec, checkpoint = open_model(checkpoint_path or model_name, float32=True)
     # The weights of a run that diverged can be NaN. The loss would be NaN, too, which JSON lacks.
     if any(weights.isnan().any() for weights in model.parameters()):
-        raise UserError(f"{checkpoint_path or name} has weights that are NaN (not a number)")
+        raise UserError(f"{checkpoint_path or model_name} has weights that are NaN (not a number)")
     # The model is changed in place. On a CPU its linear layers may become oneDNN's, whose weights
     # are no parameters: the check for NaN above would not see them.
     model.to(process.device)
@@ -231,10 +234,10 @@ def main(options: EvalOptions) -> None:
     # bar.update is called with the number of rows of each forward pass
     scorer = Scorer(model, process, options.batch_size, bar.update)
 
-    outputs = output_paths(options, name, checkpoint_path)
+    outputs = output_paths(options, model_name, checkpoint_path)
     header = {
         "step": checkpoint.get("step"),  # None for a model of another project
-        "model": name,
+        "model": model_name,
         "dtype": str(process.dtype).removeprefix("torch."),
     }
     # The results of a task are printed and written at once, as a later task may fail.

@@ -61,16 +61,18 @@ class Prediction:
 
 @dataclass(frozen=True)
 class ExampleScore:
-    """How good a prediction is by one metric."""
+    """How good the predictions for an item are by one metric."""
 
     value: float
     """For a choice 1 if it is right, else 0; of several best ones the share that is right, or by
-    the protocols of others (lm-eval, CORE) whether the first of them is."""
+    the protocols of others (lm-eval, CORE) whether the first of them is. For LAMBADA's
+    perplexity the nats of the word."""
     is_tie: bool = False
     """True if there are several best ones; Result.ties counts them."""
 
 
-# of an example: its score by metric, and what its row for --dump tells beside task and protocol
+# of an example: its score by metric, and what its row for --dump tells beside task, protocol
+# and index
 ScoredExample = tuple[dict[str, ExampleScore], dict]
 
 
@@ -97,8 +99,8 @@ class Result:
 # results, and one row per example for --dump
 TaskScores = tuple[list[Result], list[dict]]
 ScoreBenchmark = Callable[[], TaskScores]  # scores a task whose data has been read
-# takes items and their task, gives a Prediction for each choice of each item (scoring.py:
-# score_items)
+# takes items and their task, gives a Prediction for each choice of each item: scoring.score_items
+# with its first two arguments
 ScoreItems = Callable[[list[Item], "Task"], list[list[Prediction]]]
 
 
@@ -154,7 +156,7 @@ def evenly_spread(rows: list, limit: int | None) -> list:
 
 
 def batched(items: list, batch_size: int) -> list[list]:
-    """Return items in lists of `size`, of which the last one may be shorter."""
+    """Return items in lists of `batch_size`, of which the last one may be shorter."""
     return [items[start : start + batch_size] for start in range(0, len(items), batch_size)]
 
 
