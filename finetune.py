@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from data.loader import step_sequences
+from data.loader import sequence_ids_of_step
 from data.tokenizer import load_tokenizer
 from finetuning.examples import TextEncoder, read_lines
 from finetuning.grpo import GroupRelativePolicy
@@ -117,7 +117,7 @@ def main() -> None:
                 # one step, then its log
                 timer.start()  # with grpo, the time of a step includes sampling
                 # indices (batch_size,) of rows, a pure function of seed and step
-                example_ids = step_sequences(step, options.batch_size, num_rows, options.seed)
+                example_ids = sequence_ids_of_step(step, options.batch_size, num_rows, options.seed)
                 prepared = method.prepare(model, step, example_ids)
                 result = train_step(run, wrapped, optimizers, method, prepared)
                 progress.advance(result)  # counts the step, also a skipped one

@@ -236,11 +236,11 @@ def checkpoint_entries(
             "total_batch_size": options.total_batch_size,
             "seed": options.seed,
             "weights of --data_dir": train_data.corpus_weights,
-            "checksum of --data_dir": train_data.stream.digest,
+            "checksum of --data_dir": train_data.stream.checksum,
         },
         # the lowest loss counts among validations on the same tokens
         "val_checksum": crc32_of(
-            [val_data.stream.digest, options.val_tokens, val_data.corpus_weights]
+            [val_data.stream.checksum, options.val_tokens, val_data.corpus_weights]
         ),
         "init_checksum": began_from,
     }

@@ -38,8 +38,8 @@ def byte_level(model: models.BPE, split: str = "gpt2") -> tokenizers.Tokenizer:
     return backend
 
 
-def to_engine(tokenizer: Tokenizer) -> tokenizers.Tokenizer:
-    """Return GPT-2's tokenizer, or that of bytes, in Hugging Face's format."""
+def to_backend(tokenizer: Tokenizer) -> tokenizers.Tokenizer:
+    """Return GPT-2's tokenizer, or that of bytes, as one of the library `tokenizers`."""
     characters = byte_characters()
     vocab: dict[str, int] = {}  # ids by token, spelled in these characters
     for token_id in range(tokenizer.eot):  # end of text is the last id
@@ -70,7 +70,7 @@ def save_tokenizer(
             # End of text is a line break here. transformers drops special tokens from a text.
             special_tokens = {}
     else:
-        tokenizer_json = to_engine(tokenizer).to_str()
+        tokenizer_json = to_backend(tokenizer).to_str()
         # GPT-2 has one token for all of these
         special_tokens = dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_TEXT)
     # The template goes into the JSON, as older transformers do not read a file of its own.
@@ -79,6 +79,6 @@ def save_tokenizer(
     )
     # transformers 5 writes a name of the class that transformers 4 does not know
     path = folder / "tokenizer_config.json"
-    config = path.read_text(encoding="utf-8")
-    config = config.replace("TokenizersBackend", "PreTrainedTokenizerFast")
-    path.write_text(config, encoding="utf-8")
+    config_json = path.read_text(encoding="utf-8")
+    config_json = config_json.replace("TokenizersBackend", "PreTrainedTokenizerFast")
+    path.write_text(config_json, encoding="utf-8")

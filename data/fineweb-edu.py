@@ -41,8 +41,8 @@ from utils.errors import UserError
 from utils.files import atomic_write, lock_folder
 from utils.ranges import BelowOne, Count, Natural
 
-PIECE = 2**18  # characters of a text that are tokenized at once
-CONTEXT = 1_000  # characters on each side of a cut that are tokenized with and without it
+CHUNK = 2**18  # characters of a text that are tokenized at once
+MARGIN = 1_000  # characters on each side of a cut that are tokenized with and without it
 
 
 @dataclass
@@ -85,22 +85,22 @@ class ShardOptions:
 
 
 def split_text(tokenizer: Tokenizer, text: str) -> Iterator[str]:
-    """Yield pieces of a text that have the ids of the whole text: the first one by `encode`, those
-    after it by encode_continuation. The library `tokenizers` takes 100 bytes and more for each byte
-    of a text, which a book has to spare and a file of gigabytes has not.
+    """Yield chunks of a text, which together have the ids of the whole text: the first one by
+    `encode`, those after it by encode_continuation. The library `tokenizers` takes 100 bytes of
+    memory and more for each byte that it is given, too much for a file of gigabytes at once.
 
     A cut is made before white space that follows another character, as tokenizers do. Whether this
-    one does is tried on the characters around it; if not, or without any, the piece gets longer.
+    one does is tried on the characters around it; if not, or without any, the chunk gets longer.
     """
     start = 0
-    for position in range(PIECE, len(text), PIECE):
-        space = re.compile(r"(?<=\S)\s").search(text, position, position + PIECE)
+    for position in range(CHUNK, len(text), CHUNK):  # all in characters
+        space = re.compile(r"(?<=\S)\s").search(text, position, position + CHUNK)
         if space is None:
             continue
         end = space.start()
-        before, after = text[end - CONTEXT : end], text[end : end + CONTEXT]
-        ids = [tokenizer.encode(before), tokenizer.encode_continuation(after)]
-        if np.array_equal(np.concatenate(ids), tokenizer.encode(before + after)):
+        before, after = text[end - MARGIN : end], text[end : end + MARGIN]
+        ids_with_cut = [tokenizer.encode(before), tokenizer.encode_continuation(after)]
+        if np.array_equal(np.concatenate(ids_with_cut), tokenizer.encode(before + after)):
             yield text[start:end]
             start = end
     yield text[start:]
@@ -121,13 +121,13 @@ def tokenize(tokenizer: Tokenizer, val_fraction: float, text: str) -> Document:
     del utf8  # may be a gigabyte
     content = bytearray()  # of the token ids; grows in place, while np.concatenate holds them twice
     lost_text = ""
-    encode = tokenizer.encode_document  # start_ids, then the text
-    for piece in split_text(tokenizer, text):
-        ids = encode(piece)
+    encode = tokenizer.encode_document  # for the first chunk: start_ids, then the text
+    for chunk in split_text(tokenizer, text):
+        ids = encode(chunk)  # uint32, as np.frombuffer below expects
         content += ids.tobytes()
-        lost_text += tokenizer.lost_text(piece, ids)  # "" for gpt2 and bytes
+        lost_text += tokenizer.lost_text(chunk, ids)  # "" for gpt2 and bytes
         encode = tokenizer.encode_continuation
-    tokens = np.frombuffer(content, np.uint32)  # (n,)
+    tokens = np.frombuffer(content, np.uint32)  # (n,), the same memory
     return Document(
         tokens=tokens,
         num_start=len(tokenizer.start_ids),
@@ -144,21 +144,25 @@ def read_documents(
     beginning on; threads tokenize them. `resume_point` is the manifest's, ResumePoint() in a new
     one."""
 
-    def tokenize_batch(batch: RowBatch, resume_point: ResumePoint) -> list[Document]:
+    def tokenize_batch(row_batch: RowBatch, resume_point: ResumePoint) -> list[Document]:
         """Return the documents of a batch from row `resume_point.documents` on. Rows before it, and
-        the first `resume_point.tokens` tokens of its own document, are done already."""
+        the first `resume_point.tokens` tokens of the document in this row, are in the shards
+        already."""
         documents: list[Document] = []
-        for row, text in enumerate(batch.rows):
+        for row, text in enumerate(row_batch.rows):
             # a Skipped row is only counted
             if row >= resume_point.documents and isinstance(text, str):
                 document = tokenize(tokenizer, options.val_fraction, text)
                 # from where a later run would read the document again
-                document.position = batch.position
+                document.position = row_batch.position
                 document.row = row
                 documents.append(document)
-        batch.rows.clear()  # a text may be as large as memory
+        # in place, also in the loop below, which still holds the batch: a text may be as large as
+        # memory
+        row_batch.rows.clear()
         if documents:
-            documents[0].num_written = resume_point.tokens  # 0 after the first batch
+            # 0 after the first batch; Sharder.write skips these tokens
+            documents[0].num_written = resume_point.tokens
         return documents
 
     # documents of each batch, in the order of the source
@@ -166,8 +170,8 @@ def read_documents(
     # threads, not processes: tokenizers release the interpreter lock, and nothing is copied
     workers = ThreadPoolExecutor(options.num_workers)
     try:
-        for batch in source.batches(resume_point.source):
-            pending.append(workers.submit(tokenize_batch, batch, resume_point))
+        for row_batch in source.batches(resume_point.source):
+            pending.append(workers.submit(tokenize_batch, row_batch, resume_point))
             resume_point = ResumePoint()  # nothing of the next batches is in the shards
             # three batches a thread keep all threads busy, and memory small
             if len(pending) > 3 * options.num_workers:
@@ -183,6 +187,7 @@ def write_shards(
     options: ShardOptions, source: Source, sharder: Sharder, tokenizer: Tokenizer
 ) -> bool:
     """Write shards; return True at the end of the source, False once max_shards are full."""
+    # all that earlier runs have not written, in the order of the source
     documents = read_documents(options, source, tokenizer, sharder.manifest.state)
     # seconds between updates of the bar; in a log file each update is a line
     bar_seconds = 0.1 if sys.stderr.isatty() else 60
@@ -204,9 +209,9 @@ def write_shards(
                 "--allow_loss"
             )
         bar.update(len(document.tokens) - document.num_written)
-        if not sharder.write(document):  # max_shards are full, and the resume_point is saved
+        if not sharder.write(document):  # max_shards are full, and the resume point is saved
             return False
-    sharder.save_state(SourcePosition(len(source.names)))  # after the last file
+    sharder.save_resume_point(SourcePosition(len(source.names)))  # after the last file
     # Every byte of text that was read, by earlier runs too, is in the shards.
     num_bytes = sum(counts.bytes for counts in source.ledger.values())
     assert num_bytes == sum(sharder.manifest.bytes.values()), "text was lost"
@@ -215,7 +220,7 @@ def write_shards(
 
 def prepare(options: ShardOptions, folder: Path) -> tuple[Manifest, int]:
     """Write the shards that the folder lacks; return its manifest and the number of new tokens."""
-    # files of all workers; {} if the dataset is read
+    # bytes of each file, by its name, of all workers; {} if the dataset is read
     sizes = list_files(options.input) if options.input else {}
     tokenizer_spec = options.tokenizer
     is_file = Path(tokenizer_spec).is_file()  # a tokenizer.json, whatever its name
@@ -256,7 +261,8 @@ def prepare(options: ShardOptions, folder: Path) -> tuple[Manifest, int]:
     )
     if isinstance(tokenizer, FileTokenizer):
         settings.end_of_text = tokenizer.end_of_text
-    # Two processes would overwrite each other's shards. The lock is a file descriptor.
+    # Two processes would overwrite each other's shards. The lock is a file descriptor; UserError if
+    # another process holds it.
     lock = lock_folder(folder, "sharding into")
     try:
         sharder = Sharder(folder, settings, source, options.max_shards)
@@ -285,10 +291,9 @@ def report(manifest: Manifest) -> None:
     print(f"documents: {manifest.documents:,}; skipped: {join_reasons(manifest.skipped)}")
     print(f"tokenizer: {manifest.tokenizer}")
     for split in ("train", "val"):
-        # tokens of each shard
-        sizes = [entry.tokens for entry in manifest.shards if entry.split == split]
-        num_tokens = sum(sizes)
-        line = f"{split}: {num_tokens:,} tokens; shards: {len(sizes)}"
+        shards = [entry for entry in manifest.shards if entry.split == split]
+        num_tokens = sum(entry.tokens for entry in shards)
+        line = f"{split}: {num_tokens:,} tokens; shards: {len(shards)}"
         if num_tokens:
             line += f"; {manifest.bytes[split] / num_tokens:.2f} bytes per token"
         print(line)
@@ -303,8 +308,8 @@ def report(manifest: Manifest) -> None:
         print(f"lost: {share:.2%} of the bytes, which {manifest.tokenizer} does not give back")
     if manifest.held_out:  # hashes gave a split too little text, or none
         print(
-            f"validation: {HELD_OUT_SPANS} pieces, spread over the last text, or over several if "
-            "that is short"
+            f"validation: the ends of {HELD_OUT_SPANS} spans of the last text, or of the last "
+            "texts if that is short"
         )
 
 

@@ -45,10 +45,10 @@ def read_folder(folder: Path, num_rows: int) -> tuple[str, ModelTokens]:
     content = json.loads(tokenizer.backend_tokenizer.to_str())
     added_tokens = [entry for entry in content["added_tokens"] if entry["id"] < num_rows]
     content["added_tokens"] = added_tokens
-    names = [entry["content"] for entry in added_tokens]
-    # also leaves out the list of further tokens
+    token_names = [entry["content"] for entry in added_tokens]
+    # Leaves out tokens that were cut off above, and additional_special_tokens, which is a list.
     special_tokens = tokenizer.special_tokens_map.items()
-    template_tokens = {name: token for name, token in special_tokens if token in names}
+    template_tokens = {name: token for name, token in special_tokens if token in token_names}
 
     end_ids: list[int] = []
     config_classes: dict[str, Any] = {
@@ -74,6 +74,7 @@ def says_no_more(folder: Path, eot: int) -> bool:
     for pattern in ("added_tokens.json", "special_tokens_map.json", "**/*.jinja"):
         if any(folder.glob(pattern)):
             return False
+    # values that add nothing to a tokenizer.json whose one special token is END_OF_TEXT
     without_effect = (None, END_OF_TEXT, eot, "PreTrainedTokenizerFast")
     for path in folder.glob("*config.json"):
         for name, value in json.loads(path.read_text(encoding="utf-8")).items():
@@ -93,14 +94,14 @@ def wrap(
     from tokenizers import Tokenizer as Backend
     from transformers import PreTrainedTokenizerFast
 
-    options: dict[str, Any] = dict(special_tokens)
+    arguments: dict[str, Any] = dict(special_tokens)  # bos_token="<s>", ...
     pre_tokenizer = json.loads(tokenizer_json)["pre_tokenizer"] or {}
     if pre_tokenizer.get("add_prefix_space"):
-        options["add_prefix_space"] = True  # transformers 4 would switch it off otherwise
+        arguments["add_prefix_space"] = True  # transformers 4 would switch it off otherwise
     return PreTrainedTokenizerFast(
         tokenizer_object=Backend.from_str(tokenizer_json),
         chat_template=chat_template,
         model_max_length=block_size,
         model_input_names=MODEL_INPUTS,
-        **options,
+        **arguments,
     )

@@ -61,12 +61,12 @@ def permute(positions: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
     round_keys = np.frombuffer(digest, "<u8")
 
     # uint64: a product wraps around, and a shift to the right fills with zeros
-    ids = positions.astype(np.uint64)  # permuted in place, until all lie in [0, n)
-    outside = np.ones(ids.shape, bool)  # not yet permuted, or permuted to n or above
+    sequence_ids = positions.astype(np.uint64)  # permuted in place, until all lie in [0, n)
+    outside = np.ones(sequence_ids.shape, bool)  # not yet permuted, or permuted to n or above
     while outside.any():
         # upper and lower halves of the k ids outside, (k,) each
-        left = ids[outside] >> half_bits
-        right = ids[outside] & half_mask
+        left = sequence_ids[outside] >> half_bits
+        right = sequence_ids[outside] & half_mask
         for key in round_keys:
             # multiply and shift, with constants of SplitMix64 (Steele et al. 2014): each bit of
             # `right` changes half of the bits; the upper 32, which are mixed best, are taken
@@ -77,9 +77,9 @@ def permute(positions: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
             mixed &= half_mask
             # the halves change places, so that the next round alters the other one
             left, right = right, left ^ mixed
-        ids[outside] = (left << half_bits) | right
-        outside = ids >= n
-    return ids.astype(np.int64)  # as callers add and subtract
+        sequence_ids[outside] = (left << half_bits) | right
+        outside = sequence_ids >= n
+    return sequence_ids.astype(np.int64)  # as callers add and subtract
 
 
 def epoch_order(positions: np.ndarray, n: int, seed: int) -> np.ndarray:
@@ -93,9 +93,10 @@ def epoch_order(positions: np.ndarray, n: int, seed: int) -> np.ndarray:
     return sequence_ids
 
 
-def step_sequences(step: int, batch: int, n: int, seed: int) -> np.ndarray:
-    """Return the ids (G,) of the sequences, of n in all, in a step with G = `batch`."""
-    return epoch_order(step * batch + np.arange(batch), n, seed)
+def sequence_ids_of_step(step: int, sequences_per_step: int, n: int, seed: int) -> np.ndarray:
+    """Return the ids (G,) of the sequences, of n in all, in a step of G = `sequences_per_step`;
+    steps count from 0."""
+    return epoch_order(step * sequences_per_step + np.arange(sequences_per_step), n, seed)
 
 
 class Sequences:
@@ -115,10 +116,10 @@ class Sequences:
         # - 1: the last target needs a token, too
         return (len(self.stream) - 1) // self.block_size
 
-    def count_within(self, tokens: int) -> int:
-        """Return how many sequences have the first `tokens` targets (--val_tokens): at least 1, at
-        most all."""
-        return min(len(self), max(1, tokens // self.block_size))
+    def count_within(self, num_tokens: int) -> int:
+        """Return how many sequences have the first `num_tokens` targets (--val_tokens): at least 1,
+        at most all."""
+        return min(len(self), max(1, num_tokens // self.block_size))
 
     def read(self, sequence_id: int) -> np.ndarray:
         """Return the tokens of a sequence, int64 (T + 1,), T = block_size."""
@@ -126,9 +127,9 @@ class Sequences:
         # + 1: the target of the last input, which is the first input of the next sequence
         return self.stream.read(start, self.block_size + 1)
 
-    def batch(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return inputs and targets, int64 (B, T) each, of the sequences `ids` (B,)."""
-        return shift([self.read(sequence_id) for sequence_id in ids])
+    def make_batch(self, sequence_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return inputs and targets, int64 (B, T) each, of the sequences `sequence_ids` (B,)."""
+        return shift([self.read(sequence_id) for sequence_id in sequence_ids])
 
 
 def shift(rows: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
@@ -165,9 +166,10 @@ def parse_corpora(data_dir: Sequence[Path | str]) -> list[Corpus]:
     folders = [folder for corpus in corpora for folder in corpus.folders]
     if len(set(folders)) < len(folders):
         raise UserError("data_dir names a folder twice, whose text would count twice")
+    # fewer folders than names: the names without a weight were left out above
     if len(folders) < len(data_dir) or min(corpus.weight for corpus in corpora) == 0:
         raise UserError("data_dir: give each folder a weight above 0, as FOLDER:0.7, or none")
-    # fractions, not floats: the shares of a period have to be whole numbers
+    # fractions, not floats: each corpus needs a whole number of places in a period
     total = sum(corpus.weight for corpus in corpora)
     return [Corpus(corpus.folders, corpus.weight / total) for corpus in corpora]
 
@@ -203,24 +205,25 @@ class Mixture:
         corpora = parse_corpora(data_dir)
         self.corpus_weights = [float(corpus.weight) for corpus in corpora]
         """Share of each corpus in the positions; they add up to 1."""
-        self.sequences_by_corpus: list[Sequences] = []
+        self.corpus_sequences: list[Sequences] = []
         """Sequences of each corpus."""
         all_folders: list[ShardFolder] = []
         for corpus in corpora:
             # only folders that have shards of the split; UserError if none has
             folders = open_folders(corpus.folders, split)
-            self.sequences_by_corpus.append(Sequences(TokenStream(folders), block_size))
+            self.corpus_sequences.append(Sequences(TokenStream(folders), block_size))
             all_folders += folders
+        # TokenStream refuses corpora that differ in tokenizer or val_fraction.
         self.stream = TokenStream(all_folders)
         """All tokens, for their number, checksum and tokenizer. Batches read
-        `sequences_by_corpus`."""
+        `corpus_sequences`."""
         # Folders without weights are one corpus, which is named after the first of them.
-        first_folders = [sequences.stream.folders[0] for sequences in self.sequences_by_corpus]
+        first_folders = [sequences.stream.folders[0] for sequences in self.corpus_sequences]
         self.names = [folder.name for folder in first_folders]
         """Name of each corpus, for the log: loss_NAME."""
         if len(set(self.names)) < len(self.names):  # e.g. a/shards and b/shards
             self.names = [str(folder.path) for folder in first_folders]
-        sizes = [len(sequences) for sequences in self.sequences_by_corpus]
+        sizes = [len(sequences) for sequences in self.corpus_sequences]
         self.starts = np.cumsum([0, *sizes])
         """Id of the first sequence of each corpus; last, the number of sequences."""
         # the smallest number of positions in which each corpus has a whole number of places
@@ -233,37 +236,38 @@ class Mixture:
                 "data_dir: give weights of at most six digits, or whole numbers that add up to "
                 f"at most {LONGEST_PERIOD:,}"
             )
+        # corpus and turn of each place of a period, (period,) each
         self.corpus_of_place, self.turn_of_place = assign_places(self.places_per_period)
 
     def sequence_ids_at(self, positions: np.ndarray, seed: int) -> np.ndarray:
         """Return the ids (N,) of the sequences at positions (N,) of the data order."""
         # position 10 of periods of 4 is place 2 of period 2
-        num_periods, place_ids = np.divmod(positions, self.period)  # (N,) each
+        num_periods, places = np.divmod(positions, self.period)  # (N,) each
         sequence_ids = np.empty_like(positions)
-        for i, sequences in enumerate(self.sequences_by_corpus):
-            chosen = self.corpus_of_place[place_ids] == i  # (N,) bool
-            # Positions in this corpus' own order: `places_per_period[i]` for each earlier period,
+        for i, sequences in enumerate(self.corpus_sequences):
+            in_corpus = self.corpus_of_place[places] == i  # (N,) bool
+            # Positions in the order of this corpus: `places_per_period[i]` for each earlier period,
             # plus the turn within this period.
-            turns = self.turn_of_place[place_ids[chosen]]
-            own_positions = num_periods[chosen] * self.places_per_period[i] + turns
-            # each corpus shuffles its own sequences, whose ids count from 0
-            own_ids = epoch_order(own_positions, len(sequences), seed)
-            sequence_ids[chosen] = self.starts[i] + own_ids
+            turns = self.turn_of_place[places[in_corpus]]
+            corpus_positions = num_periods[in_corpus] * self.places_per_period[i] + turns
+            # each corpus is shuffled by itself, and its ids count from 0
+            ids_in_corpus = epoch_order(corpus_positions, len(sequences), seed)
+            sequence_ids[in_corpus] = self.starts[i] + ids_in_corpus
         return sequence_ids
 
-    def sequence_ids_of_step(self, step: int, num_sequences: int, seed: int) -> np.ndarray:
-        """Return the ids (G,) of the G = `num_sequences` of a step, those of all processes; steps
-        count from 0."""
-        return self.sequence_ids_at(step * num_sequences + np.arange(num_sequences), seed)
+    def sequence_ids_of_step(self, step: int, sequences_per_step: int, seed: int) -> np.ndarray:
+        """Return the ids (G,) of the sequences in a step of G = `sequences_per_step`, those of all
+        processes; steps count from 0."""
+        return self.sequence_ids_at(step * sequences_per_step + np.arange(sequences_per_step), seed)
 
-    def batch(self, sequence_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def make_batch(self, sequence_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return inputs and targets, int64 (B, T) each, of sequences (B,)."""
         rows: list[np.ndarray] = []  # (T + 1,) each
         for sequence_id in sequence_ids:
             # ids of corpus i are [starts[i], starts[i + 1]): the last start not above the id
             corpus_id = np.searchsorted(self.starts, sequence_id, side="right") - 1
-            own_id = sequence_id - self.starts[corpus_id]
-            rows.append(self.sequences_by_corpus[corpus_id].read(own_id))
+            id_in_corpus = sequence_id - self.starts[corpus_id]
+            rows.append(self.corpus_sequences[corpus_id].read(id_in_corpus))
         return shift(rows)
 
     @property
@@ -271,19 +275,19 @@ class Mixture:
         """Names of the corpora; of several, with their shares."""
         if len(self.names) == 1:
             return self.names[0]
-        # .name, as some names are paths
+        # .name, as the names are paths where two folders have the same one
         return ", ".join(
             f"{100 * weight:.4g} % of {Path(name).name}"
             for weight, name in zip(self.corpus_weights, self.names, strict=True)
         )
 
-    def describe_epochs(self, tokens: int) -> str:
+    def describe_epochs(self, num_tokens: int) -> str:
         """Return how often `tokens` tokens of training see their corpus; of several, the one that
         they see most often, by name."""
-        # tokens that the run draws from each corpus, over the tokens that the corpus has
+        # for each corpus the tokens that the run draws from it, over the tokens that it has
         epochs = [
-            weight * tokens / len(sequences.stream)
-            for weight, sequences in zip(self.corpus_weights, self.sequences_by_corpus, strict=True)
+            weight * num_tokens / len(sequences.stream)
+            for weight, sequences in zip(self.corpus_weights, self.corpus_sequences, strict=True)
         ]
         if len(epochs) == 1:
             return f"{epochs[0]:,.2f} epochs"
@@ -293,29 +297,31 @@ class Mixture:
 
 @dataclass(frozen=True)
 class Slicing:
-    """Division of the sequences of an optimizer step into parts of the data and micro-steps."""
+    """Division of the sequences of an optimizer step among processes and micro-steps."""
 
     micro_steps: int
     """Forward and backward passes of a process in an optimizer step."""
     micro_batch_size: int
     """Sequences in one forward and backward pass of a process."""
     data_rank: int
-    """Process.data_rank: processes that share a block by tensor parallelism have the same."""
+    """Process.data_rank: processes that share a block by tensor parallelism have the same, and read
+    the same sequences."""
     data_parallel: int
-    """Parts of the data; without tensor parallelism each process reads one."""
+    """Number of data ranks; without tensor parallelism the number of processes."""
 
     @property
     def sequences_per_step(self) -> int:
         """Sequences in an optimizer step, a global batch, of all parts."""
         return self.micro_steps * self.micro_batch_size * self.data_parallel
 
-    def own_sequence_ids(self, sequence_ids: np.ndarray) -> np.ndarray:
-        """Return this part's ids (micro_steps, micro_batch_size) of those of a step,
-        (sequences_per_step,)."""
-        # Micro-step first, part second: micro-step i of all parts is sequences [i*B*W, (i+1)*B*W)
-        # of the step, whatever the number of parts W and the micro-batch B.
-        by_part = sequence_ids.reshape(self.micro_steps, self.data_parallel, self.micro_batch_size)
-        return by_part[:, self.data_rank]
+    def local_sequence_ids(self, sequence_ids: np.ndarray) -> np.ndarray:
+        """Return the ids (micro_steps, micro_batch_size) that this process reads, of those of a
+        step, (sequences_per_step,)."""
+        # Micro-step first, rank second: micro-step i of W ranks together is sequences
+        # [i*B*W, (i+1)*B*W) of the step, with B in a micro-batch. So with the same B*W, other
+        # numbers of processes read the same sequences in each micro-step.
+        by_rank = sequence_ids.reshape(self.micro_steps, self.data_parallel, self.micro_batch_size)
+        return by_rank[:, self.data_rank]
 
 
 def train_batches(
@@ -325,10 +331,10 @@ def train_batches(
     step."""
     for step in steps:
         # every process computes the order of the whole step, and reads only its own sequences
-        for sequence_ids in slicing.own_sequence_ids(
+        for sequence_ids in slicing.local_sequence_ids(
             data.sequence_ids_of_step(step, slicing.sequences_per_step, seed)
         ):
-            yield data.batch(sequence_ids)  # (B,), of a micro-step
+            yield data.make_batch(sequence_ids)  # ids (B,) of a micro-step
 
 
 def prefetch(items: Iterator) -> Iterator:

@@ -132,7 +132,7 @@ def read_manifest(folder: Path) -> Manifest | None:
         ledger = content.get("ledger", {})
         content["ledger"] = {name: FileCounts(**counts) for name, counts in ledger.items()}
         content["state"] = ResumePoint(**content.get("state", {}))
-        # Keys of other versions are dropped.
+        # Keys of other versions are dropped; their defaults stand for keys that are missing.
         names = {field.name for field in fields(Manifest)}
         return Manifest(**{name: content[name] for name in names & content.keys()})
 

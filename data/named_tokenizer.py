@@ -83,11 +83,11 @@ class ByteTokenizer(Tokenizer):
 
     def encode(self, text: str) -> np.ndarray:
         # each byte is its own id
-        return np.frombuffer(text.encode(), np.uint8).astype(np.uint32)
+        return np.frombuffer(text.encode(), np.uint8).astype(np.uint32)  # (bytes,)
 
     def decode_bytes(self, ids: list[int]) -> bytes:
         # bytes() would raise ValueError for end of text, 256
-        return bytes(token for token in ids if token != self.eot)
+        return bytes(token_id for token_id in ids if token_id != self.eot)
 
 
 class GPT2Tokenizer(Tokenizer):
@@ -115,7 +115,7 @@ class GPT2Tokenizer(Tokenizer):
 
     def decode_bytes(self, ids: list[int]) -> bytes:
         # tiktoken would write end of text as "<|endoftext|>"
-        return self.encoding.decode_bytes([token for token in ids if token != self.eot])
+        return self.encoding.decode_bytes([token_id for token_id in ids if token_id != self.eot])
 
 
 # Classes, not instances: their attributes are known without the download of GPT-2's vocabulary.

@@ -58,5 +58,5 @@ def open_model(name: str | Path, *, float32: bool = False) -> tuple[GPT, str, Ch
         model, checkpoint = load_model(path, float32=float32)
         return model, checkpoint["tokenizer"], checkpoint
 
-    model, tokenizer = open_pretrained(name)  # float32
-    return model.eval(), tokenizer, {}
+    model, tokenizer_spec = open_pretrained(name)  # float32
+    return model.eval(), tokenizer_spec, {}

@@ -54,25 +54,25 @@ class Document:
     num_written: int = 0
     """Number of its first tokens that an earlier run has written."""
     num_texts: int = 1
-    """Texts that it is made of: several where pieces of all of them are held out."""
+    """Texts that it is made of: several where divide_last has joined the last short ones."""
 
 
 def hold_out(document: Document, num_held_out: int) -> Document:
     """Divide a document into train and validation tokens. The end of each of HELD_OUT_SPANS equal
-    spans is held out, so that both sides hold all parts of the text, as chapters in another
-    language. What stands before the text stands before every piece. `num_held_out`: tokens, at
-    least 1, at most half of the document's."""
+    spans is held out, so that both splits have some of each chapter, as of one in another language.
+    The start_ids, which stand before a text, stand before the beginning and before the held-out end
+    of each span. `num_held_out`: tokens, at least 1, at most half of the document's."""
     start_ids, text_ids = np.split(document.tokens, [document.num_start])
-    # fewer tokens than HELD_OUT_SPANS are held out one by one, so that no piece is empty
-    num_pieces = min(HELD_OUT_SPANS, num_held_out)
-    # tokens held out of each span; the division's remainder is trained on
-    piece_size = num_held_out // num_pieces
-    train: list[np.ndarray] = []  # start_ids and a piece in turn
-    val: list[np.ndarray] = []
-    for span in np.array_split(text_ids, num_pieces):
-        train += [start_ids, span[:-piece_size]]
-        val += [start_ids, span[-piece_size:]]
-    # All train pieces come first: Sharder.write needs one border between train and validation.
+    # fewer tokens than HELD_OUT_SPANS are held out one by one, so that no end is empty
+    num_spans = min(HELD_OUT_SPANS, num_held_out)
+    # tokens at the end of each span; the division's remainder is trained on
+    end_size = num_held_out // num_spans
+    train: list[np.ndarray] = []  # start_ids and the beginning of a span in turn
+    val: list[np.ndarray] = []  # start_ids and the end of a span in turn
+    for span in np.array_split(text_ids, num_spans):
+        train += [start_ids, span[:-end_size]]
+        val += [start_ids, span[-end_size:]]
+    # All train tokens come first: Sharder.write needs one border between train and validation.
     return replace(
         document,
         tokens=np.concatenate(train + val),
@@ -87,27 +87,28 @@ def sha256(path: Path) -> str:
 
 
 class ShardWriter:
-    """Appends tokens of `dtype` to a temporary file, whose first `start` tokens an earlier run has
-    written; `finish` gives it its final name, `path` (.npy or .bin)."""
+    """Appends tokens of `dtype`, "<u2" or "<u4", to a temporary file, whose first `num_written`
+    tokens an earlier run has written; `finish` gives it its final name, `path` (.npy or .bin)."""
 
-    def __init__(self, path: Path, split: str, dtype: str, start: int = 0) -> None:
+    def __init__(self, path: Path, split: str, dtype: str, num_written: int = 0) -> None:
         self.path = path
         self.dtype = np.dtype(dtype)
         self.split = split
         self.temporary = path.with_name(path.name + ".tmp")
-        self.is_copy = start > 0 and not self.temporary.exists()
+        # read by Sharder.reopen, which removes a copy that does not hold the expected tokens
+        self.is_copy = num_written > 0 and not self.temporary.exists()
         if self.is_copy:
             # The earlier run ended before the shard was full, or was killed after the rename and
             # before the manifest. A copy, as training may read the shard under its name meanwhile;
             # written aside, so that a kill leaves no half of it.
-            with open(path, "rb") as shard, atomic_write(self.temporary) as copy:
-                shutil.copyfileobj(shard, copy, 2**20)
+            with open(path, "rb") as shard, atomic_write(self.temporary) as temporary_file:
+                shutil.copyfileobj(shard, temporary_file, 2**20)  # in chunks of 1 MiB
         # "r+b" keeps the tokens of the earlier run, "w+b" empties the file
-        self.file = open(self.temporary, "r+b" if start else "w+b")
-        self.num_tokens = start
-        self.write_header()
-        tokens = np.fromfile(self.file, self.dtype, start)
-        self.num_tokens = len(tokens)  # fewer than `start` in an older copy of the file
+        self.file = open(self.temporary, "r+b" if num_written else "w+b")
+        self.num_tokens = num_written
+        self.write_header()  # leaves the file at the first token
+        tokens = np.fromfile(self.file, self.dtype, num_written)  # ends after the last one
+        self.num_tokens = len(tokens)  # fewer than `num_written` in an older copy of the file
         self.checksum = zlib.crc32(tokens.tobytes())  # CRC-32 of all tokens
         self.file.truncate()  # what the earlier run wrote after its last resume point
 
@@ -174,7 +175,7 @@ class Sharder:
         self.writers: dict[str, ShardWriter] = {}
         """Open shard of each split that has one."""
         self.num_tokens = {"train": 0, "val": 0}
-        """Tokens in the full shards of each split, from `reopen` on in all."""
+        """Tokens in the full shards of each split; from `reopen` on in its open shard, too."""
         manifest = read_manifest(folder)
         if manifest is None and shard_paths(folder):
             raise UserError(f"{folder} holds shards without a manifest; {ADVICE}")
@@ -191,7 +192,8 @@ class Sharder:
                 )
         self.manifest = manifest
         for entry in manifest.shards:
-            # Opening it raises an error if the file is missing, cut, or not the one that is listed.
+            # Reading its header raises an error if the file is missing, cut, or not the one that is
+            # listed.
             layout = Shard(folder / entry.file, entry.tokens).layout
             if entry.tokens == self.shard_size:
                 self.num_tokens[entry.split] += layout.num_tokens
@@ -206,7 +208,7 @@ class Sharder:
         return self.max_shards is not None and self.num_full("train") >= self.max_shards
 
     def reopen(self) -> None:
-        """Open the unfinished shards after the tokens that its state counts. Those that
+        """Open the unfinished shards after the tokens that the manifest's state counts. Those that
         `end` of an earlier run has listed stay in the manifest until they are longer. Raise
         UserError if one does not hold these tokens."""
         # Neither complete nor stopped: until `end`, training warns that the folder is not finished.
@@ -215,7 +217,8 @@ class Sharder:
         for split, num_tokens in self.manifest.state.open.items():
             self.open_shard(split, num_tokens)
             self.num_tokens[split] += num_tokens
-            # The file may be another one by now, as from a backup.
+            # The file may be another one by now, as from a backup. Without a checksum of an older
+            # version, only the number is compared.
             writer = self.writers[split]
             checksum = self.manifest.state.checksums.get(split, writer.checksum)
             if (num_tokens, checksum) != (writer.num_tokens, writer.checksum):
@@ -226,54 +229,55 @@ class Sharder:
                     f"manifest counts; put back the file that does, or {ADVICE}"
                 )
 
-    def open_shard(self, split: str, start: int = 0) -> None:
-        """Open the next shard of a split, after its first `start` tokens."""
+    def open_shard(self, split: str, num_written: int = 0) -> None:
+        """Open the next shard of a split, after its first `num_written` tokens."""
         # Shards are numbered from 0; all before this one are full and in the manifest.
         index = self.num_full(split)
         path = self.folder / f"{split}_{index:06d}.{self.manifest.format}"
-        self.writers[split] = ShardWriter(path, split, self.dtype, start)
+        self.writers[split] = ShardWriter(path, split, self.dtype, num_written)
 
     def finish_shard(self, split: str) -> None:
         """Finish the open shard of a split, and list it instead of a shorter one of its name, which
         `end` of an earlier run has listed."""
         entry = self.writers.pop(split).finish()
-        others = [other for other in self.manifest.shards if other.file != entry.file]
-        self.manifest.shards = [*others, entry]
+        other_entries = [other for other in self.manifest.shards if other.file != entry.file]
+        self.manifest.shards = [*other_entries, entry]
 
     def hold_back(self, documents: Iterator[Document]) -> Iterator[Document]:
         """Yield documents to write, and the last ones of the source only at its end: if
         --val_fraction is above 0, a part of them may have to be held out for validation."""
-        last: list[Document] = []  # read, but not yet yielded
-        num_tokens = 0  # sum over `last`
+        held_back: list[Document] = []  # read, but not yet yielded
+        num_tokens = 0  # sum over `held_back`
         for document in documents:
-            last.append(document)
+            held_back.append(document)
             num_tokens += len(document.tokens)
             # Keep just enough documents for twice the tokens that validation needs, as divide_last
             # holds out at most half of them.
-            while num_tokens - len(last[0].tokens) >= 2 * self.min_val_tokens:
-                num_tokens -= len(last[0].tokens)
-                yield last.pop(0)
+            while num_tokens - len(held_back[0].tokens) >= 2 * self.min_val_tokens:
+                num_tokens -= len(held_back[0].tokens)
+                yield held_back.pop(0)
         # One of several workers may go without validation text: another one may have some.
-        if last and self.manifest.val_fraction and self.manifest.worker_count == 1:
-            last = self.divide_last(last, self.manifest.val_fraction)
-        yield from last
+        if held_back and self.manifest.val_fraction and self.manifest.worker_count == 1:
+            held_back = self.divide_last(held_back, self.manifest.val_fraction)
+        yield from held_back
 
-    def divide_last(self, last: list[Document], val_fraction: float) -> list[Document]:
-        """Return the last documents of the source. Where hashes leave no text to train on, or too
-        little for validation, as of one book or a few short notes, those that are in the other
-        split become one document, with pieces of it held out: a tenth of it, `val_fraction` of all
-        tokens or min_val_tokens, whichever is most, but at most half."""
+    def divide_last(self, documents: list[Document], val_fraction: float) -> list[Document]:
+        """Return the last documents of the source, to be written instead of `documents`. Where
+        hashes leave no text to train on, or too little for validation, as of one book or a few
+        short notes, those that are in the other split become one document, with the ends of its
+        spans held out: a tenth of it, `val_fraction` of all tokens or min_val_tokens, whichever is
+        most, but at most half."""
         # So far each document is in one split as a whole: num_train is 0 in validation.
-        to_divide = [document for document in last if document.num_train]
-        of_val = [document for document in last if not document.num_train]
-        # validation tokens: written so far, and in `last`
-        num_val = self.num_tokens["val"] + sum(len(document.tokens) for document in of_val)
+        to_divide = [document for document in documents if document.num_train]
+        in_val = [document for document in documents if not document.num_train]
+        # validation tokens: written so far, and in `documents`
+        num_val = self.num_tokens["val"] + sum(len(document.tokens) for document in in_val)
         if not to_divide:  # hashes put all of them into validation
-            to_divide, of_val = of_val, []
+            to_divide, in_val = in_val, []
         tokens = np.concatenate([document.tokens for document in to_divide])  # (n,)
         # If an earlier run has written a part of these tokens, manifest.held_out stays as it is:
         # computed again it would differ, as num_tokens has grown.
-        if last[0].num_written == 0:
+        if documents[0].num_written == 0:
             self.manifest.held_out = 0
             # false if hashes put every text of the source into validation
             has_train = to_divide[0].num_train > 0 or self.num_tokens["train"] > 0
@@ -283,31 +287,31 @@ class Sharder:
                 num_held_out = max(self.min_val_tokens, len(tokens) // 10, share)
                 self.manifest.held_out = min(num_held_out, len(tokens) // 2)
         if self.manifest.held_out == 0:  # both splits have enough
-            return last
+            return documents
         joined = replace(
-            # with the first position: a later run reads all of `last` again from there
-            last[0],
+            # with the first position: a later run reads all of `documents` again from there
+            documents[0],
             tokens=tokens,
             num_bytes=sum(document.num_bytes for document in to_divide),
             lost_text="".join(document.lost_text for document in to_divide),
             num_texts=len(to_divide),
         )
         # The joined document comes first: a run that is killed within it reads all of these again.
-        return [hold_out(joined, self.manifest.held_out)] + of_val
+        return [hold_out(joined, self.manifest.held_out)] + in_val
 
     def write(self, document: Document) -> bool:
         """Append the tokens of a document that are not written yet; return False once the folder is
         full. Saves the manifest each time a shard gets full."""
-        total = len(document.tokens)
-        start = document.num_written  # tokens [start, total) are not written yet
+        num_tokens = len(document.tokens)
+        start = document.num_written  # tokens [start, num_tokens) are not written yet
         if start == 0:  # else an earlier run has counted the document
             self.manifest.documents += document.num_texts
             self.manifest.lost_bytes += len(document.lost_text.encode())
-        while start < total:
-            # tokens [0, num_train) are for train, [num_train, total) for validation
+        while start < num_tokens:
+            # tokens [0, num_train) are for train, [num_train, num_tokens) for validation
             split, split_end = "train", document.num_train
             if start >= document.num_train:
-                split, split_end = "val", total
+                split, split_end = "val", num_tokens
             if split not in self.writers:  # none yet, or the last one is full
                 self.open_shard(split)
             writer = self.writers[split]
@@ -317,19 +321,21 @@ class Sharder:
             self.num_tokens[split] += end - start
             # Bytes of a divided text are counted by the share of its tokens, as a normalizer may
             # have changed the text. Differences of rounded sums add up to all of the bytes.
-            bytes_before = document.num_bytes * start // total
-            bytes_after = document.num_bytes * end // total
+            bytes_before = document.num_bytes * start // num_tokens
+            bytes_after = document.num_bytes * end // num_tokens
             self.manifest.bytes[split] += bytes_after - bytes_before
             start = end
             if writer.num_tokens == self.shard_size:
                 # a later run can continue from here
                 self.finish_shard(split)
-                self.save_state(document.position, document.row, start)
+                self.save_resume_point(document.position, document.row, start)
                 if self.is_full:
                     return False
         return True
 
-    def save_state(self, position: SourcePosition, row: int = 0, num_written: int = 0) -> None:
+    def save_resume_point(
+        self, position: SourcePosition, row: int = 0, num_written: int = 0
+    ) -> None:
         """Save the manifest, to continue after `num_written` tokens of the document in a row of the
         batch at a position. Tokens of the open shards are on disk before it counts them."""
         # tokens of each open shard, by split; `sync` forces them to disk

@@ -167,12 +167,13 @@ class ShardFolder:
     @property
     def name(self) -> str:
         """Name of the corpus: FineWeb-Edu for GPT-2 tokens of that dataset, else the folder's."""
-        source = self.path.name  # e.g. "edu_fineweb10B", of build-nanogpt
+        origin = self.path.name  # e.g. "edu_fineweb10B", of build-nanogpt
         if self.manifest:
             # e.g. "['HuggingFaceFW/fineweb-edu', 'sample-10BT']"
-            source = str(self.manifest.source)
-        # Published losses hold for this corpus and these tokens only.
-        edu_match = re.search("fineweb-edu|edu_?fineweb", source.lower())
+            origin = str(self.manifest.source)
+        # Published losses, which evaluation/figure.py draws beside a run's, hold for this corpus
+        # and these tokens only.
+        edu_match = re.search("fineweb-edu|edu_?fineweb", origin.lower())
         if edu_match and self.tokenizer == "gpt2":
             return "FineWeb-Edu"
         return self.path.resolve().name  # "." has no name before it is resolved
@@ -209,10 +210,10 @@ def open_folders(paths: list[Path], split: str) -> list[ShardFolder]:
     """Open a split of folders that are one stream: those that have some of it, as of several
     workers only some may have validation text. Raises UserError if none has."""
     folders = [open_folder(path, split) for path in paths]
-    with_split = [folder for folder in folders if folder.shards]
-    if not with_split:
+    folders_with_split = [folder for folder in folders if folder.shards]
+    if not folders_with_split:
         raise missing_shards(paths, split)
-    return with_split
+    return folders_with_split
 
 
 def missing_shards(paths: list[Path], split: str) -> MissingShards:
@@ -294,7 +295,7 @@ class TokenStream:
             )
         sizes = [shard.num_tokens for shard in self.shards]
         self.starts = np.cumsum([0, *sizes])
-        """Place of the first token of each shard in the stream; last, the length of the stream."""
+        """Index in the stream of the first token of each shard; last, the length of the stream."""
 
     def __len__(self) -> int:
         return self.starts[-1]
@@ -302,6 +303,7 @@ class TokenStream:
     def read(self, start: int, length: int) -> np.ndarray:
         """Return tokens [start, start + length), int64 (length,), across the borders of shards.
         Raises UserError for an id that the tokenizer does not have."""
+        # Sequences.__len__ counts only whole sequences, and data/verify.py ends at len(stream)
         assert 0 <= start and start + length <= len(self)
         tokens_by_shard: list[np.ndarray] = []  # one from each shard in the range
         # the last shard that begins at `start` or before
@@ -337,7 +339,7 @@ class TokenStream:
         return num_bytes / len(self)
 
     @property
-    def digest(self) -> int:
+    def checksum(self) -> int:
         """Checksum of the lengths and checksums of the shards, in their order. It tells other data
         from the same data in another place."""
         # Cheap, as it runs at each start of a training run; data/verify.py reads all tokens.

@@ -26,13 +26,13 @@ from typing import IO, Any, NamedTuple
 from data.manifest import FileCounts
 from utils.errors import UserError
 
-# Rows in a batch. A manifest counts rows within a batch (ResumePoint.documents): with a smaller
-# number a later run would continue at the wrong row.
-BATCH = 100
-IN_FOLDERS = (".parquet", ".jsonl", ".txt", ".py")  # other files are read only if named
-# Beginnings of the reasons that a sound file may have: "without text", "without a column 'text'".
-# A file with another reason, or without any text, is suspect.
-USUAL = ("empty", "without")
+# A manifest counts rows within a batch (ResumePoint.documents): with a smaller number a later run
+# would continue at the wrong row.
+ROWS_PER_BATCH = 100
+SUFFIXES_IN_FOLDERS = (".parquet", ".jsonl", ".txt", ".py")  # other files are read only if named
+# How reasons of Skipped begin that a sound file may have: "without text", "without a column
+# 'text'". A file with another reason, or without any text, is suspect (warn_if_suspect).
+USUAL_REASONS = ("empty", "without")
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class SourcePosition:
 
 
 class RowBatch(NamedTuple):
-    """Successive rows of a file or dataset, BATCH of them or fewer, and where the first one is."""
+    """Successive rows of a file or dataset, at most ROWS_PER_BATCH, and where the first one is."""
 
     position: SourcePosition
     rows: list[str | Skipped]
@@ -106,20 +106,21 @@ class UntilDamage(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         """Fill a buffer with the next bytes; return their number, 0 at the end."""
         try:
+            # 1 byte at a time once the damage is known, see below
             content = self.file.read1(1 if self.error else len(buffer))
         except Exception as error:
             if not is_damage(error):
                 raise
-            if self.error:  # all before the damage is read
+            if self.error:  # for the second time: all before the damage is read
                 self.file = io.BytesIO()  # pyarrow, if asked again, would give more
                 return 0
-            self.error = error
+            self.error = error  # raised by read_rows after the rows before it
             # pyarrow keeps to itself what it has decompressed right before the damage. Read the
             # file again up to here, then byte by byte.
             self.file = self.open()
-            num_left = self.num_read
-            while num_left:
-                num_left -= len(self.file.read1(min(num_left, 2**20)))
+            bytes_left = self.num_read
+            while bytes_left:
+                bytes_left -= len(self.file.read1(min(bytes_left, 2**20)))
             return self.readinto(buffer)
         self.num_read += len(content)
         buffer[: len(content)] = content
@@ -168,7 +169,7 @@ def list_files(inputs: tuple[str, ...]) -> dict[str, int]:
         if os.path.isdir(name):
             for path in walk(Path(name)):
                 # a folder here is a link to one
-                if suffix_of(path.name) in IN_FOLDERS and not path.is_dir():
+                if suffix_of(path.name) in SUFFIXES_IN_FOLDERS and not path.is_dir():
                     # OSError for a broken link
                     sizes[str(path)] = path.stat().st_size
                 else:
@@ -177,14 +178,15 @@ def list_files(inputs: tuple[str, ...]) -> dict[str, int]:
             # A named file is read whatever its suffix. OSError if it is missing.
             sizes[name] = os.path.getsize(name)
     # e.g. "2 .jpg, 1 without a suffix"; "" if nothing is left out
-    others = ", ".join(f"{count:,} {suffix}" for suffix, count in left_out.most_common(8))
+    summary = ", ".join(f"{count:,} {suffix}" for suffix, count in left_out.most_common(8))
     if not sizes:
+        suffixes = ", ".join(SUFFIXES_IN_FOLDERS)
         raise UserError(
-            f"{' '.join(inputs)} holds none of {', '.join(IN_FOLDERS)}, but {others or 'nothing'}; "
+            f"{' '.join(inputs)} holds none of {suffixes}, but {summary or 'nothing'}; "
             f"other files are read if you name them one by one, as {Path(inputs[0], '*')}"
         )
-    if others:
-        print(f"left out: {others}; name a file to read it", file=sys.stderr)
+    if summary:
+        print(f"left out: {summary}; name a file to read it", file=sys.stderr)
     return sizes
 
 
@@ -205,13 +207,13 @@ def read_json(file: IO[str]) -> Iterator[object]:
     first_line = next(filter(str.strip, file), "")
     lines: Iterable[str] = chain([first_line], file)
     if first_line.lstrip().startswith("["):
-        text = "".join(lines)
+        content = "".join(lines)  # of the whole file
         try:
-            rows = json.loads(text)
+            rows = json.loads(content)
         except (ValueError, RecursionError):
             # Lines, the first of which has a bracket, or an array that is damaged: of one with an
             # element in each line, the others are rows.
-            elements = [line.strip().removesuffix(",") for line in text.split("\n")]
+            elements = [line.strip().removesuffix(",") for line in content.split("\n")]
             lines = [element for element in elements if element not in ("[", "]")]
         else:
             yield from rows
@@ -234,8 +236,9 @@ def read_csv(file: IO[str], delimiter: str = ",") -> Iterator[object]:
     # strict: a quote that is never closed is an error, and not one cell to the end of the file.
     make_reader = partial(csv.reader, delimiter=delimiter, strict=True)
     lines: Iterator[str] = iter(file)
-    columns = next(make_reader(lines), [])
+    columns = next(make_reader(lines), [])  # the names in the header; [] of an empty file
     while True:
+        # A row is read from `lines`, as many as it spans; `lines_again` stays before it.
         lines, lines_again = tee(lines)
         try:
             cells = next(make_reader(lines), None)
@@ -272,9 +275,10 @@ def read_parquet(name: str, column: str) -> Iterator[object]:
     file = ParquetFile(name)
     columns = file.schema_arrow.names
     if column not in columns:
+        # without reading any row: read_texts gives all of them the one reason
         yield from repeat(dict.fromkeys(columns), file.metadata.num_rows)
         return
-    for record_batch in file.iter_batches(BATCH, columns=[column]):
+    for record_batch in file.iter_batches(ROWS_PER_BATCH, columns=[column]):
         for value in record_batch.column(0):
             try:
                 yield {column: value.as_py()}
@@ -312,15 +316,16 @@ def read_texts(name: str, column: str) -> Iterator[str | Skipped]:
     row says so."""
     # One Skipped for all rows that lack the column: the reason is a key of the ledger, and lists
     # the columns of a row, which may differ.
-    lacking: Skipped | None = None
+    skipped_without_column: Skipped | None = None
     try:
         for row in read_rows(name, column):
             value = row  # a text, a value of JSON, or Skipped
             if isinstance(row, dict):
                 value = row.get(column)
                 if column not in row:
-                    lacking = lacking or without_column(column, row)
-                    value = lacking
+                    if skipped_without_column is None:
+                        skipped_without_column = without_column(column, row)
+                    value = skipped_without_column
             yield as_text(value)
     except Exception as error:
         if not is_damage(error):
@@ -370,7 +375,7 @@ def warn_if_suspect(name: str, counts: FileCounts) -> None:
     """Print a warning about a file that is not what it seems: none of its rows is a text, or some
     are skipped for a reason that no sound file has."""
     lacks_text = counts.rows > 0 and counts.texts == 0  # an empty file has no row
-    if lacks_text or any(not reason.startswith(USUAL) for reason in counts.skipped):
+    if lacks_text or any(not reason.startswith(USUAL_REASONS) for reason in counts.skipped):
         advice = ""
         if NOT_UTF8.reason in counts.skipped:
             advice = "; to convert Latin-1: iconv -f latin1 -t utf-8 OLD > NEW"
@@ -403,8 +408,8 @@ class Source:
     worker_index: int = 0
     worker_count: int = 1
     ledger: dict[str, FileCounts] = field(default_factory=dict)
-    """Counts of each file of `names` that was read, in their order; the caller puts those of
-    earlier runs in."""
+    """Counts of each file of `names` that was read, in their order. `batches` updates it; the
+    caller puts those of earlier runs in before."""
 
     @cached_property
     def names(self) -> list[str]:
@@ -427,6 +432,7 @@ class Source:
         be read, and at the end if nothing was a text; `datasets` itself retries downloads for some
         minutes."""
         position = SourcePosition(**(resume_point or {}))
+        # both yield the batches of a name from a position on
         read = self.read_batches if self.sizes else self.read_dataset
         for index in range(position.file, len(self.names)):
             name = self.names[index]
@@ -434,11 +440,12 @@ class Source:
             counts = FileCounts(**(position.counts or {"size": self.sizes.get(name, 0)}))
             self.ledger[name] = counts  # updated in place by count_rows
             try:
-                for batch in read(name, position):
-                    # asdict makes a copy: counts of the rows before this batch
-                    full = replace(batch.position, file=index, counts=asdict(counts))
-                    count_rows(counts, batch.rows)
-                    yield RowBatch(full, batch.rows)
+                for row_batch in read(name, position):
+                    # The position takes a copy, by asdict: counts of the rows before this batch.
+                    # Only then those of this batch are added.
+                    batch_position = replace(row_batch.position, file=index, counts=asdict(counts))
+                    count_rows(counts, row_batch.rows)
+                    yield RowBatch(batch_position, row_batch.rows)
             except UserError:  # the message names the source already
                 raise
             except Exception as error:  # a reader's own error, without the file's name
@@ -456,14 +463,15 @@ class Source:
             raise UserError(f"{names:.300} holds no text{worker}")
 
     def read_batches(self, name: str, position: SourcePosition) -> Iterator[RowBatch]:
-        """Yield the batches of a file from a position in it on; their own positions are empty."""
+        """Yield the batches of a file from a position in it on; their own positions are empty, as
+        `batches` fills in all that a file has."""
         # Most formats have no index of rows: earlier rows are read again and dropped.
         first_row = position.counts.get("rows", 0)
         rows_left = islice(read_texts(name, self.column), first_row, None)
-        rows = list(islice(rows_left, BATCH))
+        rows = list(islice(rows_left, ROWS_PER_BATCH))
         while rows:
             yield RowBatch(SourcePosition(), rows)
-            rows = list(islice(rows_left, BATCH))
+            rows = list(islice(rows_left, ROWS_PER_BATCH))
 
     def read_dataset(self, name: str, position: SourcePosition) -> Iterator[RowBatch]:
         """Yield the batches of the hub's dataset, named `name`, from a position on; their own
@@ -487,14 +495,15 @@ class Source:
                 f"{name} has {stream.num_shards} files, none for worker {self.worker_index} of "
                 f"{self.worker_count}"
             )
+        # contiguous=False: every n-th file, as `names` has those of a folder
         stream = stream.shard(self.worker_count, self.worker_index, contiguous=False)
-        state = position.stream
-        if state:
-            stream.load_state_dict(state)
-        for columns in stream.iter(BATCH):  # a dict of lists, by column
+        stream_state = position.stream  # where the next batch begins; None: at the beginning
+        if stream_state:
+            stream.load_state_dict(stream_state)
+        for columns in stream.iter(ROWS_PER_BATCH):  # a dict of lists, by column
             if self.column not in columns:  # fail now, not after hours without a text
                 reason = without_column(self.column, columns).reason
                 raise UserError(f"{name} is {reason}; name the column of its texts")
             rows = [as_text(value) for value in columns[self.column]]
-            yield RowBatch(SourcePosition(revision=revision, stream=state), rows)
-            state = stream.state_dict()  # where the next batch begins
+            yield RowBatch(SourcePosition(revision=revision, stream=stream_state), rows)
+            stream_state = stream.state_dict()

@@ -1,6 +1,6 @@
 """Tokenizers by their spec: text to token ids and back.
 
-A tokenizer travels in manifests and checkpoints as a text, its spec: a key of TOKENIZERS, or JSON
+A tokenizer travels in manifests and checkpoints as a string, its spec: a key of TOKENIZERS, or JSON
 that holds a whole tokenizer.json, so that no other file is needed. data/named_tokenizer.py has the
 interface and the tokenizers with a name, data/export_tokenizer.py writes files for other programs.
 
@@ -61,16 +61,19 @@ def check_rendered(text: str, messages: list[dict[str, Any]]) -> None:
     parts as Python does. finetuning/template.py checks answers."""
     for message in messages:
         content = message.get("content") or ""
-        parts = [content]
+        content_texts = [content]
         if isinstance(content, list):  # [{"type": "text", "text": "Hi"}]
-            parts = [part["text"] for part in content]
+            content_texts = [entry["text"] for entry in content]
             if str(content) in text:
                 raise ValueError("it takes content as a text, not as parts")
-        for part in parts:
+        for content_text in content_texts:
             # a result of a tool may be written as JSON, within quotes
-            shown = part.strip(), json.dumps(part.strip(), ensure_ascii=False)[1:-1]
-            if message["role"] != "assistant" and not any(x in text for x in shown):
-                raise ValueError(f"it leaves out {part[:40]!r} of the role {message['role']}")
+            plain = content_text.strip()
+            in_json = json.dumps(plain, ensure_ascii=False)[1:-1]
+            if message["role"] != "assistant" and plain not in text and in_json not in text:
+                raise ValueError(
+                    f"it leaves out {content_text[:40]!r} of the role {message['role']}"
+                )
 
 
 class FileTokenizer(Tokenizer):
@@ -150,8 +153,8 @@ class FileTokenizer(Tokenizer):
         return bytes_of_id
 
     @cached_property
-    def continuing_engine(self) -> Backend:
-        """The engine without what puts a space, or a mark for one, before a text."""
+    def continuing_backend(self) -> Backend:
+        """`backend` without what puts a space, or a mark for one, before a text."""
         # json.loads calls the hook for each object, however deep in a sequence of components
         content = json.loads(self.tokenizer_json, object_hook=without_prefix)
         return make_backend(json.dumps(content))
@@ -160,7 +163,7 @@ class FileTokenizer(Tokenizer):
         return encode_with(self.backend, text)
 
     def encode_continuation(self, text: str) -> np.ndarray:
-        return encode_with(self.continuing_engine, text)
+        return encode_with(self.continuing_backend, text)
 
     def encode_with_special_tokens(self, text: str) -> list[int]:
         """Return the token ids of a text of `render`: a special token's name is this token."""
@@ -168,7 +171,7 @@ class FileTokenizer(Tokenizer):
 
     def decode_bytes(self, ids: list[int]) -> bytes:
         # A model may have ids that its tokenizer lacks, such as rows of padding.
-        return b"".join(self.bytes_of_id.get(token, b"") for token in ids)
+        return b"".join(self.bytes_of_id.get(token_id, b"") for token_id in ids)
 
     @cached_property
     def renderer(self) -> "PreTrainedTokenizerFast":
@@ -181,18 +184,18 @@ class FileTokenizer(Tokenizer):
         """Return a dialog as text by the chat template; with `open_turn`, up to the place where
         the assistant's next answer begins. `tools` are functions that the assistant may call, as
         JSON schemas. Raise UserError where the template cannot write it."""
-        assert self.chat_template
+        assert self.chat_template  # callers ask for it before: else finetuning/chat.py writes it
         # "weight" is for the loss alone
-        shown = [
-            {name: x for name, x in message.items() if name != "weight"} for message in messages
-        ]
+        written: list[dict[str, Any]] = []
+        for message in messages:
+            written.append({name: value for name, value in message.items() if name != "weight"})
         try:
             text = self.renderer.apply_chat_template(
-                shown, tools=tools, add_generation_prompt=open_turn, tokenize=False
+                written, tools=tools, add_generation_prompt=open_turn, tokenize=False
             )
             assert isinstance(text, str)  # by `tokenize`
             check_rendered(text, messages)
-            if tools and text == self.render(messages, open_turn):
+            if tools and text == self.render(messages, open_turn):  # without them
                 raise ValueError("it writes no tools")
             return text
         except Exception as error:  # untrusted code can raise anything
@@ -317,9 +320,9 @@ def byte_characters() -> list[str]:
 
 
 def definition_of(backend: Backend) -> dict:
-    """Return the content of the tokenizer.json of an engine, from which this takes, in place, what
-    it writes behind a text: no text is trained on with ids there. Raise ValueError for BPE dropout.
-    """
+    """Return the content of the tokenizer.json of a backend. It changes the backend in place, to
+    write nothing after a text: no text is trained on with ids there. Raise ValueError for BPE
+    dropout."""
     bos_ids = find_bos_ids(backend)
     bos_tokens = [backend.id_to_token(token_id) for token_id in bos_ids]
     backend.post_processor = TemplateProcessing(
@@ -346,8 +349,8 @@ def definition_checksum(content: dict) -> str:
         # some files have the added tokens in the vocabulary, too
         vocab = sorted(model["vocab"].items())
         model["vocab"] = [pair for pair in vocab if pair[0] not in added_tokens]
-    parts = [content[name] for name in ("normalizer", "pre_tokenizer", "post_processor")]
-    definition = json.dumps([added_tokens, model, *parts], sort_keys=True)
+    components = [content[name] for name in ("normalizer", "pre_tokenizer", "post_processor")]
+    definition = json.dumps([added_tokens, model, *components], sort_keys=True)
     return f"{zlib.crc32(definition.encode()):08x}"
 
 
@@ -383,7 +386,7 @@ def make_spec(backend: Backend, end_of_text: str, model_tokens: ModelTokens) -> 
     content = definition_of(backend)
     spec_fields = {  # read by FileTokenizer
         "eot": end_of_text,
-        "turn_end": end_of_text,
+        "turn_end": end_of_text,  # replaced below where a chat template ends turns otherwise
         **asdict(model_tokens),
         TOKENIZER_FILE: content,
     }
@@ -439,8 +442,9 @@ def pretrained_tokenizer(folder: Path, vocab_size: int) -> str:
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         if vocab_size == 50_304:  # GPT-2's, padded for fast matmuls
             vocab_size = 50_257
-        for name, known in TOKENIZERS.items():  # some GPT-2 models come without a tokenizer
-            if known.vocab_size == vocab_size:
+        # some GPT-2 models come without a tokenizer
+        for name, tokenizer_class in TOKENIZERS.items():
+            if tokenizer_class.vocab_size == vocab_size:
                 return name  # the size is the only evidence
         raise UserError(
             f"{folder} has no {TOKENIZER_FILE} for its {vocab_size:,} tokens, which are neither "
@@ -449,7 +453,7 @@ def pretrained_tokenizer(folder: Path, vocab_size: int) -> str:
         )
     path = folder / TOKENIZER_FILE
     with reading(folder, "a folder with a tokenizer that can be used"):
-        probe_ids = None  # of the file as it stands
+        probe_ids = None  # of PROBE, by the tokenizer.json as it stands; None without the file
         if path.is_file():
             backend = make_backend(path.read_text(encoding="utf-8"))
             probe_ids = encode_with(backend, PROBE).tolist()
@@ -472,7 +476,7 @@ def pretrained_tokenizer(folder: Path, vocab_size: int) -> str:
 def check_round_trip(tokenizer: FileTokenizer) -> None:
     """Raise ValueError for a tokenizer that does not give back words of its vocabulary with spaces
     between them, as one whose tokens have marks within words."""
-    ids = sorted(tokenizer.bytes_of_id)  # the order of a vocabulary is by chance
+    ids = sorted(tokenizer.bytes_of_id)  # a vocabulary may list them in any order
     tokens = [tokenizer.decode_bytes([token_id]).decode(errors="replace") for token_id in ids]
     words = [token.strip() for token in tokens if token.strip().isalpha()]
     text = " ".join(words[:100])

@@ -25,7 +25,7 @@ from data.source import Skipped, Source, list_files
 from utils.cli import start_script
 from utils.ranges import Count
 
-PIECE = 2_000  # characters that are sampled together, about a page
+PASSAGE = 2_000  # characters that are sampled together, about a page
 
 
 @dataclass
@@ -48,28 +48,29 @@ class TokenizerOptions:
     """Column of parquet, JSON or CSV that holds the text."""
 
 
-def read_pieces(source: Source, share: float) -> Iterator[str]:
-    """Yield a share (0 to 1, or above for all) of the pieces of all texts, chosen by a hash: always
-    the same ones."""
-    for batch in source.batches():
-        for text in batch.rows:
+def read_passages(source: Source, share: float) -> Iterator[str]:
+    """Yield a share (0 to 1, or above for all) of the passages of all texts, chosen by a hash:
+    always the same ones."""
+    for row_batch in source.batches():
+        for text in row_batch.rows:
             if isinstance(text, Skipped):
                 continue
-            # pieces, not texts, so that a source of one long book can be sampled, too
-            for start in range(0, len(text), PIECE):
-                piece = text[start : start + PIECE]
+            # passages, not texts, so that a source of one long book can be sampled, too
+            for start in range(0, len(text), PASSAGE):
+                passage = text[start : start + PASSAGE]
                 # CRC-32 as a number in [0, 1)
-                if zlib.crc32(piece.encode()) / 2**32 < share:
-                    yield piece
+                if zlib.crc32(passage.encode()) / 2**32 < share:
+                    yield passage
 
 
 def main(options: TokenizerOptions) -> None:
-    sizes = list_files(options.input)  # bytes by file name
+    sizes = list_files(options.input)  # bytes of each file, by its name
     source = Source(sizes, column=options.text_column)
     # Above 1 if all text is less than --sample_mb. The sizes are those of the files, so that
     # compressed ones give more text.
     share = options.sample_mb * 1e6 / max(1, sum(sizes.values()))
-    # an untrained tokenizer: no tokens, no merges, but the rule that cuts a text into pieces
+    # an untrained tokenizer: no tokens, no merges, but the rule that cuts a text into the pieces
+    # that no token crosses
     backend = byte_level(models.BPE(), options.split)
     trainer = trainers.BpeTrainer(
         vocab_size=options.vocab_size - 1,  # end of text is added below
@@ -77,7 +78,7 @@ def main(options: TokenizerOptions) -> None:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    backend.train_from_iterator(read_pieces(source, share), trainer)
+    backend.train_from_iterator(read_passages(source, share), trainer)
     backend.add_special_tokens([END_OF_TEXT])  # the last id, as in GPT-2
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(backend.to_str(), encoding="utf-8")

@@ -61,7 +61,7 @@ class Scorer:
         """Return what validation_loss gives for each corpus of a split, by its name, and of several
         corpora last the "weighted mean", where Evaluator.validate expects it."""
         corpus_metrics = [
-            self.validation_loss(corpus, tokens) for corpus in val.sequences_by_corpus
+            self.validation_loss(corpus, tokens) for corpus in val.corpus_sequences
         ]
         by_corpus = dict(zip(val.names, corpus_metrics, strict=True))
         if len(corpus_metrics) > 1:
@@ -88,7 +88,7 @@ class Scorer:
             # Sequences that do not count fill up the last batch, as another shape would be compiled
             # anew. Targets of -1 are left out of the mean.
             filled = np.resize(batch, len(batches[0]))  # repeats its ids
-            inputs, targets = sequences.batch(filled)  # int64 (B, T) each
+            inputs, targets = sequences.make_batch(filled)  # int64 (B, T) each
             targets[len(batch) :] = -1
             idx = torch.from_numpy(inputs).to(self.process.device)
             target_ids = torch.from_numpy(targets).to(self.process.device)

@@ -62,7 +62,7 @@ def run(title, home):
 
 def test_one_book_then_scores_plot_export_and_other_files_beside_it(home):
     shards, _, text = run("One book", home)
-    assert "validation: 10 pieces, spread over the last text" in shards and "The " in text
+    assert "validation: the ends of 10 spans of the last text" in shards and "The " in text
     scores, plot, _ = run("Score, plot, convert", home)
     assert "bits_per_byte" in scores and (home / "runs/book/loss.png").stat().st_size > 10_000
     assert (home / "runs/book/hf/config.json").exists()

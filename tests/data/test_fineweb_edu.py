@@ -148,17 +148,17 @@ def test_a_shard_is_on_disk_before_it_has_its_name(corpus, tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_where_no_text_is_hashed_into_a_split_pieces_of_the_last_are_held_out(tmp_path, count):
+def test_where_no_text_is_hashed_into_a_split_spans_of_the_last_are_held_out(tmp_path, count):
     files = [tmp_path / f"{i}.txt" for i in range(count)]
     for i, path in enumerate(files):
         path.write_text("\n".join(documents()[i::count]))
     options = {"val_fraction": 1e-9, "shard_size": 9_001}
     whole, last = shard(files, tmp_path / "whole", **options), files[-1].read_text()
     train, val = (texts_in(tmp_path / "whole", split) for split in ("train", "val"))
-    # ten pieces of the last text, spread over all of it
-    pieces = list(zip(train[count - 1 :], val, strict=True))
-    assert len(pieces) == 10 and "".join(map("".join, pieces)) == last
-    assert all(len(a + b) - len(last) // 10 in (0, 1) for a, b in pieces)
+    # the ends of ten spans of the last text, spread over all of it
+    spans = list(zip(train[count - 1 :], val, strict=True))
+    assert len(spans) == 10 and "".join(map("".join, spans)) == last
+    assert all(len(a + b) - len(last) // 10 in (0, 1) for a, b in spans)
     assert whole.held_out == (1 + len(last)) // 10
     assert whole.bytes["val"] == pytest.approx(len("".join(val)), rel=0.01)
     num_full = sum(entry.tokens == 9_001 for entry in whole.shards)
@@ -321,12 +321,12 @@ PRE_TOKENIZERS = [
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: type(model).__name__)
-def test_pieces_of_a_long_text_have_the_ids_of_the_whole(tmp_path, monkeypatch, model):
+def test_chunks_of_a_long_text_have_the_ids_of_the_whole(tmp_path, monkeypatch, model):
     lines = ["一二三，四五。六七", "a" * 500, " two  spaces\t\u3000x", "naïve\u0301 \ufb01"]
     text = "\n".join([*documents()[:10], *lines * 2, *documents()[10:20]])
-    monkeypatch.setattr(fineweb_edu, "PIECE", 200)
-    monkeypatch.setattr(fineweb_edu, "CONTEXT", 100)
-    num_pieces = []
+    monkeypatch.setattr(fineweb_edu, "CHUNK", 200)
+    monkeypatch.setattr(fineweb_edu, "MARGIN", 100)
+    num_chunks = []
     for normalizer, pre_tokenizer in product(NORMALIZERS, PRE_TOKENIZERS):
         backend = Backend(model)
         backend.normalizer, backend.pre_tokenizer = normalizer, pre_tokenizer
@@ -336,7 +336,7 @@ def test_pieces_of_a_long_text_have_the_ids_of_the_whole(tmp_path, monkeypatch, 
         backend.train_from_iterator(documents()[:10], trainer)
         backend.save(str(tmp_path / "tokenizer.json"))
         tokenizer = load_tokenizer(read_tokenizer(tmp_path / "tokenizer.json"))
-        num_pieces.append(len(list(fineweb_edu.split_text(tokenizer, text))))
+        num_chunks.append(len(list(fineweb_edu.split_text(tokenizer, text))))
         document = fineweb_edu.tokenize(tokenizer, 0.5, text)
         assert document.tokens.tolist() == tokenizer.encode_document(text).tolist()
-    assert max(num_pieces) > 20
+    assert max(num_chunks) > 20

@@ -5,7 +5,7 @@ from conftest import user_error
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.loader import Sequences, Slicing, permute, prefetch, step_sequences
+from data.loader import Sequences, Slicing, permute, prefetch, sequence_ids_of_step
 from data.shards import Shard, ShardFolder, TokenStream, open_folder
 from utils.errors import UserError
 
@@ -20,7 +20,7 @@ def test_an_epoch_visits_everything_once_in_an_order_of_its_own_and_its_seed():
     n, batch = 10_007, 1000
     orders = [np.arange(n)]
     for seed in (0, 1):
-        ids = np.concatenate([step_sequences(step, batch, n, seed) for step in range(21)])
+        ids = np.concatenate([sequence_ids_of_step(step, batch, n, seed) for step in range(21)])
         orders += [ids[:n], ids[n : 2 * n]]
     for a, b in itertools.combinations(orders, 2):
         assert sorted(a) == sorted(b) == list(range(n))
@@ -35,11 +35,11 @@ def test_1024_ranks_share_the_steps_of_15_trillion_tokens(tmp_path):
     sequences = Sequences(TokenStream([ShardFolder(tmp_path, "train", shards, "gpt2", None)]), 1024)
     n = len(sequences)
     assert (n - 1) * 1024 == 15 * 10**12 + 1024  # 1,024 tokens more would have no last target
-    inputs, targets = sequences.batch(np.array([n - 1]))
+    inputs, targets = sequences.make_batch(np.array([n - 1]))
     assert (inputs == 1024 + np.arange(1024)).all() and (targets == inputs + 1).all()
     step = n // 8192 - 1  # the last whole one of the epoch
-    ids = step_sequences(step, 8192, n, seed=1)
-    shares = [Slicing(2, 4, rank, 1024).own_sequence_ids(ids) for rank in range(1024)]
+    ids = sequence_ids_of_step(step, 8192, n, seed=1)
+    shares = [Slicing(2, 4, rank, 1024).local_sequence_ids(ids) for rank in range(1024)]
     assert sorted(np.concatenate([share.ravel() for share in shares])) == sorted(set(ids))
     assert 0 <= ids.min() < 2**32 < n / 2 < ids.max() < n
 
@@ -47,7 +47,7 @@ def test_1024_ranks_share_the_steps_of_15_trillion_tokens(tmp_path):
 def test_ids_outside_the_vocabulary_are_named(tmp_path):
     np.save(tmp_path / "train_000000.npy", np.array([1, 2, 50257, 3] * 10, np.uint16))
     with user_error("train_000000.npy holds token id 50257, not one of"):
-        Sequences(TokenStream([open_folder(tmp_path, "train")]), 4).batch(np.arange(2))
+        Sequences(TokenStream([open_folder(tmp_path, "train")]), 4).make_batch(np.arange(2))
 
 
 def test_prefetch_keeps_order_and_passes_errors_on():

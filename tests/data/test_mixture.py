@@ -58,15 +58,16 @@ def test_shares_are_exact_and_each_corpus_runs_through_its_own_order(folders):
         positions = start + np.arange(10_000)
         ids = mixture.sequence_ids_at(positions, seed=3)
         corpus = np.searchsorted(mixture.starts, ids, side="right") - 1
-        for i, (part, tenths) in enumerate(
-            zip(mixture.sequences_by_corpus, (7, 2, 1), strict=True)
-        ):
+        for i, (part, tenths) in enumerate(zip(mixture.corpus_sequences, (7, 2, 1), strict=True)):
             part_ids = ids[corpus == i] - mixture.starts[i]
             part_positions = start * tenths // 10 + np.arange(1000 * tenths)
             assert (part_ids == epoch_order(part_positions, len(part), seed=3)).all()
-            batch, expected = mixture.batch(ids[corpus == i][:5]), part.batch(part_ids[:5])
+            batch, expected = (
+                mixture.make_batch(ids[corpus == i][:5]),
+                part.make_batch(part_ids[:5]),
+            )
             assert (batch[0] == expected[0]).all()
-    tokens_of_c = len(mixture.sequences_by_corpus[2].stream)
+    tokens_of_c = len(mixture.corpus_sequences[2].stream)
     assert mixture.describe_epochs(10 * tokens_of_c).startswith("1.00 epochs of c, the corpus seen")
     assert mixture.title == "70 % of a, 20 % of b, 10 % of c"
     with user_error("give weights of at most six digits"):

@@ -48,7 +48,7 @@ def test_an_unfinished_shard_is_not_seen_and_continued_equals_one_written_at_onc
     first.append(np.arange(70))
     first.sync()  # 40 of these 70 are in the manifest; then a kill
     assert [shard.path.name for shard in open_folder(tmp_path, "train").shards] == [whole.file]
-    second = ShardWriter(path, "train", "<u4", start=40)
+    second = ShardWriter(path, "train", "<u4", num_written=40)
     second.append(np.arange(40, 100))
     assert second.finish().sha256 == whole.sha256
 
@@ -98,12 +98,12 @@ def test_the_manifest_lists_the_shards_and_each_is_opened_when_it_is_first_read(
         write_manifest(tmp_path, manifest)
         return TokenStream([open_folder(tmp_path, "train")])
 
-    digest = stream().digest
+    checksum = stream().checksum
     (tmp_path / "train_000001.npy").unlink()
     write(tmp_path, "train", 2, range(9))  # of another sharding
     write(tmp_path, "train", 3, range(10))  # of a sharding that goes on
     opened = stream()
-    assert len(opened) == 30 and opened.digest == digest
+    assert len(opened) == 30 and opened.checksum == checksum
     write(tmp_path, "train", 0, range(12))  # longer, as the sharding went on
     assert opened.read(0, 10).tolist() == list(range(10))
     with pytest.raises(FileNotFoundError, match="train_000001.npy"):
@@ -113,7 +113,7 @@ def test_the_manifest_lists_the_shards_and_each_is_opened_when_it_is_first_read(
     with user_error("train_000002.npy is not as manifest.json lists it"):
         opened.read(20, 5)
     entries[0].sha256 = entries[1].sha256[::-1]
-    assert stream().digest != digest
+    assert stream().checksum != checksum
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"tokenizer": "gpt2"}'])

@@ -20,7 +20,7 @@ from tokenizers import models, normalizers, pre_tokenizers, processors
 from transformers import AutoTokenizer
 
 import evaluate
-from data.export_tokenizer import save_tokenizer, to_engine
+from data.export_tokenizer import save_tokenizer, to_backend
 from data.sharder import hold_out
 from data.shards import TokenStream, open_folder
 from data.tokenizer import (
@@ -303,7 +303,7 @@ def test_ids_above_16_bits_pass_from_shards_to_training_and_fine_tuning(tmp_path
     assert example.tokens.tolist() == [70_256, 70_097, 70_098, 70_256]
 
 
-DEFINITION = json.loads(to_engine(load_tokenizer("bytes")).to_str())
+DEFINITION = json.loads(to_backend(load_tokenizer("bytes")).to_str())
 MODEL, ADDED_TOKENS = DEFINITION["model"], DEFINITION["added_tokens"]
 VOCAB = MODEL["vocab"]
 MERGED = {token.replace("z", "ab"): i for token, i in VOCAB.items()}

@@ -175,7 +175,7 @@ def test_validation_is_the_mean_over_the_first_tokens_that_there_are_for_any_bat
     val = val_sequences(shards)
     validate = replace(scorer, batch_size=batch_size).validation_loss
     for num_tokens, num_sequences in ((3210, 3210 // 32), (10**9, len(val))):
-        x, y = (torch.from_numpy(a) for a in val.batch(np.arange(num_sequences)))
+        x, y = (torch.from_numpy(a) for a in val.make_batch(np.arange(num_sequences)))
         expected = F.cross_entropy(scorer.model(x).flatten(0, 1), y.flatten()).item()
         ends = (val.stream.read(0, len(val.stream)) == 256).sum()
         bits = expected / math.log(2) * len(val.stream) / (len(val.stream) - ends)

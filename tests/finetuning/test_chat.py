@@ -14,7 +14,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from data.export_tokenizer import byte_level, save_tokenizer, to_engine
+from data.export_tokenizer import byte_level, save_tokenizer, to_backend
 from data.named_tokenizer import ByteTokenizer
 from data.tokenizer import SPACE, byte_characters, load_tokenizer, pretrained_tokenizer
 from finetuning.chat import encode_prompt, fit_history, is_chat
@@ -302,7 +302,7 @@ def test_a_template_that_cannot_be_used_is_named(tmp_path, template, problem):
 def test_every_eos_of_a_folder_ends_a_text(tmp_path):
     """Also of a tokenizer that this project has under a name; the separator is the first."""
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [256, 13]}')
-    tokenizer = folder_with_tokenizer(tmp_path, to_engine(BYTES), None, eos_token_id=[256, 10])
+    tokenizer = folder_with_tokenizer(tmp_path, to_backend(BYTES), None, eos_token_id=[256, 10])
     save_pretrained(GPT(GPTConfig(8, 257, 1, 1, 8)), tmp_path, tokenizer.eot, tokenizer.end_ids)
     save_tokenizer(tokenizer, tmp_path, 8)
     exported = load_tokenizer(pretrained_tokenizer(tmp_path, 257))

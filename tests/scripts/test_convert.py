@@ -18,7 +18,7 @@ from conftest import (
 from tokenizers import processors
 
 from convert import ConvertOptions, main
-from data.export_tokenizer import to_engine
+from data.export_tokenizer import to_backend
 from data.tokenizer import load_tokenizer, read_tokenizer
 from model.formats.checkpoint import join_float32, load_checkpoint, load_model
 from model.formats.huggingface import load_pretrained
@@ -88,7 +88,7 @@ def test_the_example_of_a_model_card_runs(trained, tmp_path, is_chat):
         base = "/home/me/base/checkpoints/model_last.pt"
         checkpoint["config"] |= {"init_from": base, "data": "/home/me/chat.jsonl"}
         lines = ["sft |", "| began from | base |", "| data | chat.jsonl |"]
-        backend = to_engine(load_tokenizer("bytes"))  # with a BOS token
+        backend = to_backend(load_tokenizer("bytes"))  # with a BOS token
         backend.post_processor = processors.BertProcessing(("#", ord("#")), ("!", ord("!")))
         backend.save(str(tmp_path / "tokenizer.json"))
         checkpoint["tokenizer"] = read_tokenizer(tmp_path / "tokenizer.json")
