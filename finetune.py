@@ -71,7 +71,7 @@ def main() -> None:
     initial = open_initial(device_options, checkpoint, process)
     assert initial is not None  # --init_from is required
     weights_checksum = init_checksum(device_options, checkpoint, initial, process)
-    model, weights = build_model(device_options, initial)
+    model, weights = build_model(device_options, initial)  # the model has no memory for them yet
     # --batch_size, --max_steps and --max_lr have defaults by the number of rows and of parameters
     assert device_options.data is not None  # FinetuneOptions demands it
     num_rows = len(read_lines(device_options.data))
@@ -82,7 +82,9 @@ def main() -> None:
     progress = run.progress  # step, tokens, ...
 
     method = open_data(run, model, weights, checkpoint)
-    # The default recipe is AdamW for all weights, also of a model that was trained with Muon.
+    # Puts the weights into `model`, on the device. The default recipe is AdamW for all of them,
+    # also of a model that was trained with Muon. The loop trains `wrapped`, which shares the
+    # weights; saving, evaluation and sampling use `model`.
     wrapped, optimizers = run.distribute(model, weights, Recipe(), checkpoint)
     del weights, initial, checkpoint  # closes the file that their tensors are mapped from
 
@@ -102,15 +104,16 @@ def main() -> None:
                 step = progress.step
                 if saver.due(step):
                     saver.save_last()
+                # `held_out` is empty without --eval_data
                 if method.held_out and (run.ended or is_due(options.eval_every, step)):
                     # Without gradients and dropout each shape would need a graph of its own.
                     with uncompiled(options.use_torch_compile):
-                        scores = method.evaluate(model)
-                    if "loss" in scores:
-                        run.logger.log_scores("val", scores, step)
-                        saver.save_if_best(scores["loss"])
+                        held_out_metrics = method.evaluate(model)
+                    if "loss" in held_out_metrics:
+                        run.logger.log_scores("val", held_out_metrics, step)
+                        saver.save_if_best(held_out_metrics["loss"])
                     else:  # grpo logs a mean reward, and keeps no best model
-                        run.logger.log_scores("held_out", scores, step)
+                        run.logger.log_scores("held_out", held_out_metrics, step)
                 if run.ended:  # the last step is taken, saved and evaluated
                     break
 
@@ -174,7 +177,7 @@ def train_step(
     method: Method,
     prepared: PreparedStep,
 ) -> StepResult:
-    """Run one optimizer step on prepared batches; the caller counts it. The figures for the log are
+    """Run one optimizer step on prepared batches; the caller counts it. The metrics for the log are
     the means of the method's metrics over the step, "loss" among them, and what train.py logs
     beside its loss. `wrapped` is what Run.distribute returned."""
     options = run.options
@@ -184,8 +187,8 @@ def train_step(
     seed_step(options.seed, progress.step, process.rank)  # for dropout
 
     # forward and backward, micro-batch by micro-batch: the gradients add up
-    shares: dict[str, Tensor] = {}  # scalars: the share of this process in each mean
-    num_tokens = 0  # on this process
+    addends: dict[str, Tensor] = {}  # scalars: what this process adds to each mean of the step
+    num_local_tokens = 0  # on this process
     for batch in prepared.batches:
         is_last = batch is prepared.batches[-1]
         # --sharding none and zero1 reduce gradients in the last micro-batch alone, others in each
@@ -193,31 +196,33 @@ def train_step(
             # A forward pass casts each weight once, so that cached copies would only take memory.
             with process.autocast(keep_weights=False):
                 sums = method.metric_sums(wrapped, batch)
-            # the divisor counts the targets, pairs or completions of the step on all processes
+            # the divisor counts the targets, pairs or completions of the step on all processes, so
+            # that the sum over micro-batches and processes is the mean over the step
             loss = sums["loss"] / prepared.divisor
-            # DDP and FSDP2 average gradients over processes, but these losses are to be summed
+            # DDP and FSDP2 average gradients over processes, but these losses are to be summed;
+            # in float16 `scale` multiplies by the scale of the loss, which unscale_ takes out again
             run.scaler.scale(loss * process.data_parallel).backward()
         for name, value in sums.items():
-            share = value.detach() / prepared.divisor
-            shares[name] = shares.get(name, 0.0) + share.float()  # no host sync
+            addend = value.detach() / prepared.divisor
+            addends[name] = addends.get(name, 0.0) + addend.float()  # no host sync
         # padding counts as tokens, too: it takes the same time
-        num_tokens += batch.idx.numel()
+        num_local_tokens += batch.idx.numel()
 
     # clip the gradient; in float16 first divide it by the scale of the loss
     for optimizer in optimizers:
         run.scaler.unscale_(optimizer)  # also records infinities, for scaler.update below
     grad_norm = clip_grad_norm(wrapped, options.grad_clip)  # norm before clipping
-    # every process has the norm of the whole gradient: its shares add up to that norm again
-    shares["grad_norm"] = grad_norm / process.data_parallel
+    # every process has the norm of the whole gradient: these addends add up to that norm again
+    addends["grad_norm"] = grad_norm / process.data_parallel
 
     # One all-reduce sums all numbers. full_like fills a tensor on the device, without a copy from
     # the host.
-    shares["tokens"] = torch.full_like(grad_norm, num_tokens)
-    shares["signals"] = torch.full_like(grad_norm, process.signal != 0)
+    addends["tokens"] = torch.full_like(grad_norm, num_local_tokens)
+    addends["signals"] = torch.full_like(grad_norm, process.signal != 0)
     # tolist waits for the GPU, and so does get_scale in float16
-    totals = process.sum(torch.stack(list(shares.values()))).tolist()
-    metrics = dict(zip(shares, totals, strict=True))  # the same on every process
-    got_signal = metrics.pop("signals") > 0
+    totals = process.sum(torch.stack(list(addends.values()))).tolist()
+    metrics = dict(zip(addends, totals, strict=True))  # the same on every process
+    got_signal = metrics.pop("signals") > 0  # some process was told to stop: main raises Stopped
 
     # update, unless a loss or gradient is not finite: then no process updates
     skip_reason = reason_to_skip(metrics["loss"], metrics["grad_norm"])
@@ -230,25 +235,26 @@ def train_step(
             optimizer.step()  # not scaler.step: the check for infinities is done
         optimizer.zero_grad(set_to_none=True)
     run.scaler.update()
-    tokens = round(metrics["tokens"])  # of this step, summed as a float above
-    metrics["tokens"] = progress.tokens + tokens  # of all steps so far
-    return StepResult(metrics, skip_reason, got_signal, tokens)
+    num_tokens = round(metrics["tokens"])  # of this step on all processes, summed as a float above
+    metrics["tokens"] = progress.tokens + num_tokens  # of all steps so far
+    return StepResult(metrics, skip_reason, got_signal, num_tokens)
 
 
 def build_model(options: FinetuneOptions, initial: InitialModel) -> tuple[GPT, dict[str, Rows]]:
     """Return the model to train, on the device "meta", and the weights that it begins with, by
-    parameter name. Raise UserError for a context that `initial` does not have, and for one that
-    learned another kind of text or has another head."""
+    parameter name. Raise UserError for a --block_size that the model of `initial` does not have,
+    and for a model that learned another kind of text or has another head."""
     is_reward = options.method == "reward"
     if options.resumed is not None:
         check_head(options.resumed, initial.checkpoint, is_reward)
-    longest = initial.model_config.block_size
-    T = options.block_size or longest
+    initial_block_size = initial.model_config.block_size
+    block_size = options.block_size or initial_block_size
+    is_shorter = block_size < initial_block_size
     # a resumed run keeps its context: the optimizer state of the position embedding has its length
-    if T > longest or (options.resumed and T < longest):
+    if block_size > initial_block_size or (options.resumed and is_shorter):
         raise UserError(
-            f"--block_size {T}: {options.weights_from} has a context of {longest}; give that, or "
-            "none"
+            f"--block_size {block_size}: {options.weights_from} has a context of "
+            f"{initial_block_size}; give that, or none"
         )
 
     # A chat model would rate or write plain text badly, and the other way round: only sft may
@@ -261,7 +267,8 @@ def build_model(options: FinetuneOptions, initial: InitialModel) -> tuple[GPT, d
         )
     # dpo and grpo compare log-probabilities of two passes, which dropout would make random
     dropout = options.dropout if options.method in ("sft", "reward") else 0.0
-    model_config = replace(initial.model_config, block_size=T, dropout=dropout)
+    # with a shorter context Run.distribute takes the first rows of the position embedding alone
+    model_config = replace(initial.model_config, block_size=block_size, dropout=dropout)
     weights = dict(initial.weights)  # a copy, changed for a reward model
     model_class: type[GPT] = GPT
     if is_reward:

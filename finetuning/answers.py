@@ -25,8 +25,8 @@ def score_questions(
     processes share the questions in batches, and all of them return the same."""
     sampling = SamplingConfig(max_new_tokens, temperature=0)  # greedy
 
-    def answer(some_questions: list[Question]) -> list[Completion]:
-        return complete_questions(scorer.model, some_questions, encoder, sampling, scorer.process)
+    def answer(question_batch: list[Question]) -> list[Completion]:
+        return complete_questions(scorer.model, question_batch, encoder, sampling, scorer.process)
 
     # a list of completions for each batch, in the order of the questions
     completions_by_batch = scorer.process.map(answer, batched(questions, scorer.batch_size))

@@ -60,13 +60,15 @@ def complete_questions(
         generated = complete(model, prompts, end_ids, sampling, process.all_done, first_index)
     model.train()  # a training step may follow
     completions: list[Completion] = []
-    for question, answer in zip(questions, generated, strict=True):
-        # GRPO teaches an answer to end, too. A completion that was cut has no end to learn.
-        is_cut = answer.end_id is None
-        ids = answer.tokens if answer.end_id is None else answer.tokens + [answer.end_id]
-        example = Example.of_completion(question.prompt_ids, ids)
+    for question, written in zip(questions, generated, strict=True):
+        is_cut = written.end_id is None
+        completion_ids = written.tokens
+        # GRPO teaches a completion to end, too. One that was cut has no end to learn.
+        if written.end_id is not None:
+            completion_ids = completion_ids + [written.end_id]
+        example = Example.of_completion(question.prompt_ids, completion_ids)
         # the end, such as <|im_end|>, is no part of the text
-        text = decode_completion(answer.tokens, tokenizer, encoder.chat)
+        text = decode_completion(written.tokens, tokenizer, encoder.chat)
         completions.append(Completion(question.row, text, example, is_cut))
     return completions
 
@@ -77,6 +79,8 @@ def decode_completion(
     """Return the text of a completion's ids; an answer of a `chat` loses the space after
     "Assistant:". Sampling, rewards and evaluate.py call it alike. A last character that is cut
     becomes U+FFFD with `keep_cut`, else it is left out."""
+    # the third argument, `final`: bytes of a cut character are an error, which "replace" turns into
+    # U+FFFD
     text, _ = codecs.utf_8_decode(tokenizer.decode_bytes(ids), "replace", keep_cut)
     # the project's own format writes "Assistant: 5", and the prompt ends with the colon
     if chat and not tokenizer.chat_template:

@@ -31,7 +31,7 @@ from finetuning.template import find_answer, is_learned
 from utils.distributed import Process
 from utils.errors import UserError
 
-# The loss of model/gpt.py leaves out targets of this value.
+# The loss of model/loss.py leaves out targets of this value.
 NO_TARGET = -1
 # Fields by which rows of other projects change how a dialog is written, which is not supported
 # here. Fields such as "id" or "source" are ignored.
@@ -57,7 +57,7 @@ class Example:
 def encode_messages(messages: Messages, tokenizer: Tokenizer, tools: Tools = None) -> Example:
     """Encode a dialog of which the assistant's turns count in the loss; raise ValueError where the
     chat template does not let one of them be learned."""
-    ids = encode_with_special_tokens(messages, tokenizer, tools=tools)
+    ids = encode_with_special_tokens(messages, tokenizer, tools=tools)  # T of them
     loss_mask = np.zeros(len(ids), bool)
     for i, message in enumerate(messages):
         if is_learned(message):
@@ -145,7 +145,7 @@ class TextEncoder:
     """False for plain text: without turns."""
     block_size: int
     num_cut: int = 0
-    """Examples so far that were longer than the context."""
+    """Examples so far that were longer than the context; finetune.py warns of them."""
 
     def dialog(self, row: dict) -> Example:
         """Encode the "messages" of a row, its "prompt" and "completion", or its "instruction",
@@ -173,13 +173,13 @@ class TextEncoder:
     def cut(self, example: Example) -> Example:
         """Return the beginning of an example that fits into the context, and count it if it is
         not the whole; raise ValueError if nothing in it counts in the loss."""
-        T = self.block_size
+        block_size = self.block_size
         # such a row would teach nothing, and a mean over no targets would be NaN
-        if not example.loss_mask[:T].any():
-            raise ValueError(f"the row has no answer in its first {T} tokens, the context")
-        if len(example.tokens) > T:  # finetune.py warns of their number
+        if not example.loss_mask[:block_size].any():
+            raise ValueError(f"the row has no answer in its first {block_size} tokens, the context")
+        if len(example.tokens) > block_size:
             self.num_cut += 1
-        return Example(example.tokens[:T], example.loss_mask[:T])
+        return Example(example.tokens[:block_size], example.loss_mask[:block_size])
 
     def question(self, row: dict, max_new_tokens: int, *, has_answer: bool) -> Question:
         """Encode the "prompt" of a row, after which `max_new_tokens` must fit into the context.
@@ -260,7 +260,7 @@ def collate_padded(
         # The last token predicts nothing, but a reward model reads its value there.
         idx[b, : lengths[b]] = example.tokens
         # columns whose next token counts in the loss: that token is their target
-        columns = np.flatnonzero(example.loss_mask[1:])
+        columns = np.flatnonzero(example.loss_mask[1:])  # (targets of this example,)
         targets[b, columns] = example.tokens[columns + 1]
     arrays = (idx, targets, lengths - 1)  # in the order of the fields of Batch
     return Batch(*[process.copy_to_device(torch.from_numpy(array)) for array in arrays])

@@ -32,8 +32,9 @@ class GroupRelativePolicy(Method):
 
     def __post_init__(self) -> None:
         super().__post_init__()  # reads the questions
-        # A function that fails ends the run here, before --overwrite removes the checkpoints of
-        # another one. It rewards the first answer, a reward model the first prompt alone.
+        # A reward function that fails ends the run here, before --overwrite removes the checkpoints
+        # of another run. It is tried with the first row: a function of the user's gets the answer
+        # of the row as the text of a completion, a reward model reads the tokens of the prompt.
         question = self.examples[0]
         example = Example.of_completion(question.prompt_ids, [])
         answer = str(question.row.get("answer", ""))
@@ -47,7 +48,9 @@ class GroupRelativePolicy(Method):
         )
 
     def prepare(self, model: GPT, step: int, example_ids: np.ndarray) -> PreparedStep:
-        """Sample and reward the completions of a step, and return those of this process."""
+        """Sample and reward the completions of a step, `group_size` to each question of
+        `example_ids` (batch_size,), and return the batches of this process. Every process must
+        call it."""
         group_size = self.options.group_size
         seed = hash_seed(f"{self.options.seed} {step}")
 
@@ -68,7 +71,9 @@ class GroupRelativePolicy(Method):
         rollout_seconds = time.perf_counter() - start_seconds
         completions = list(chain.from_iterable(micro_batches))  # in the order of indices
         # float64, so that the means over groups and over the step round less
-        rewards = torch.tensor([x.reward for x in completions], dtype=torch.float64)
+        rewards = torch.tensor(
+            [completion.reward for completion in completions], dtype=torch.float64
+        )
         rewards_by_group = rewards.view(-1, group_size)  # (batch_size, group_size)
         advantages = group_advantages(rewards_by_group).flatten().tolist()
         for completion, advantage in zip(completions, advantages, strict=True):
@@ -80,11 +85,11 @@ class GroupRelativePolicy(Method):
         for completion in completions[:group_size]:
             sample += f"\n{completion.reward:g}  {completion.text!r}"
         # tokens of each completion, including its end
-        lengths = [x.example.loss_mask.sum() for x in completions]
+        lengths = [completion.example.loss_mask.sum() for completion in completions]
         metrics = {  # means over the completions of all processes
             "reward": rewards.mean().item(),
             "completion_tokens": float(np.mean(lengths)),
-            "cut": float(np.mean([x.is_cut for x in completions])),
+            "cut": float(np.mean([completion.is_cut for completion in completions])),
             "rollout_ms": 1000 * rollout_seconds,  # included in the step's ms
         }
         return PreparedStep(batches, len(completions), metrics, sample)
@@ -132,7 +137,8 @@ class GroupRelativePolicy(Method):
         """Return the sum of the rewards of the likeliest completions, one for each question. There
         is no loss: it does not tell how good completions are."""
         sampling = SamplingConfig(self.options.max_new_tokens, temperature=0)  # greedy
-        rewards = [x.reward for x in self.complete_and_reward(model, questions, sampling)]
+        completions = self.complete_and_reward(model, questions, sampling)
+        rewards = [completion.reward for completion in completions]
         return {"reward": torch.tensor(rewards, dtype=torch.float64).sum()}
 
 

@@ -35,7 +35,8 @@ class PreparedStep:
     batches: list[Batch]
     """Batches of this process, one for each micro-step; every process has equally many."""
     divisor: int
-    """Targets (sft), pairs (dpo, reward) or completions (grpo) in the batches of all processes."""
+    """Targets (sft), pairs (dpo, reward) or completions (grpo) in the batches of all processes, by
+    which finetune.py divides the sums of Method.metric_sums."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Further metrics to log, means over the step; of grpo alone."""
     sample: str | None = None
@@ -60,10 +61,10 @@ class Method(ABC):
     """grpo: --reward."""
 
     def __post_init__(self) -> None:
-        # one example for each row, in the order of the file
+        # one example for each row, in the order of the file, so that an id is the index of a row
         self.examples = read_examples(self.options.data, self.to_example)
         eval_data = self.options.eval_data
-        # finetune.py evaluates if there are any
+        # those of --eval_data; finetune.py evaluates if there are any
         self.held_out = read_examples(eval_data, self.to_example) if eval_data else []
 
     @abstractmethod
@@ -83,7 +84,8 @@ class Method(ABC):
     def prepare(self, model: GPT, step: int, example_ids: np.ndarray) -> PreparedStep:
         """Return the data of step number `step`, which takes the examples with the indices
         `example_ids` (batch_size,)."""
-        # every process collects the whole step, and makes batches of its own micro-batches alone
+        # every process collects the whole step, as the divisor counts all of it, and makes batches
+        # of its own micro-batches alone
         examples = [self.examples[i] for i in example_ids]
         micro_batches = self.of_process(self.micro_batches(examples))
         batches = [self.make_batch(micro_batch) for micro_batch in micro_batches]
@@ -184,14 +186,15 @@ class RewardModeling(Method):
 
     def make_batch(self, pairs: list[Pair]) -> Batch:
         """Return the chosen sequences of N pairs, then the rejected ones: 2 N sequences."""
-        # all in one forward pass: DDP expects one for each backward pass
+        # Method.make_batch of 2 N examples, as one batch: DDP expects one forward pass for each
+        # backward pass
         chosen = [pair.chosen for pair in pairs]
         rejected = [pair.rejected for pair in pairs]
         batch = super().make_batch(chosen + rejected)
         # (2,) for each pair; empty for reward, and for dpo until reference_logprobs has run
         columns = [pair.ref_logprobs for pair in pairs if pair.ref_logprobs is not None]
         if columns:
-            # order of the batch: chosen 0, chosen 1, ..., rejected 0, rejected 1, ...
+            # (2, N), then (2 N,) in the order of the batch: chosen 0, ..., rejected 0, ...
             batch.ref_logprobs = self.process.copy_to_device(torch.stack(columns, 1).flatten())
         return batch
 
@@ -221,6 +224,7 @@ class DirectPreference(RewardModeling):
         # stop=None: a signal must not raise Stopped here, as only the loop of the run catches it.
         process = replace(self.process, stop=None)
         pairs: list[Pair] = self.examples + self.held_out
+        # every process gets those of all pairs, as a step may give it any of them
         logprobs = process.map(self.reference_logprobs, self.micro_batches(pairs))
         # cat joins the (N, 2) of all micro-batches: one row (2,) for each pair
         for pair, ref_logprobs in zip(pairs, torch.cat(logprobs), strict=True):

@@ -59,8 +59,12 @@ def import_file(path: Path) -> ModuleType:
     assert spec is not None and spec.loader is not None
     module = module_from_spec(spec)
     folder = str(path.resolve().parent)
-    names = {module.name for module in iter_modules([folder])}
-    shadowed = {name: sys.modules[name] for name in sys.modules if name.partition(".")[0] in names}
+    own_names = {info.name for info in iter_modules([folder])}  # of the modules in its folder
+    # loaded modules of these names, such as this project's; they come back below
+    shadowed: dict[str, ModuleType] = {}
+    for name, loaded_module in sys.modules.items():
+        if name.partition(".")[0] in own_names:  # also model.gpt, for a model.py
+            shadowed[name] = loaded_module
     for name in shadowed:
         del sys.modules[name]
     sys.modules[path.stem] = module  # a process pool finds the functions of a module by its name
@@ -83,10 +87,10 @@ def load_reward_function(name: str, encoder: TextEncoder, process: Process) -> R
         # 1.0 for a completion that equals the "answer" of its row, else 0.0
         return lambda completions: [float(is_exact(completion)) for completion in completions]
     # split FILE.py:FUNCTION at the last colon, as a path can contain one, too
-    file, _, function_name = name.rpartition(":")
-    if file.endswith(".py") and not Path(name).exists():
+    file_name, _, function_name = name.rpartition(":")
+    if file_name.endswith(".py") and not Path(name).exists():
         try:
-            function = getattr(import_file(Path(file)), function_name)
+            function = getattr(import_file(Path(file_name)), function_name)
         except Exception as error:
             raise UserError(f"the reward {name} cannot be loaded: {error!r}") from error
         return partial(rewards_by_function, name, function)
@@ -123,7 +127,7 @@ def rewards_by_function(
     for completion in completions:
         prompt = completion.row["prompt"]  # a text or messages
         try:
-            # a copy, as the row is that of other completions, too
+            # a copy, as the function may change it, and the row is that of other completions, too
             reward = function(prompt, completion.text, deepcopy(completion.row))
             reward = float(reward)  # from a bool or a NumPy number
             if not math.isfinite(reward):
@@ -140,7 +144,7 @@ def rewards_by_function(
 @torch.no_grad()
 def rewards_by_model(model: GPT, process: Process, completions: list[Completion]) -> list[float]:
     """Return the rewards of completions by a reward model, in one forward pass."""
-    examples = [completion.example for completion in completions]
+    examples = [completion.example for completion in completions]  # prompt and completion
     # load_reward_function has checked that the texts fit into this context
     batch = collate_padded(examples, model.config.block_size, process)
     with process.autocast():

@@ -16,7 +16,7 @@ from data.tokenizer import FileTokenizer
 from finetuning.chat import Message, Messages, Tools, encode_with_special_tokens, texts_of
 
 # fields of an answer that a template may write beside its content
-FIELDS = ("reasoning_content", "reasoning", "thinking", "tool_calls")
+ANSWER_FIELDS = ("reasoning_content", "reasoning", "thinking", "tool_calls")
 
 
 def is_learned(message: Message) -> bool:
@@ -27,8 +27,9 @@ def is_learned(message: Message) -> bool:
 def find_answer(
     messages: Messages, index: int, dialog_ids: list[int], tokenizer: Tokenizer, tools: Tools = None
 ) -> slice:
-    """Return which token ids of a dialog are those of the answer messages[index]. Raise ValueError
-    if the chat template does not let it be learned."""
+    """Return which token ids of a dialog are those of the answer messages[index], with the one that
+    ends it; `dialog_ids` are those of all `messages`. Raise ValueError if the chat template does
+    not let the answer be learned."""
     if not (isinstance(tokenizer, FileTokenizer) and tokenizer.chat_template):
         # the project's own format: end of text closes the answer, and is learned, too
         start = len(encode_with_special_tokens(messages[:index], tokenizer, open_turn=True))
@@ -52,9 +53,11 @@ def find_answer(
         )
 
     texts = texts_of(messages[index])
-    for name in FIELDS:
-        without = [*messages[:index], {**messages[index], name: None}]
-        if messages[index].get(name) and tokenizer.render(without, tools=tools) == until_answer:
+    for name in ANSWER_FIELDS:
+        without_field = [*messages[:index], {**messages[index], name: None}]
+        if not messages[index].get(name):
+            continue
+        if tokenizer.render(without_field, tools=tools) == until_answer:
             raise ValueError(f'the chat template leaves out "{name}" of an answer')
     # A token can span the end of the prompt, and later turns can change an earlier answer.
     is_continued = dialog_ids[:start] == prompt_ids

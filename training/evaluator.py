@@ -41,7 +41,7 @@ class Evaluator:
 
     def __init__(self, options: TrainOptions, model: GPT, val: Mixture, process: Process) -> None:
         self.options = options
-        self.val = val  # val.sequences_by_corpus has those of each
+        self.val = val  # val.corpus_sequences has those of each
         self.intervals = {
             "eval": options.eval_every,
             "sample": options.sample_every,
