@@ -147,7 +147,8 @@ def import_model(model_name: str, out: Path) -> None:
         **asdict(Progress()),
         "best_loss": math.inf,
     }
-    # All rows of the weights; the optimizer state is empty, as there are no optimizers.
+    # All rows of the weights, as this process is ALONE; the optimizer state is empty, as there are
+    # no optimizers.
     weights, optimizer_state = copy_state(model, [], ALONE)
     save_checkpoint(out, weights, optimizer_state, entries)
 

@@ -84,12 +84,12 @@ class Writer:
         show(heading)
         # `generate` yields the next token of each completion, up to max_new_tokens times
         for token_ids in generate(self.model, prompts, sampling):  # (num_samples,)
-            for i, token in enumerate(token_ids.tolist()):
-                has_ended[i] |= token in self.tokenizer.end_ids  # or the end of a turn
+            for index, token_id in enumerate(token_ids.tolist()):
+                has_ended[index] |= token_id in self.tokenizer.end_ids  # or the end of a turn
                 # The batch goes on until every completion has ended, so that an ended one still
                 # gets tokens.
-                if not has_ended[i]:
-                    completions[i].append(token)
+                if not has_ended[index]:
+                    completions[index].append(token_id)
             # A character can span several tokens, and is U+FFFD until it is whole.
             characters = self.decode(completions[0], num_shown, keep_cut=True)
             if characters and not characters.endswith("\ufffd"):
@@ -102,13 +102,15 @@ class Writer:
             show(f"\n{'-' * 80}\n{heading}{self.decode(completion)}\n")
         return self.decode(completions[0])
 
-    def decode(self, ids: list[int], start: int = 0, keep_cut: bool = False) -> str:
-        """Return the characters of a completion from token number `start` on. A last character that
-        is cut is kept, as U+FFFD, in an answer, which is that of evaluate.py, or with
-        `keep_cut`."""
+    def decode(self, completion: list[int], start: int = 0, keep_cut: bool = False) -> str:
+        """Return the characters of a completion from the token with index `start` on. A last
+        character that is cut becomes U+FFFD with `keep_cut`, and always in an answer of --chat, as
+        in evaluate.py; else it is left out."""
         chat = self.options.chat
         # The space before an answer is left out at its beginning alone.
-        return decode_completion(ids[start:], self.tokenizer, chat and start == 0, chat or keep_cut)
+        is_answer_start = chat and start == 0
+        token_ids = completion[start:]
+        return decode_completion(token_ids, self.tokenizer, is_answer_start, chat or keep_cut)
 
     def prompt_ids(self, prompt: str, history: Messages) -> list[int]:
         """Return the token ids to continue. Raises UserError for a prompt that is not UTF-8, or

@@ -82,20 +82,21 @@ def build_nanogpt(peer: Path, options: BenchOptions) -> Program:
     dtype of matmuls. It runs in a process of its own, as build_ours."""
     # Load its model.py under another name, as `model` is this project's package.
     spec = util.spec_from_file_location("nanogpt", peer / "model.py")
-    assert spec is not None and spec.loader is not None  # None for unknown file types
+    # never None for a .py file, for which importlib has a loader
+    assert spec is not None and spec.loader is not None
     nanogpt = util.module_from_spec(spec)
     # torch.compile looks for the globals of nanoGPT's functions there.
     sys.modules["nanogpt"] = nanogpt
     spec.loader.exec_module(nanogpt)
 
     # the sizes of this project's model, padding of the vocabulary included
-    ours = options.bench_config
+    model_config = options.bench_config
     nanogpt_config = nanogpt.GPTConfig(
-        block_size=ours.block_size,
-        vocab_size=ours.padded_vocab_size,
-        n_layer=ours.n_layer,
-        n_head=ours.n_head,
-        n_embd=ours.n_embd,
+        block_size=model_config.block_size,
+        vocab_size=model_config.padded_vocab_size,
+        n_layer=model_config.n_layer,
+        n_head=model_config.n_head,
+        n_embd=model_config.n_embd,
         bias=True,  # as in OpenAI's GPT-2
     )
     torch.set_float32_matmul_precision("high")  # nanoGPT's train.py allows TF32
@@ -121,7 +122,7 @@ def main(options: BenchOptions) -> None:
                 f"https://github.com/karpathy/nanoGPT {peer}"
             )
         programs["nanogpt"] = partial(build_nanogpt, peer)
-    medians = measure_in_turn(programs, options)  # a Measurement by name
+    medians = measure_in_turn(programs, options)  # a Measurement by the name of the program
 
     # Only now: a process that uses a GPU takes some of its memory from the measurements.
     device = pick_device(options.device)
@@ -129,24 +130,26 @@ def main(options: BenchOptions) -> None:
     # nanoGPT's model has the same matmuls as this project's.
     flops_per_token = build_without_weights(GPT, options.bench_config).flops_per_token()
     measured = {}
-    for side, median in medians.items():
-        rate = options.micro_batch_size * options.block_size / median.step_seconds  # tokens/s
+    tokens_per_step = options.micro_batch_size * options.block_size
+    for name, median in medians.items():
+        tokens_per_second = tokens_per_step / median.step_seconds
         mfu = None
         if gpu is not None:
-            mfu = rate * flops_per_token / gpu.peak_flops
-        measured[side] = {"rate": rate, "peak_bytes": median.peak_bytes, "mfu": mfu}
+            mfu = tokens_per_second * flops_per_token / gpu.peak_flops
+        measured[name] = {"rate": tokens_per_second, "peak_bytes": median.peak_bytes, "mfu": mfu}
 
-    row: dict[str, object] = {
+    comparison: dict[str, object] = {
         **describe(device),  # device and PyTorch's version
         "unit": "tokens/s",
         "measured": measured,
         "options": vars(options),
     }
     if peer is not None:
-        # Ours to nanoGPT's: the ratio of rates is the inverse ratio of times.
-        row["ratio"] = medians["nanogpt"].step_seconds / medians["ours"].step_seconds
-        row["memory_ratio"] = medians["ours"].peak_bytes / medians["nanogpt"].peak_bytes
-    print(json.dumps(row, default=str))  # default=str: for paths
+        # Ours to nanoGPT's: the ratio of tokens per second is the inverse ratio of times. Above 1
+        # ours is faster, and takes more memory.
+        comparison["ratio"] = medians["nanogpt"].step_seconds / medians["ours"].step_seconds
+        comparison["memory_ratio"] = medians["ours"].peak_bytes / medians["nanogpt"].peak_bytes
+    print(json.dumps(comparison, default=str))  # default=str: for paths
 
 
 if __name__ == "__main__":

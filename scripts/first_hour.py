@@ -56,27 +56,27 @@ def output(command: str) -> str:
     """Run a script of this project and return its standard output; raise UserError if it fails.
     `command` is its path from the project's folder, and its flags."""
     # Standard error goes to the console: progress, and why a command failed.
-    done = subprocess.run([sys.executable, *command.split()], stdout=subprocess.PIPE, text=True)
-    if done.returncode:
+    script = subprocess.run([sys.executable, *command.split()], stdout=subprocess.PIPE, text=True)
+    if script.returncode:
         raise UserError(f"this command failed: python {command}")
-    return done.stdout
+    return script.stdout
 
 
 def verdict(name: str, measured: float, low: float, high: float) -> bool:
-    """Print whether a number lies in its range, and return whether it does."""
+    """Print whether a measured number lies in its range, and return whether it does."""
     is_right = low <= measured <= high  # False for NaN
     word = "ok   " if is_right else "WRONG"
     print(f"{word} {name}: {measured:.4g}, expected {low:.4g} to {high:.4g}", flush=True)
     return is_right
 
 
-def check_loss(flags: str, run: Path, step: int, expected: float, tolerance: float) -> bool:
-    """Train in the new folder `run`, stop by SIGTERM at the validation of `step`, and check its
-    loss. `expected` and `tolerance` are in nats per token."""
-    command = [sys.executable, *f"train.py --run_dir {run} --sample_every 0 {flags}".split()]
-    loss = math.nan  # if the run ends before `step`
+def check_loss(flags: str, folder: Path, step: int, expected: float, tolerance: float) -> bool:
+    """Train in the new `folder`, stop by SIGTERM at the validation of `step`, and check its loss.
+    `expected` and `tolerance` are in nats per token."""
+    command = [sys.executable, *f"train.py --run_dir {folder} --sample_every 0 {flags}".split()]
+    loss = math.nan  # if the run ends before `step`; `verdict` then says WRONG
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
+        assert process.stdout is not None  # by stdout=PIPE
         for line in process.stdout:
             print(line, end="", flush=True)
             if line.startswith(f"step {step}: validation loss "):  # Logger.log_scores
@@ -89,22 +89,22 @@ def check_loss(flags: str, run: Path, step: int, expected: float, tolerance: flo
 def check_resume(flags: str, out: Path, tolerance: float) -> bool:
     """Check the largest difference of a training loss between 20 steps at a stretch, and 10 steps
     and then 10 more."""
-    for run, steps in (("whole", 20), ("resumed", 10), ("resumed", 20)):
+    for name, max_steps in (("whole", 20), ("resumed", 10), ("resumed", 20)):
         # FLAGS_RESUME has --resume auto: "resumed" continues from its checkpoint.
-        output(f"train.py --run_dir {out / run} {flags} {FLAGS_RESUME} --max_steps {steps}")
-    # one row of metrics for each of the 20 steps
+        output(f"train.py --run_dir {out / name} {flags} {FLAGS_RESUME} --max_steps {max_steps}")
+    # the metrics of each of the 20 steps
     whole = read_metrics(out / "whole")["train"]
     resumed = read_metrics(out / "resumed")["train"]
-    gap = max(abs(a["loss"] - b["loss"]) for a, b in zip(whole, resumed, strict=True))
-    return verdict("difference after a resume", gap, 0, tolerance)
+    difference = max(abs(a["loss"] - b["loss"]) for a, b in zip(whole, resumed, strict=True))
+    return verdict("difference after a resume", difference, 0, tolerance)
 
 
 def check_small(out: Path) -> list[bool]:
-    """Check a small model on squares of numbers. Return for each number whether it is right."""
+    """Check a small model on squares of numbers. Return whether each number is right."""
     text = "".join(f"The square of {n} is {n * n}.\n" for n in range(20_000))
     (out / "squares.txt").write_text(text)
-    source = f"--input {out}/squares.txt --tokenizer bytes"
-    output(f"data/fineweb-edu.py {source} --local_dir {out}/shards")
+    input_flags = f"--input {out}/squares.txt --tokenizer bytes"
+    output(f"data/fineweb-edu.py {input_flags} --local_dir {out}/shards")
     flags = f"{FLAGS_SMALL} --data_dir {out}/shards"
     return [
         check_loss(flags, out / "run", 50, SMALL_LOSS, tolerance=0.02),
@@ -113,11 +113,11 @@ def check_small(out: Path) -> list[bool]:
 
 
 def check_124m(out: Path) -> list[bool]:
-    """Check 124M on the GPU. Return for each number whether it is right."""
+    """Check 124M on the GPU. Return whether each number is right."""
     # 250 steps read 131M tokens, and a shard has 100M.
     output(f"data/fineweb-edu.py --max_shards 2 --local_dir {out}/shards")
     flags = f"{FLAGS_124M} --data_dir {out}/shards"
-    results = [
+    results = [  # of `verdict`, one for each check
         # Another data order and another dtype change the loss by less than 0.15.
         check_loss(flags, out / "run", 250, PUBLIC_RUN[250], tolerance=0.15),
         # A GPU adds up in another order from run to run.
@@ -132,24 +132,28 @@ def check_124m(out: Path) -> list[bool]:
     else:  # forecasts assume the constant MFU
         results.append(verdict("MFU", measured["mfu"], 0.8 * MFU, 1))
     forecast = output(f"train.py --dry_run --micro_batch_size 16 --run_dir {out}/forecast")
-    total = float(forecast.partition("  in all")[0].split()[-1])  # GB, before "in all"
-    results.append(verdict("peak GB", measured["peak_bytes"] / 1e9, 0.85 * total, 1.1 * total))
+    # GB of GPU memory, before "in all"
+    forecast_gb = float(forecast.partition("  in all")[0].split()[-1])
+    peak_gb = measured["peak_bytes"] / 1e9
+    results.append(verdict("peak GB", peak_gb, 0.85 * forecast_gb, 1.1 * forecast_gb))
 
     # a published score
     output(f"evaluate.py --model gpt2 --tasks hellaswag --out {out}/gpt2.json")
-    rows = json.loads((out / "gpt2.json").read_text())["results"]
-    values = {(row["task"], row["protocol"], row["metric"]): row["value"] for row in rows}
+    accuracies: dict[tuple[str, str, str], float] = {}  # by task, protocol and metric
+    for entry in json.loads((out / "gpt2.json").read_text())["results"]:
+        accuracies[entry["task"], entry["protocol"], entry["metric"]] = entry["value"]
     key = ("hellaswag", "build-nanogpt", "acc_norm")
-    score = PUBLISHED[key].by_model_type["gpt2"]
-    results.append(verdict("HellaSwag of OpenAI's 124M", values[key], score - 2e-3, score + 2e-3))
+    published = PUBLISHED[key].by_model_type["gpt2"]
+    low, high = published - 2e-3, published + 2e-3
+    results.append(verdict("HellaSwag of OpenAI's 124M", accuracies[key], low, high))
     return results
 
 
 def main(options: FirstHourOptions) -> None:
     if not options.small and not torch.cuda.is_available():
         raise UserError("there is no CUDA GPU here; --small checks a CPU")
-    for run in ("run", "whole", "resumed"):  # left by an earlier check
-        shutil.rmtree(options.out / run, ignore_errors=True)
+    for name in ("run", "whole", "resumed"):  # left by an earlier check
+        shutil.rmtree(options.out / name, ignore_errors=True)
     options.out.mkdir(parents=True, exist_ok=True)
     check = check_small if options.small else check_124m
     if not all(check(options.out)):

@@ -124,7 +124,7 @@ class PlainAdamW(torch.optim.Optimizer):
             beta1, beta2 = group["betas"]
             for p in group["params"]:
                 # The paper's names: step t, moving averages m of the gradient and v of its square.
-                t, m, v = self.state.get(p, (0, 0, 0))
+                t, m, v = self.state.get(p, (0, 0, 0))  # m and v have the shape of p
                 t += 1
                 m = beta1 * m + (1 - beta1) * p.grad
                 v = beta2 * v + (1 - beta2) * p.grad**2
@@ -132,8 +132,8 @@ class PlainAdamW(torch.optim.Optimizer):
                 # Bias correction: the averages begin at 0.
                 m = m / (1 - beta1**t)
                 v = v / (1 - beta2**t)
-                update = m / (v.sqrt() + group["eps"]) + group["weight_decay"] * p
-                p -= group["lr"] * update
+                direction = m / (v.sqrt() + group["eps"]) + group["weight_decay"] * p
+                p -= group["lr"] * direction
 
 
 def build(rung: str, options: LadderOptions) -> Program:
@@ -181,15 +181,15 @@ def draw(medians: dict[str, Measurement], out: Path) -> None:
 
 
 def main(options: LadderOptions) -> None:
-    # a Measurement by rung
+    # a Measurement by rung, in the order of RUNGS
     medians = measure_in_turn({rung: partial(build, rung) for rung in RUNGS}, options)
-    loss_before = medians["start"].loss
+    loss_before = medians["start"].loss  # of the rung before
     print("\n| rung | ms a step | peak GB | loss | change of the loss |")
     print("|---|---|---|---|---|")
     for rung, (step_seconds, peak_bytes, loss) in medians.items():
         # Only rounding may change the loss: each rung trains the same model on the same batch.
-        change = f"{loss:.6f} | {loss - loss_before:+.6f}"
-        print(f"| {rung} | {1000 * step_seconds:.0f} | {peak_bytes / 1e9:.2f} | {change} |")
+        loss_cells = f"{loss:.6f} | {loss - loss_before:+.6f}"
+        print(f"| {rung} | {1000 * step_seconds:.0f} | {peak_bytes / 1e9:.2f} | {loss_cells} |")
         loss_before = loss
     draw(medians, options.out)
     print(f"wrote {options.out}")

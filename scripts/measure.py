@@ -74,9 +74,10 @@ def measure_in_turn(
     context = multiprocessing.get_context("spawn")
     for _ in range(options.repeats):
         for name, build in programs.items():
-            # A pool of one process, which ends with the block. `result` raises the process's error.
-            with ProcessPoolExecutor(max_workers=1, mp_context=context) as process:
-                measurement = process.submit(measure, build, options).result()
+            # A pool of one process, which ends with the with statement. `result` raises the error
+            # of the process.
+            with ProcessPoolExecutor(max_workers=1, mp_context=context) as pool:
+                measurement = pool.submit(measure, build, options).result()
             step_ms, peak_gb = 1000 * measurement.step_seconds, measurement.peak_bytes / 1e9
             print(f"{name}: {step_ms:.1f} ms a step, at most {peak_gb:.2f} GB", flush=True)
             measurements[name].append(measurement)
@@ -93,10 +94,11 @@ def measure(build: Callable[..., Program], options: MeasureOptions) -> Measureme
     torch.manual_seed(0)
     model, optimizers, dtype = build(options)
     device = next(model.parameters()).device
-    size = (2, options.micro_batch_size, options.block_size)  # inputs and targets
-    idx, targets = torch.randint(GPT2Tokenizer.vocab_size, size, device=device)  # (B, T) each
+    shape = (2, options.micro_batch_size, options.block_size)  # 2: inputs and targets
+    idx, targets = torch.randint(GPT2Tokenizer.vocab_size, shape, device=device)  # (B, T) each
 
     def train_step() -> float:
+        """Take one optimizer step on the batch; return the loss before it."""
         # keep_weights=False as in train.py: a forward pass uses each weight once.
         with autocast(device, dtype, keep_weights=False):
             loss = model(idx, targets)
@@ -105,7 +107,7 @@ def measure(build: Callable[..., Program], options: MeasureOptions) -> Measureme
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        return loss.item()  # waits for a GPU
+        return loss.item()  # waits for a GPU, so that the clock below counts whole steps
 
     for _ in range(WARMUP_STEPS):
         loss = train_step()

@@ -73,10 +73,10 @@ def list_groups(grid: tuple[str, ...]) -> list[str]:
     """
     settings_of_options: list[list[str]] = []  # such as ["recipe=gpt2", "recipe=modern"]
     for option in grid:
-        name, *values = option.split()
-        if not values:  # the shell has split --grid max_lr 1e-3
+        name, *choices = option.split()
+        if not choices:  # the shell has split --grid max_lr 1e-3
             raise UserError(f'{name} has no values; write --grid "NAME VALUE VALUE ..."')
-        settings_of_options.append([f"{name}={value}" for value in values])
+        settings_of_options.append([f"{name}={choice}" for choice in choices])
     return [" ".join(settings) for settings in itertools.product(*settings_of_options)]
 
 
@@ -120,9 +120,9 @@ def compare_options(saved: dict, flags: list[str]) -> str:
 
 def comparable(options: dict) -> dict:
     """Return the options that a loss depends on, with a folder of shards by its one true path."""
-    values = {name: value for name, value in options.items() if name not in NOT_COMPARED}
-    values["data_dir"] = [os.path.realpath(folder) for folder in options["data_dir"]]
-    return values
+    compared = {name: value for name, value in options.items() if name not in NOT_COMPARED}
+    compared["data_dir"] = [os.path.realpath(folder) for folder in options["data_dir"]]
+    return compared
 
 
 def to_markdown(groups: list[str], losses: np.ndarray, metric: str) -> str:
@@ -154,18 +154,19 @@ def draw(
     # blue for the best group, red for the worst
     colors = colormaps["turbo"](np.linspace(0.1, 0.9, len(groups)))
     for color, i in zip(colors, losses.mean(axis=1).argsort(), strict=True):
-        # (training tokens, losses) of each seed of group i
+        # (training tokens, validation losses) of each seed of group i
         curves = [curve(run, "val", metric) for run in runs[num_seeds * i : num_seeds * (i + 1)]]
-        x = curves[0][0][1:]  # without the untrained models, which lie far above
-        values = np.array([values[1:] for _, values in curves])  # (seeds, validations)
-        mean = values.mean(axis=0)  # (validations,)
-        std = values.std(axis=0, ddof=ddof)
+        # [1:]: without the untrained models, which lie far above
+        train_tokens = curves[0][0][1:]  # (validations,), the same for all seeds
+        val_losses = np.array([curve_losses[1:] for _, curve_losses in curves])
+        mean = val_losses.mean(axis=0)  # over seeds: (validations,) of (seeds, validations)
+        std = val_losses.std(axis=0, ddof=ddof)
         label = f"{groups[i]}: {losses[i].mean():.4f} ± {losses[i].std(ddof=ddof):.4f}"
-        axes.plot(x, mean, color=color, label=label)
-        axes.fill_between(x, mean - std, mean + std, color=color, alpha=0.2, lw=0)
+        axes.plot(train_tokens, mean, color=color, label=label)
+        axes.fill_between(train_tokens, mean - std, mean + std, color=color, alpha=0.2, lw=0)
     if num_seeds > 1:
-        text = f"band: one standard deviation of {num_seeds} seeds above and below their mean"
-        axes.plot([], [], " ", label=text)
+        label = f"band: one standard deviation of {num_seeds} seeds above and below their mean"
+        axes.plot([], [], " ", label=label)  # a line of the legend alone
     figure.save(picture, out, step_tokens=figure.tokens_per_step(runs))
 
 
@@ -177,7 +178,7 @@ def main(options: SweepOptions) -> None:
         train(options, f"{group} seed={options.seeds[0]}", "--dry_run")
     for name in names:
         train(options, name)
-    runs = [read_run(options.out / name) for name in names]
+    runs = [read_run(options.out / name) for name in names]  # in the order of `names`
 
     # nats per token, or bits per byte if the groups' tokenizers differ
     metric = comparable_loss(runs)
