@@ -170,6 +170,7 @@ def read_documents(
     # threads, not processes: tokenizers release the interpreter lock, and nothing is copied
     workers = ThreadPoolExecutor(options.num_workers)
     try:
+        # resume_point.source is a SourcePosition as JSON; None: from the beginning
         for row_batch in source.batches(resume_point.source):
             pending.append(workers.submit(tokenize_batch, row_batch, resume_point))
             resume_point = ResumePoint()  # nothing of the next batches is in the shards
@@ -277,8 +278,9 @@ def prepare(options: ShardOptions, folder: Path) -> tuple[Manifest, int]:
             return manifest, 0
         sharder.reopen()
         num_tokens_before = sum(sharder.num_tokens.values())
-        # is_full: an earlier run has written all of --max_shards already
-        is_complete = not sharder.is_full and write_shards(options, source, sharder, tokenizer)
+        is_complete = False
+        if not sharder.is_full:  # else an earlier run has written all of --max_shards already
+            is_complete = write_shards(options, source, sharder, tokenizer)
         sharder.end(is_complete)
     finally:
         os.close(lock)

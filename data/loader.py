@@ -10,7 +10,7 @@ So there is no state to save: a resumed run, with any number of processes and an
 goes on with the very sequences that come next.
 
 Where --data_dir names several corpora with weights, positions come in periods. In a period of P
-positions each corpus has a whole number of places, its share, and the places are spread evenly; the
+positions each corpus has a whole number of places, P times its weight, which are spread evenly; the
 next period repeats them. With 0.75 and 0.25, P is 4 and the places are a, a, b, a. The
 k-th place of a corpus, counted over all periods, is the k-th sequence of its own order. So any P
 positions in a row hold exactly the share of each corpus, and shorter stretches about that. Drawing

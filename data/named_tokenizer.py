@@ -34,7 +34,8 @@ class Tokenizer(ABC):
     """Ids that the tokenizer itself writes before a text, as BOS of LLaMA; GPT-2's writes none.
     Benchmarks put them before a context. All else uses start_ids."""
     is_of_chats: bool = False
-    """True for the tokenizer of a Hugging Face model with a chat template: it has learned chats."""
+    """True for the tokenizer of a Hugging Face model with a chat template: the model has learned
+    chats, and finetuning/chat.py treats it so."""
     chat_template: ChatTemplate | None = None
     """Template of these chats; None: the format of finetuning/chat.py."""
 

@@ -48,7 +48,7 @@ class Document:
     lost_text: str = ""
     """Characters of the text that the tokens do not give back."""
     position: SourcePosition = field(default_factory=SourcePosition)
-    """Where to read its batch again (data/source.py)."""
+    """Where to read its batch again (data/source.py), for the next resume point."""
     row: int = 0
     """Number of rows before it in the batch."""
     num_written: int = 0
@@ -109,7 +109,8 @@ class ShardWriter:
         self.write_header()  # leaves the file at the first token
         tokens = np.fromfile(self.file, self.dtype, num_written)  # ends after the last one
         self.num_tokens = len(tokens)  # fewer than `num_written` in an older copy of the file
-        self.checksum = zlib.crc32(tokens.tobytes())  # CRC-32 of all tokens
+        # CRC-32 of all tokens, which the manifest's state keeps and Sharder.reopen compares
+        self.checksum = zlib.crc32(tokens.tobytes())
         self.file.truncate()  # what the earlier run wrote after its last resume point
 
     def write_header(self) -> None:
@@ -283,8 +284,8 @@ class Sharder:
             has_train = to_divide[0].num_train > 0 or self.num_tokens["train"] > 0
             if num_val < self.min_val_tokens or not has_train:
                 # val_fraction of the tokens written so far and of these
-                share = int(val_fraction * (sum(self.num_tokens.values()) + len(tokens)))
-                num_held_out = max(self.min_val_tokens, len(tokens) // 10, share)
+                num_by_fraction = int(val_fraction * (sum(self.num_tokens.values()) + len(tokens)))
+                num_held_out = max(self.min_val_tokens, len(tokens) // 10, num_by_fraction)
                 self.manifest.held_out = min(num_held_out, len(tokens) // 2)
         if self.manifest.held_out == 0:  # both splits have enough
             return documents

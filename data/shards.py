@@ -86,8 +86,8 @@ def inspect_bin(path: Path) -> Layout:
     """Return the layout of a .bin file; raise ValueError if llm.c does not know it."""
     with open(path, "rb") as file:
         magic, version, num_tokens = BIN_HEADER.unpack(file.read(BIN_HEADER.size))
-    for dtype, known in BIN_VERSIONS.items():
-        if known == (magic, version):
+    for dtype, magic_and_version in BIN_VERSIONS.items():
+        if magic_and_version == (magic, version):
             return Layout(BIN_HEADER.size, num_tokens, np.dtype(dtype))
     raise ValueError("no header of llm.c; np.save(path, np.fromfile(...)) adds one")
 

@@ -60,9 +60,7 @@ class Scorer:
     def metrics_by_corpus(self, val: Mixture, tokens: int) -> dict[str, dict[str, float]]:
         """Return what validation_loss gives for each corpus of a split, by its name, and of several
         corpora last the "weighted mean", where Evaluator.validate expects it."""
-        corpus_metrics = [
-            self.validation_loss(corpus, tokens) for corpus in val.corpus_sequences
-        ]
+        corpus_metrics = [self.validation_loss(corpus, tokens) for corpus in val.corpus_sequences]
         by_corpus = dict(zip(val.names, corpus_metrics, strict=True))
         if len(corpus_metrics) > 1:
             by_corpus["weighted mean"] = weighted_mean(corpus_metrics, val.corpus_weights)

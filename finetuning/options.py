@@ -154,10 +154,10 @@ def resolve_options(
         num_examples *= options.group_size
     # 8 if possible, else the largest power of 2 that divides a process's share
     micro_batch_size = options.micro_batch_size or math.gcd(8, num_examples // data_parallel)
-    num_together = micro_batch_size * data_parallel  # in one forward pass of all processes
-    if num_examples % num_together:
+    examples_per_pass = micro_batch_size * data_parallel  # in one forward pass of all processes
+    if num_examples % examples_per_pass:
         raise UserError(
-            f"the {num_examples} examples of a step do not divide by {num_together}, "
+            f"the {num_examples} examples of a step do not divide by {examples_per_pass}, "
             "--micro_batch_size x processes; change it, or --batch_size"
         )
 

@@ -58,13 +58,15 @@ def test_shares_are_exact_and_each_corpus_runs_through_its_own_order(folders):
         positions = start + np.arange(10_000)
         ids = mixture.sequence_ids_at(positions, seed=3)
         corpus = np.searchsorted(mixture.starts, ids, side="right") - 1
-        for i, (part, tenths) in enumerate(zip(mixture.corpus_sequences, (7, 2, 1), strict=True)):
-            part_ids = ids[corpus == i] - mixture.starts[i]
-            part_positions = start * tenths // 10 + np.arange(1000 * tenths)
-            assert (part_ids == epoch_order(part_positions, len(part), seed=3)).all()
+        for i, (sequences, tenths) in enumerate(
+            zip(mixture.corpus_sequences, (7, 2, 1), strict=True)
+        ):
+            ids_in_corpus = ids[corpus == i] - mixture.starts[i]
+            corpus_positions = start * tenths // 10 + np.arange(1000 * tenths)
+            assert (ids_in_corpus == epoch_order(corpus_positions, len(sequences), seed=3)).all()
             batch, expected = (
                 mixture.make_batch(ids[corpus == i][:5]),
-                part.make_batch(part_ids[:5]),
+                sequences.make_batch(ids_in_corpus[:5]),
             )
             assert (batch[0] == expected[0]).all()
     tokens_of_c = len(mixture.corpus_sequences[2].stream)

@@ -160,7 +160,7 @@ def test_text_is_lost_only_where_that_is_asked_for(tmp_path, capsys, name, decod
 
 
 @cache
-def engine_of(kind):
+def backend_of(kind):
     with tempfile.TemporaryDirectory() as folder:
         return Backend.from_file(str(trained(kind, Path(folder))))
 
@@ -175,7 +175,7 @@ def test_what_a_tokenizer_writes_before_a_text_stands_there_for_all_and_in_expor
     tmp_path_factory, kind, before, after
 ):
     """End of text where it writes nothing; what it writes behind a text, nobody writes."""
-    folder, backend, text = tmp_path_factory.mktemp("x"), engine_of(kind), "one of the"
+    folder, backend, text = tmp_path_factory.mktemp("x"), backend_of(kind), "one of the"
     special = [(token, backend.token_to_id(token)) for token in {*before, *after}]
     single = [*before, "$A", *after]
     template = processors.TemplateProcessing(single=single, special_tokens=special)

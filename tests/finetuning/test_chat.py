@@ -144,13 +144,13 @@ def merging(characters, *merges):
     return models.BPE(vocab, list(merges))
 
 
-def byte_level_engine(*merges):
+def byte_level_backend(*merges):
     backend = byte_level(merging(byte_characters(), *merges))
     backend.add_special_tokens(SPECIAL_TOKENS)
     return backend
 
 
-def other_engine(model, pre_tokenizer, normalizer=None):
+def other_backend(model, pre_tokenizer, normalizer=None):
     backend = Backend(model)
     backend.normalizer, backend.pre_tokenizer = normalizer, pre_tokenizer
     backend.add_special_tokens(SPECIAL_TOKENS)
@@ -161,12 +161,12 @@ def other_engine(model, pre_tokenizer, normalizer=None):
 MARKING = merging(SPACE + string.printable, (SPACE, "4"), (":", "4"))
 PREPEND = normalizers.Sequence([normalizers.Prepend(SPACE), normalizers.Replace(" ", SPACE)])
 WORDS = models.WordLevel({"?": 0, " ": 1, "a": 2, "4": 3}, unk_token="?")
-ENGINES = {
-    "byte level": byte_level_engine((":", "4"), ("?", "4"), ("\u010a", "\u010a")),
-    "Llama 2": other_engine(MARKING, None, PREPEND),
-    "always": other_engine(MARKING, pre_tokenizers.Metaspace(prepend_scheme="always")),
-    "first": other_engine(MARKING, pre_tokenizers.Metaspace(prepend_scheme="first")),
-    "words": other_engine(WORDS, pre_tokenizers.Split(" ", "isolated")),
+BACKENDS = {
+    "byte level": byte_level_backend((":", "4"), ("?", "4"), ("\u010a", "\u010a")),
+    "Llama 2": other_backend(MARKING, None, PREPEND),
+    "always": other_backend(MARKING, pre_tokenizers.Metaspace(prepend_scheme="always")),
+    "first": other_backend(MARKING, pre_tokenizers.Metaspace(prepend_scheme="first")),
+    "words": other_backend(WORDS, pre_tokenizers.Split(" ", "isolated")),
 }
 # with what published templates of these names use, briefly
 TEMPLATES = {path.stem: path.read_text() for path in Path(__file__).parent.glob("templates/*")}
@@ -176,7 +176,7 @@ SNIPPETS = st.sampled_from([*'a4: \n"<', "<|im_end|>", "</think>"])
 
 
 @pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
-@pytest.mark.parametrize("backend", ENGINES.values(), ids=ENGINES)
+@pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS)
 def test_dialogs_have_the_text_and_ids_of_transformers_or_are_refused(tmp_path, backend, template):
     """What is learned is what sampling has to write after the same ids."""
     ours = folder_with_tokenizer(tmp_path, backend, template)
@@ -244,7 +244,7 @@ def test_dialogs_have_the_text_and_ids_of_transformers_or_are_refused(tmp_path, 
 )
 def test_an_answer_is_learned_whole_or_refused(tmp_path, template, roles, answer, problem):
     """`answer` has the fields of the first one."""
-    tokenizer = folder_with_tokenizer(tmp_path, ENGINES["byte level"], TEMPLATES[template])
+    tokenizer = folder_with_tokenizer(tmp_path, BACKENDS["byte level"], TEMPLATES[template])
     encoder = TextEncoder(tokenizer, True, 999)
     messages = [{"role": ROLES[role], "content": "4"} for role in roles]
     messages[roles.index("a")] |= answer
@@ -258,7 +258,7 @@ def test_an_answer_is_learned_whole_or_refused(tmp_path, template, roles, answer
         assert learned.count("4<|im_end|>") == roles.count("a") - ("weight" in answer)
 
 
-@pytest.mark.parametrize("backend", ENGINES.values(), ids=ENGINES)
+@pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS)
 def test_no_token_spans_a_prompt_and_its_answer(tmp_path, backend):
     """In the project's own format and in plain text, whatever merges the tokenizer has."""
     tokenizer = folder_with_tokenizer(tmp_path, backend, None)
@@ -268,7 +268,7 @@ def test_no_token_spans_a_prompt_and_its_answer(tmp_path, backend):
         assert tokens[: len(prompt_ids)] == prompt_ids
         *answer, end = tokens[len(prompt_ids) :]
         assert end in tokenizer.end_ids
-        if backend is not ENGINES["words"]:
+        if backend is not BACKENDS["words"]:
             assert decode_completion(answer, tokenizer, chat) == "44"
 
 
@@ -282,7 +282,7 @@ def test_no_token_spans_a_prompt_and_its_answer(tmp_path, backend):
     ],
 )
 def test_what_ends_an_answer_is_read_off_the_template(tmp_path, template, end):
-    backend = byte_level_engine()
+    backend = byte_level_backend()
     tokenizer = folder_with_tokenizer(tmp_path, backend, TEMPLATES[template], eos_token_id=256)
     assert tokenizer.end_of_text == "</s>"
     assert tokenizer.end_ids == {256, tokenizer.eot, backend.token_to_id(end)}
@@ -296,7 +296,7 @@ def test_what_ends_an_answer_is_read_off_the_template(tmp_path, template, end):
 )
 def test_a_template_that_cannot_be_used_is_named(tmp_path, template, problem):
     with user_error(f"tokenizer that can be used: the chat template of .* fails: {problem}"):
-        folder_with_tokenizer(tmp_path, byte_level_engine(), template)
+        folder_with_tokenizer(tmp_path, byte_level_backend(), template)
 
 
 def test_every_eos_of_a_folder_ends_a_text(tmp_path):
@@ -346,7 +346,7 @@ CALL = {"role": "assistant", "content": None, "reasoning": "a", "tool_calls": TO
     ],
 )
 def test_what_a_template_leaves_out_is_refused(tmp_path, message, tools, problem):
-    tokenizer = folder_with_tokenizer(tmp_path, ENGINES["byte level"], CHATML)
+    tokenizer = folder_with_tokenizer(tmp_path, BACKENDS["byte level"], CHATML)
     row = {"messages": [*QUESTION, {"role": "assistant", **message}], "tools": tools}
     with pytest.raises((ValueError, UserError), match=problem):
         TextEncoder(tokenizer, True, 999).dialog(row)
@@ -360,7 +360,7 @@ def test_what_a_template_leaves_out_is_refused(tmp_path, message, tools, problem
     ],
 )
 def test_a_template_sees_every_field_that_transformers_lets_it_see(tmp_path, row):
-    tokenizer = folder_with_tokenizer(tmp_path, ENGINES["byte level"], FIELDS)
+    tokenizer = folder_with_tokenizer(tmp_path, BACKENDS["byte level"], FIELDS)
     theirs = AutoTokenizer.from_pretrained(tmp_path)
     example = TextEncoder(tokenizer, True, 999).dialog(row)
     ids = theirs.apply_chat_template(row["messages"], tools=row.get("tools"))["input_ids"]

@@ -22,7 +22,7 @@ from conftest import (
     weights,
     write_rows,
 )
-from test_chat import CHATML, byte_level_engine, folder_with_tokenizer
+from test_chat import CHATML, byte_level_backend, folder_with_tokenizer
 
 import finetune
 from data.tokenizer import load_tokenizer
@@ -319,7 +319,7 @@ def test_other_rows_are_warned_of_and_other_weights_refused(base, whole, tmp_pat
 
 def test_defaults_teach_dialogs_of_one_kind_and_their_end_by_the_chat_template(tmp_path):
     """Of a model whose end of text is another token: in scores, samples and exports."""
-    tokenizer = folder_with_tokenizer(tmp_path, byte_level_engine(), CHATML, eos_token_id=256)
+    tokenizer = folder_with_tokenizer(tmp_path, byte_level_backend(), CHATML, eos_token_id=256)
     torch.manual_seed(0)
     save_pretrained(GPT(GPTConfig(64, tokenizer.vocab_size, 1, 1, 32)), tmp_path, tokenizer.eot)
     dialogs = [{"prompt": f"{i}?", "completion": "yes", "answer": "yes"} for i in range(200)]
