@@ -81,7 +81,7 @@ class Writer:
         completions: list[list[int]] = [[] for _ in prompts]  # token ids up to end of text
         has_ended = [False] * options.num_samples
         num_shown = 0  # tokens of the first completion
-        show(heading)
+        print_now(heading)
         # `generate` yields the next token of each completion, up to max_new_tokens times
         for token_ids in generate(self.model, prompts, sampling):  # (num_samples,)
             for index, token_id in enumerate(token_ids.tolist()):
@@ -93,13 +93,13 @@ class Writer:
             # A character can span several tokens, and is U+FFFD until it is whole.
             characters = self.decode(completions[0], num_shown, keep_cut=True)
             if characters and not characters.endswith("\ufffd"):
-                show(characters)
+                print_now(characters)
                 num_shown = len(completions[0])
             if all(has_ended):
                 break
-        show(f"{self.decode(completions[0], num_shown)}\n")
+        print_now(f"{self.decode(completions[0], num_shown)}\n")
         for completion in completions[1:]:
-            show(f"\n{'-' * 80}\n{heading}{self.decode(completion)}\n")
+            print_now(f"\n{'-' * 80}\n{heading}{self.decode(completion)}\n")
         return self.decode(completions[0])
 
     def decode(self, completion: list[int], start: int = 0, keep_cut: bool = False) -> str:
@@ -141,7 +141,7 @@ class Writer:
             import readline  # noqa: F401  line editing and history for input()
         history: Messages = []  # questions and answers in turn
         seed = self.options.seed
-        show("say something; /new begins a new chat, /quit ends\n")
+        print_now("say something; /new begins a new chat, /quit ends\n")
         while True:
             try:
                 question = input("> ")
@@ -156,14 +156,14 @@ class Writer:
                     history.append({"role": "assistant", "content": answer})
                     seed += 1  # the same question gets another answer next time
             except UserError as error:  # the question is too long, or no text
-                show(f"{error}\n")
+                print_now(f"{error}\n")
             except KeyboardInterrupt:  # Ctrl-C ends the answer, not the chat
-                show("\n")
+                print_now("\n")
             except EOFError:  # Ctrl-D, or the end of standard input
                 return
 
 
-def show(text: str) -> None:
+def print_now(text: str) -> None:
     """Print text at once, without a line break."""
     print(text, end="", flush=True)
 

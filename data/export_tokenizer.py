@@ -9,7 +9,7 @@ import tokenizers
 from tiktoken.load import read_file_cached
 from tokenizers import decoders, models, pre_tokenizers
 
-from data.huggingface_tokenizer import wrap
+from data.huggingface_tokenizer import to_transformers
 from data.named_tokenizer import END_OF_TEXT, ChatTemplate, Tokenizer
 from data.tokenizer import FileTokenizer, byte_characters
 
@@ -74,7 +74,7 @@ def save_tokenizer(
         # GPT-2 has one token for all of these
         special_tokens = dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_TEXT)
     # The template goes into the JSON, as older transformers do not read a file of its own.
-    wrap(tokenizer_json, special_tokens, chat_template, block_size).save_pretrained(
+    to_transformers(tokenizer_json, special_tokens, chat_template, block_size).save_pretrained(
         folder, save_jinja_files=False
     )
     # transformers 5 writes a name of the class that transformers 4 does not know

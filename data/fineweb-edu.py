@@ -219,7 +219,7 @@ def write_shards(
     return True
 
 
-def prepare(options: ShardOptions, folder: Path) -> tuple[Manifest, int]:
+def continue_sharding(options: ShardOptions, folder: Path) -> tuple[Manifest, int]:
     """Write the shards that the folder lacks; return its manifest and the number of new tokens."""
     # bytes of each file, by its name, of all workers; {} if the dataset is read
     sizes = list_files(options.input) if options.input else {}
@@ -287,7 +287,7 @@ def prepare(options: ShardOptions, folder: Path) -> tuple[Manifest, int]:
     return manifest, sum(sharder.num_tokens.values()) - num_tokens_before
 
 
-def report(manifest: Manifest) -> None:
+def print_summary(manifest: Manifest) -> None:
     """Print what a folder of shards holds: documents written, rows skipped by reason, tokens, bytes
     of source text."""
     print(f"documents: {manifest.documents:,}; skipped: {join_reasons(manifest.skipped)}")
@@ -327,13 +327,13 @@ def main(options: ShardOptions) -> None:
     folder = options.local_dir or Path("data", name)
     start_seconds = time.time()
     try:
-        manifest, num_new = prepare(options, folder)
+        manifest, num_new = continue_sharding(options, folder)
     except KeyboardInterrupt:
         print("the same command continues after the last whole shard", file=sys.stderr)
         raise
     seconds = time.time() - start_seconds
     print(f"{folder}: {'complete' if manifest.complete else 'stopped at --max_shards'}")
-    report(manifest)
+    print_summary(manifest)
     if num_new:
         print(f"{num_new:,} new tokens in {seconds:.1f} s ({num_new / seconds / 1e6:.2f} M/s)")
     else:

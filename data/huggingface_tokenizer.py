@@ -83,7 +83,7 @@ def says_no_more(folder: Path, eot: int) -> bool:
     return True
 
 
-def wrap(
+def to_transformers(
     tokenizer_json: str,
     special_tokens: dict[str, str],
     chat_template: ChatTemplate | None,

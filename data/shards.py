@@ -201,8 +201,8 @@ def open_folder(folder: Path, split: str) -> ShardFolder:
             if re.findall("train|val", path.stem.lower())[-1:] == [split]:
                 shards.append(Shard(path, inspect_shard(path).num_tokens))
     if not paths and not shards:  # no split at all: a mistyped folder
-        raise missing_shards([folder], split)
-    tokenizer = find_tokenizer(folder, manifest, shards)
+        raise missing_shards_error([folder], split)
+    tokenizer = find_tokenizer_spec(folder, manifest, shards)
     return ShardFolder(folder, split, shards, tokenizer, manifest)
 
 
@@ -212,11 +212,11 @@ def open_folders(paths: list[Path], split: str) -> list[ShardFolder]:
     folders = [open_folder(path, split) for path in paths]
     folders_with_split = [folder for folder in folders if folder.shards]
     if not folders_with_split:
-        raise missing_shards(paths, split)
+        raise missing_shards_error(paths, split)
     return folders_with_split
 
 
-def missing_shards(paths: list[Path], split: str) -> MissingShards:
+def missing_shards_error(paths: list[Path], split: str) -> MissingShards:
     """Return the error for folders that hold no shards of a split."""
     names = " ".join(map(str, paths))
     command = f"python data/fineweb-edu.py --input YOUR_TEXT --local_dir {paths[0]}"
@@ -228,7 +228,7 @@ def missing_shards(paths: list[Path], split: str) -> MissingShards:
     )
 
 
-def find_tokenizer(folder: Path, manifest: Manifest | None, shards: list[Shard]) -> str:
+def find_tokenizer_spec(folder: Path, manifest: Manifest | None, shards: list[Shard]) -> str:
     """Return the spec of the tokenizer of a folder's shards; raise UserError if it is missing, or
     if the tokenizer.json in the folder is another."""
     path = folder / TOKENIZER_FILE

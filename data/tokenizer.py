@@ -26,7 +26,7 @@ from tokenizers.decoders import Fuse
 from tokenizers.models import BPE
 from tokenizers.processors import TemplateProcessing
 
-from data.huggingface_tokenizer import ModelTokens, read_folder, says_no_more, wrap
+from data.huggingface_tokenizer import ModelTokens, read_folder, says_no_more, to_transformers
 from data.named_tokenizer import TOKENIZER_FILE, TOKENIZERS, ChatTemplate, Tokenizer
 from utils.errors import UserError, reading
 
@@ -176,7 +176,7 @@ class FileTokenizer(Tokenizer):
     @cached_property
     def renderer(self) -> "PreTrainedTokenizerFast":
         """The tokenizer of transformers, for dialogs."""
-        return wrap(self.tokenizer_json, self.template_tokens, self.chat_template)
+        return to_transformers(self.tokenizer_json, self.template_tokens, self.chat_template)
 
     def render(
         self, messages: list[dict[str, Any]], open_turn: bool = False, tools: list | None = None

@@ -52,7 +52,7 @@ class FirstHourOptions:
     """Folder for shards and runs."""
 
 
-def output(command: str) -> str:
+def run_script(command: str) -> str:
     """Run a script of this project and return its standard output; raise UserError if it fails.
     `command` is its path from the project's folder, and its flags."""
     # Standard error goes to the console: progress, and why a command failed.
@@ -62,7 +62,7 @@ def output(command: str) -> str:
     return script.stdout
 
 
-def verdict(name: str, measured: float, low: float, high: float) -> bool:
+def print_verdict(name: str, measured: float, low: float, high: float) -> bool:
     """Print whether a measured number lies in its range, and return whether it does."""
     is_right = low <= measured <= high  # False for NaN
     word = "ok   " if is_right else "WRONG"
@@ -74,7 +74,7 @@ def check_loss(flags: str, folder: Path, step: int, expected: float, tolerance: 
     """Train in the new `folder`, stop by SIGTERM at the validation of `step`, and check its loss.
     `expected` and `tolerance` are in nats per token."""
     command = [sys.executable, *f"train.py --run_dir {folder} --sample_every 0 {flags}".split()]
-    loss = math.nan  # if the run ends before `step`; `verdict` then says WRONG
+    loss = math.nan  # if the run ends before `step`; print_verdict then says WRONG
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None  # by stdout=PIPE
         for line in process.stdout:
@@ -83,7 +83,7 @@ def check_loss(flags: str, folder: Path, step: int, expected: float, tolerance: 
                 loss = float(line.split()[4])
                 process.terminate()  # SIGTERM: it saves and ends
     name = f"validation loss at step {step}"
-    return verdict(name, loss, expected - tolerance, expected + tolerance)
+    return print_verdict(name, loss, expected - tolerance, expected + tolerance)
 
 
 def check_resume(flags: str, out: Path, tolerance: float) -> bool:
@@ -91,12 +91,14 @@ def check_resume(flags: str, out: Path, tolerance: float) -> bool:
     and then 10 more."""
     for name, max_steps in (("whole", 20), ("resumed", 10), ("resumed", 20)):
         # FLAGS_RESUME has --resume auto: "resumed" continues from its checkpoint.
-        output(f"train.py --run_dir {out / name} {flags} {FLAGS_RESUME} --max_steps {max_steps}")
+        run_script(
+            f"train.py --run_dir {out / name} {flags} {FLAGS_RESUME} --max_steps {max_steps}"
+        )
     # the metrics of each of the 20 steps
     whole = read_metrics(out / "whole")["train"]
     resumed = read_metrics(out / "resumed")["train"]
     difference = max(abs(a["loss"] - b["loss"]) for a, b in zip(whole, resumed, strict=True))
-    return verdict("difference after a resume", difference, 0, tolerance)
+    return print_verdict("difference after a resume", difference, 0, tolerance)
 
 
 def check_small(out: Path) -> list[bool]:
@@ -104,7 +106,7 @@ def check_small(out: Path) -> list[bool]:
     text = "".join(f"The square of {n} is {n * n}.\n" for n in range(20_000))
     (out / "squares.txt").write_text(text)
     input_flags = f"--input {out}/squares.txt --tokenizer bytes"
-    output(f"data/fineweb-edu.py {input_flags} --local_dir {out}/shards")
+    run_script(f"data/fineweb-edu.py {input_flags} --local_dir {out}/shards")
     flags = f"{FLAGS_SMALL} --data_dir {out}/shards"
     return [
         check_loss(flags, out / "run", 50, SMALL_LOSS, tolerance=0.02),
@@ -115,9 +117,9 @@ def check_small(out: Path) -> list[bool]:
 def check_124m(out: Path) -> list[bool]:
     """Check 124M on the GPU. Return whether each number is right."""
     # 250 steps read 131M tokens, and a shard has 100M.
-    output(f"data/fineweb-edu.py --max_shards 2 --local_dir {out}/shards")
+    run_script(f"data/fineweb-edu.py --max_shards 2 --local_dir {out}/shards")
     flags = f"{FLAGS_124M} --data_dir {out}/shards"
-    results = [  # of `verdict`, one for each check
+    results = [  # of print_verdict, one for each check
         # Another data order and another dtype change the loss by less than 0.15.
         check_loss(flags, out / "run", 250, PUBLIC_RUN[250], tolerance=0.15),
         # A GPU adds up in another order from run to run.
@@ -125,27 +127,27 @@ def check_124m(out: Path) -> list[bool]:
     ]
 
     # speed and peak memory: the last line of bench.py is JSON
-    bench = output("scripts/bench.py --device cuda --use_torch_compile --micro_batch_size 16")
+    bench = run_script("scripts/bench.py --device cuda --use_torch_compile --micro_batch_size 16")
     measured = json.loads(bench.splitlines()[-1])["measured"]["ours"]
     if measured["mfu"] is None:
         print("not checked: the MFU, as the peak of this GPU is not known")
     else:  # forecasts assume the constant MFU
-        results.append(verdict("MFU", measured["mfu"], 0.8 * MFU, 1))
-    forecast = output(f"train.py --dry_run --micro_batch_size 16 --run_dir {out}/forecast")
+        results.append(print_verdict("MFU", measured["mfu"], 0.8 * MFU, 1))
+    forecast = run_script(f"train.py --dry_run --micro_batch_size 16 --run_dir {out}/forecast")
     # GB of GPU memory, before "in all"
     forecast_gb = float(forecast.partition("  in all")[0].split()[-1])
     peak_gb = measured["peak_bytes"] / 1e9
-    results.append(verdict("peak GB", peak_gb, 0.85 * forecast_gb, 1.1 * forecast_gb))
+    results.append(print_verdict("peak GB", peak_gb, 0.85 * forecast_gb, 1.1 * forecast_gb))
 
     # a published score
-    output(f"evaluate.py --model gpt2 --tasks hellaswag --out {out}/gpt2.json")
+    run_script(f"evaluate.py --model gpt2 --tasks hellaswag --out {out}/gpt2.json")
     accuracies: dict[tuple[str, str, str], float] = {}  # by task, protocol and metric
     for entry in json.loads((out / "gpt2.json").read_text())["results"]:
         accuracies[entry["task"], entry["protocol"], entry["metric"]] = entry["value"]
     key = ("hellaswag", "build-nanogpt", "acc_norm")
     published = PUBLISHED[key].by_model_type["gpt2"]
     low, high = published - 2e-3, published + 2e-3
-    results.append(verdict("HellaSwag of OpenAI's 124M", accuracies[key], low, high))
+    results.append(print_verdict("HellaSwag of OpenAI's 124M", accuracies[key], low, high))
     return results
 
 

@@ -153,6 +153,7 @@ def build(rung: str, options: LadderOptions) -> Program:
         # rows of the padding are missing.
         model = rebuild(model, UnpaddedConfig(**vars(model_config)))
     execute(model, Execution(checkpointing, "compile" in changes))
+    # Both take the place of a module of model/gpt.py with the same arguments.
     if "fused attention" not in changes:
         for block in model.transformer.h:
             block.set_submodule("attn.attend", PlainAttention())
@@ -169,7 +170,7 @@ def build(rung: str, options: LadderOptions) -> Program:
     return model, optimizers, dtype
 
 
-def draw(medians: dict[str, Measurement], out: Path) -> None:
+def draw_step_times(medians: dict[str, Measurement], out: Path) -> None:
     """Draw the milliseconds of a step of each rung as bars, from above, into the picture `out`."""
     picture = Figure(figsize=(WIDTH, 3), layout="constrained")
     axes = picture.subplots()
@@ -191,7 +192,7 @@ def main(options: LadderOptions) -> None:
         loss_cells = f"{loss:.6f} | {loss - loss_before:+.6f}"
         print(f"| {rung} | {1000 * step_seconds:.0f} | {peak_bytes / 1e9:.2f} | {loss_cells} |")
         loss_before = loss
-    draw(medians, options.out)
+    draw_step_times(medians, options.out)
     print(f"wrote {options.out}")
 
 

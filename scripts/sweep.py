@@ -141,7 +141,7 @@ def to_markdown(groups: list[str], losses: np.ndarray, metric: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def draw(
+def draw_groups(
     runs: list[LoggedRun], groups: list[str], losses: np.ndarray, metric: str, out: Path
 ) -> None:
     """Draw the validation losses of each group into the picture `out`: the mean over seeds as a
@@ -188,7 +188,7 @@ def main(options: SweepOptions) -> None:
     table = to_markdown(groups, losses, metric)
     (options.out / "table.md").write_text(table, encoding="utf-8")
     print(table, end="")
-    draw(runs, groups, losses, metric, options.out / "sweep.png")
+    draw_groups(runs, groups, losses, metric, options.out / "sweep.png")
     print(f"wrote table.md and sweep.png in {options.out}")
 
 

@@ -14,5 +14,5 @@ def test_a_small_model_reaches_its_stored_loss_and_resumes_exactly(tmp_path):
 
 @pytest.mark.parametrize("measured, word", [(1.0, "ok"), (1.2, "WRONG"), (float("nan"), "WRONG")])
 def test_a_number_outside_of_its_range_is_called_wrong(capsys, measured, word):
-    assert first_hour.verdict("number", measured, 0.9, 1.1) == (word == "ok")
+    assert first_hour.print_verdict("number", measured, 0.9, 1.1) == (word == "ok")
     assert capsys.readouterr().out.startswith(word)
