@@ -311,7 +311,7 @@ class Slicing:
 
     @property
     def sequences_per_step(self) -> int:
-        """Sequences in an optimizer step, a global batch, of all parts."""
+        """Sequences in an optimizer step, a global batch, of all processes."""
         return self.micro_steps * self.micro_batch_size * self.data_parallel
 
     def local_sequence_ids(self, sequence_ids: np.ndarray) -> np.ndarray:
