@@ -236,7 +236,7 @@ def checkpoint_entries(
             "total_batch_size": options.total_batch_size,
             "seed": options.seed,
             "weights of --data_dir": train_data.corpus_weights,
-            "checksum of --data_dir": train_data.stream.checksum,
+            "checksum of --data_dir": train_data.checksum,
         },
         # the lowest loss counts among validations on the same tokens
         "val_checksum": crc32_of(

@@ -20,6 +20,7 @@ the corpus of each position by chance would give shares that are right in the me
 import hashlib
 import math
 import re
+import zlib
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -271,6 +272,14 @@ class Mixture:
         return shift(rows)
 
     @property
+    def checksum(self) -> int:
+        """Identity of the tokens and, of several corpora, of the order of their places: a run that
+        is resumed with another one is told so."""
+        if len(self.names) == 1:
+            return self.stream.checksum
+        return zlib.crc32(self.corpus_of_place.tobytes(), self.stream.checksum)
+
+    @property
     def title(self) -> str:
         """Names of the corpora; of several, with their shares."""
         if len(self.names) == 1:
@@ -282,8 +291,8 @@ class Mixture:
         )
 
     def describe_epochs(self, num_tokens: int) -> str:
-        """Return how often `tokens` tokens of training see their corpus; of several, the one that
-        they see most often, by name."""
+        """Return how often `num_tokens` tokens of training see their corpus; of several, the one
+        that they see most often, by name."""
         # for each corpus the tokens that the run draws from it, over the tokens that it has
         epochs = [
             weight * num_tokens / len(sequences.stream)

@@ -74,6 +74,10 @@ def test_shares_are_exact_and_each_corpus_runs_through_its_own_order(folders):
     assert mixture.title == "70 % of a, 20 % of b, 10 % of c"
     with user_error("give weights of at most six digits"):
         Mixture([f"{folders}/a:0.12345678", f"{folders}/b:1"], "train", 32)
+    # a run that is resumed with another order of the places is warned by this number
+    checksum = mixture.checksum
+    mixture.corpus_of_place = mixture.corpus_of_place[::-1].copy()
+    assert mixture.checksum != checksum and Mixture(names, "train", 32).checksum == checksum
 
 
 @settings(max_examples=40, deadline=None)
