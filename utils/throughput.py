@@ -22,7 +22,7 @@ class GPU:
     name: str
     """Words that are all in the name that the driver gives, such as "NVIDIA H100 80GB HBM3"."""
     peak_flops: float
-    """Peak FLOP/s of dense matmuls in 16 bits."""
+    """Peak FLOP/s of dense matmuls in 16 bits that add up in float32."""
     memory_gb: int = 0
     """GB of 1e9 bytes, for the GPUs that --dry_run --device can name."""
     dtype: str = "bfloat16"
@@ -46,17 +46,29 @@ GPUS = (
     GPU("A100", 312e12, memory_gb=80, bandwidth=300e9),
     GPU("A800", 312e12),
     GPU("L40S", 362e12),
-    GPU("RTX 5090", 209.5e12),
+    GPU("L4", 121e12, memory_gb=24, bandwidth=32e9),
+    GPU("A10G", 70e12, memory_gb=24, bandwidth=32e9),
+    GPU("RTX PRO 6000 Max Q", 438.9e12),
+    GPU("RTX PRO 6000 Workstation", 503.8e12, memory_gb=96, bandwidth=64e9),
+    GPU("RTX A6000", 154.8e12, memory_gb=48, bandwidth=32e9),
+    GPU("RTX 5090", 209.5e12, memory_gb=32, bandwidth=64e9),
+    GPU("RTX 5080", 112.6e12, memory_gb=16, bandwidth=64e9),
     GPU("RTX 4090", 165.2e12, memory_gb=24, bandwidth=32e9),
+    GPU("RTX 4080", 97.5e12, memory_gb=16, bandwidth=32e9),
     GPU("RTX 3090", 71e12),
+    GPU("RTX 3080", 59.5e12, memory_gb=10, bandwidth=32e9),
+    # An eighth of 1 PFLOP/s in sparse FP4, the only peak that the maker gives.
+    GPU("GB10", 125e12, memory_gb=128),
     GPU("MI300X", 1307e12),
+    GPU("V100 PCIE", 112e12, dtype="float16"),
+    GPU("V100", 125e12, memory_gb=16, dtype="float16", bandwidth=150e9),
     GPU("T4", 65e12, memory_gb=16, dtype="float16", bandwidth=16e9),
 )
 # GPUs that --dry_run --device can name, by that name, such as "rtx4090"
 NAMED_GPUS = {gpu.name.lower().replace(" ", ""): gpu for gpu in GPUS if gpu.memory_gb}
 # Words in the names of variants ("RTX 4090 Laptop GPU") and of parts of a GPU (MIG), whose peak is
 # not that of the table.
-VARIANTS = {"MIG", "Laptop", "D", "Ti", "SUPER"}
+VARIANTS = {"MIG", "Laptop", "D", "Ti", "SUPER", "FHHL"}
 
 
 def find_gpu(device_name: str) -> GPU | None:
