@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -48,7 +49,7 @@ from utils.devices import describe
 from utils.distributed import Process
 from utils.errors import UserError
 from utils.files import atomic_write, lock_folder
-from utils.logger import CONFIG, Logger, logged_run
+from utils.logger import CONFIG, Logger, logged_run, read_metrics
 from utils.seeds import hash_seed
 
 Options = TypeVar("Options", bound=ResolvedOptions)
@@ -337,8 +338,8 @@ class Run(Generic[Options]):
 
     def finish(self, next_commands: list[str]) -> None:
         """Print how the run ended, and exit with 128 + the signal if one came. After the last step,
-        print `next_commands`, each with the folder of the run behind it. The log is closed by
-        then."""
+        print its figures and `next_commands`, each with the folder of the run behind it. The log is
+        closed by then."""
         folder = shlex.quote(str(self.options.checkpoint_dir))
         if self.stopping:
             command = f"{distributed.launcher()} {sys.argv[0]} --resume {folder}"
@@ -356,6 +357,7 @@ class Run(Generic[Options]):
                 )
             self.logger.print(f"done; checkpoints: {folder}{best}")
         if self.process.is_main and not self.stopping:
+            self.print_figures()
             print("next:")
             for command in next_commands:
                 print(f"  python {command} {folder}")
@@ -364,3 +366,24 @@ class Run(Generic[Options]):
         if self.stopping:
             # `signal` is 0 on a process that stops because another one got a signal
             sys.exit(128 + (self.process.signal or signal.SIGTERM))
+
+    def print_figures(self) -> None:
+        """Print figures of the whole run in lines `key: value`, which a script can read. They are
+        from its log, so that those of a resumed run are of all its steps."""
+        log = read_metrics(self.options.log_dir)
+        if "val" in log:  # not with GRPO
+            loss = log["val"][-1]["loss"]
+            if loss is None:  # JSON has no NaN
+                loss = math.nan
+            print(f"val_loss: {loss:.6f}")
+        print(f"step: {self.progress.step}")
+        print(f"tokens: {self.progress.tokens}")
+        if "train" in log:  # all steps may have been taken by the run that a branch began from
+            rows = log["train"]
+            # of the steps alone, without validations and saves
+            print(f"seconds: {sum(row['ms'] for row in rows) / 1000:.1f}")
+            # the median step, as the first one compiles
+            print(f"tokens_per_s: {median(row['tokens_per_s'] for row in rows):.0f}")
+        if self.process.device.type == "cuda":
+            peak_bytes = torch.cuda.max_memory_allocated(self.process.device)
+            print(f"peak_memory_gb: {peak_bytes / 1e9:.2f}")  # of this process, since its start

@@ -28,6 +28,7 @@ from recipes import Recipe
 from training.forecast.advice import advise
 from training.forecast.memory import USABLE, Hardware, forecast_memory
 from utils.cli import to_flags
+from utils.logger import read_metrics
 
 TWO_PROCESSES = ("--standalone", "--nproc_per_node=2")
 
@@ -54,6 +55,11 @@ def test_a_finished_run_says_how_it_ended_and_commands_that_work(shards, tmp_pat
     assert f"step 2: validation loss {loss:.4f} of 4,096 tokens, " in done.stdout
     best = f"the best with a validation loss of {loss:.4f} at step 2"
     assert f"done; checkpoints: '{run}/checkpoints', {best}\n" in done.stdout
+    # lines for a script that reads them
+    figures = dict(re.findall(r"^(\w+): (\S+)$", done.stdout, re.MULTILINE))
+    assert figures["val_loss"] == f"{loss:.6f}" and figures["step"] == "2"
+    assert int(figures["tokens"]) == read_metrics(run / "logs")["train"][-1]["tokens"]
+    assert float(figures["seconds"]) > 0 and int(figures["tokens_per_s"]) > 0
     commands = next_commands(done)
     scripts = [command.split()[1] for command in commands]
     assert scripts == ["sample.py", "evaluate.py", "plot.py"]
