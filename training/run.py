@@ -338,7 +338,7 @@ class Run(Generic[Options]):
 
     def finish(self, next_commands: list[str]) -> None:
         """Print how the run ended, and exit with 128 + the signal if one came. After the last step,
-        print its figures and `next_commands`, each with the folder of the run behind it. The log is
+        print its metrics and `next_commands`, each with the folder of the run behind it. The log is
         closed by then."""
         folder = shlex.quote(str(self.options.checkpoint_dir))
         if self.stopping:
@@ -357,7 +357,7 @@ class Run(Generic[Options]):
                 )
             self.logger.print(f"done; checkpoints: {folder}{best}")
         if self.process.is_main and not self.stopping:
-            self.print_figures()
+            self.print_metrics()
             print("next:")
             for command in next_commands:
                 print(f"  python {command} {folder}")
@@ -367,8 +367,8 @@ class Run(Generic[Options]):
             # `signal` is 0 on a process that stops because another one got a signal
             sys.exit(128 + (self.process.signal or signal.SIGTERM))
 
-    def print_figures(self) -> None:
-        """Print figures of the whole run in lines `key: value`, which a script can read. They are
+    def print_metrics(self) -> None:
+        """Print metrics of the whole run in lines `key: value`, which a script can read. They are
         from its log, so that those of a resumed run are of all its steps."""
         log = read_metrics(self.options.log_dir)
         if "val" in log:  # not with GRPO
