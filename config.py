@@ -276,8 +276,8 @@ class MachineOptions:
 
 
 @dataclass(frozen=True)
-class StepOptions:
-    """Planning."""
+class PlanningOptions:
+    """What to print instead of training."""
 
     dry_run: bool = False
     """Check options, shards, folders and benchmarks, print model, memory, time and, for GPUs, cost,
@@ -306,7 +306,7 @@ class SamplingConfig:
 
 @dataclass(frozen=True)
 class TrainOptions(
-    StepOptions,
+    PlanningOptions,
     MachineOptions,
     EvaluationOptions,
     SaveOptions,

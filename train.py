@@ -114,7 +114,7 @@ def main() -> None:
                 result = train_step(run, wrapped, optimizers, batches, micro_steps)
                 progress.advance(result)  # counts the step, also a skipped one
                 if result.skip_reason is None:
-                    run.logger.log_train(result.metrics | timer.stop(result.tokens), progress.step)
+                    run.logger.log_train(result.metrics | timer.stop(result.num_tokens), progress.step)
                 else:
                     num_sequences = slicing.sequences_per_step
                     ids = train_data.sequence_ids_of_step(step, num_sequences, options.seed)
@@ -193,9 +193,9 @@ def train_step(
         optimizer.zero_grad(set_to_none=True)
     # float16: a lower scale after infinities, a higher one after 2,000 steps without any
     run.scaler.update()
-    tokens = options.total_batch_size
-    metrics["tokens"] = progress.tokens + tokens  # all tokens of the run so far
-    return StepResult(metrics, skip_reason, got_signal=share_of_signals > 0, tokens=tokens)
+    num_tokens = options.total_batch_size
+    metrics["tokens"] = progress.tokens + num_tokens  # all tokens of the run so far
+    return StepResult(metrics, skip_reason, got_signal=share_of_signals > 0, num_tokens=num_tokens)
 
 
 def build_model(

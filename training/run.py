@@ -71,7 +71,7 @@ class StepResult:
     """Why the update was not applied: a loss or gradient that is not finite. None if it was."""
     got_signal: bool
     """True if a process was told to stop: all of them then save and end."""
-    tokens: int
+    num_tokens: int
     """Tokens of the step, on all processes."""
 
 
@@ -104,7 +104,7 @@ class Progress:
     def advance(self, result: StepResult) -> None:
         """Count a step, its tokens, and the steps in a row that were skipped."""
         self.step += 1  # also if skipped, so that a step always reads the same data
-        self.tokens += result.tokens
+        self.tokens += result.num_tokens
         self.bad_steps = 0 if result.skip_reason is None else self.bad_steps + 1
 
 

@@ -105,14 +105,14 @@ class StepTimer:
         """Begin a step."""
         self.start_seconds = time.perf_counter()
 
-    def stop(self, tokens: int) -> dict[str, float | None]:
-        """End a step on `tokens` tokens of all devices; return columns for the log: tokens/s, MFU,
+    def stop(self, num_tokens: int) -> dict[str, float | None]:
+        """End a step on `num_tokens` num_tokens of all devices; return columns for the log: tokens/s, MFU,
         milliseconds.
 
         The step must have ended with a host sync, or a GPU is still at work on it.
         """
         seconds = time.perf_counter() - self.start_seconds
-        tokens_per_second = tokens / seconds
+        tokens_per_second = num_tokens / seconds
         mfu = None  # a share, 0 to 1; None on CPUs and unknown GPUs
         if self.gpu is not None:
             total_peak = self.num_devices * self.gpu.peak_flops

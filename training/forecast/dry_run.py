@@ -76,8 +76,8 @@ def print_forecast(
 
     # time and cost of the remaining steps
     steps = options.max_steps - (checkpoint["step"] if checkpoint else 0)
-    tokens = options.total_batch_size * steps
-    tokens_text = f"{tokens:,} tokens"
+    num_tokens = options.total_batch_size * steps
+    tokens_text = f"{num_tokens:,} tokens"
     if checkpoint:
         tokens_text = f"the {tokens_text} after step {checkpoint['step']:,}"
     flops_per_step = step_flops(options, model)  # on all devices together
@@ -87,7 +87,7 @@ def print_forecast(
         print(f"the run is at its last step, {options.max_steps:,}: it would not go on")
     else:
         time = describe_time(flops_per_step * steps, hardware, utilization, mfu)
-        print(f"{model.flops_per_token() * tokens:.3g} FLOPs for {tokens_text}{time}")
+        print(f"{model.flops_per_token() * num_tokens:.3g} FLOPs for {tokens_text}{time}")
 
     # Loss of a new model, if it resembles those of the fit: they had GPT-2's tokens, and no n-gram
     # embeddings, of whose many parameters a token uses few.
@@ -201,26 +201,26 @@ def describe_hours(hours: float) -> str:
     return f"{hours:,.0f} hours ({hours / 24:,.0f} days)"
 
 
-def fitted_loss(parameters: float, tokens: float) -> float:
+def fitted_loss(num_parameters: float, num_tokens: float) -> float:
     """Return the loss in nats per token of GPT-2's that a model reaches after so many tokens of C4,
     each read once, by the fit of Muennighoff et al. 2023 (github.com/huggingface/datablations)."""
-    return 1.87 + 521 / parameters**0.3527 + 1488 / tokens**0.3527
+    return 1.87 + 521 / num_parameters**0.3527 + 1488 / num_tokens**0.3527
 
 
-def describe_loss(parameters: int, tokens: int) -> str:
+def describe_loss(num_parameters: int, num_tokens: int) -> str:
     """Return the sentence about the loss that this number of parameters reaches on this number of
     tokens, and about a better size for the same compute: about 6 x parameters x tokens."""
     fit = "the fit of Muennighoff et al. 2023"
-    if tokens < FEWEST_FITTED_TOKENS:
+    if num_tokens < FEWEST_FITTED_TOKENS:
         return (
             f"loss to expect: {fit} knows no runs of under {FEWEST_FITTED_TOKENS / 1e6:.0f}M tokens"
         )
-    loss = fitted_loss(parameters, tokens)
+    loss = fitted_loss(num_parameters, num_tokens)
     text = f"loss to expect: about {loss:.2f}, by {fit}, for text like C4, read once, with AdamW"
     # For a fixed product of both, the loss is lowest where the two terms of the fit are equal:
     # 521 / parameters^a = 1488 / tokens^a, with a = 0.3527.
-    best_parameters = (521 / 1488) ** (0.5 / 0.3527) * (parameters * tokens) ** 0.5
-    best_tokens = parameters * tokens / best_parameters
+    best_parameters = (521 / 1488) ** (0.5 / 0.3527) * (num_parameters * num_tokens) ** 0.5
+    best_tokens = num_parameters * num_tokens / best_parameters
     best_loss = fitted_loss(best_parameters, best_tokens)
     # Propose only a size that is worth the change and lies within the runs of the fit.
     if loss - best_loss > 0.02 and best_tokens > FEWEST_FITTED_TOKENS:

@@ -147,22 +147,22 @@ def block_activations(
     return residuals + itemsize * (normed + qkv + attention + hidden + activated)
 
 
-def head_memory(model_config: GPTConfig, tokens: int, hardware: Hardware, compiled: bool) -> int:
+def head_memory(model_config: GPTConfig, num_tokens: int, hardware: Hardware, compiled: bool) -> int:
     """Return the bytes that the loss of `tokens` tokens, those of a micro-batch, holds at its peak
     (model/loss.py), from the output of the final norm on."""
     itemsize = hardware.dtype.itemsize
     C = model_config.n_embd
     V = model_config.padded_vocab_size
-    hidden = FLOAT32_BYTES * tokens * C  # output of the final norm
+    hidden = FLOAT32_BYTES * num_tokens * C  # output of the final norm
     # The loss computes the gradients of hidden states and head in its forward pass.
-    gradients = FLOAT32_BYTES * (tokens * C + V * C)
+    gradients = FLOAT32_BYTES * (num_tokens * C + V * C)
     copies = 0
     if itemsize < FLOAT32_BYTES:
         # in the dtype of matmuls: hidden states, their gradient and the head's weight
-        copies = itemsize * (2 * tokens * C + V * C)
+        copies = itemsize * (2 * num_tokens * C + V * C)
     # Logits exist for one chunk of tokens at a time, whose float32 logits would fit chunk_bytes.
     max_rows = loss.rows_within(loss.chunk_bytes(hardware.device), FLOAT32_BYTES * V)
-    logits = itemsize * loss.chunk_rows(tokens, max_rows) * V
+    logits = itemsize * loss.chunk_rows(num_tokens, max_rows) * V
     # Without the compiler, the loss also holds a float32 copy of some rows of the chunk and their
     # softmax. A CPU works on too few rows at a time to count.
     if not compiled and hardware.device.type != "cpu":
@@ -223,16 +223,16 @@ def forecast_memory(
         # Autograd keeps autocast's copies for the backward pass.
         compute_weights = itemsize * num_matrix_weights
 
-    tokens = options.sequences_per_pass * model_config.block_size  # in a micro-batch
+    num_tokens = options.sequences_per_pass * model_config.block_size  # in a micro-batch
     per_block = block_activations(model_config, itemsize, mode, tensor_parallel)  # bytes per token
     final_norm = FLOAT32_BYTES * model_config.n_embd  # bytes of its input per token
 
     # The backward pass of a block holds its recomputed activations, three float32 gradients of the
     # residual stream, and the head's gradient, which waits for that of the embedding.
     all_of_block = block_activations(model_config, itemsize, "none", tensor_parallel)
-    recomputed = tokens * (all_of_block - per_block)
+    recomputed = num_tokens * (all_of_block - per_block)
     block_backward = (
-        FLOAT32_BYTES * model_config.n_embd * (3 * tokens + model_config.padded_vocab_size)
+        FLOAT32_BYTES * model_config.n_embd * (3 * num_tokens + model_config.padded_vocab_size)
     )
     if uses_fsdp:
         # Gradients of whole matrices are complete when the activations are used up.
@@ -245,10 +245,10 @@ def forecast_memory(
         "weights cast or gathered for compute": compute_weights,
         "gradients": gradients,  # per process already
         "optimizer": FLOAT32_BYTES * num_moments // num_shards,
-        "activations": tokens * (model_config.n_layer * per_block + final_norm),
+        "activations": num_tokens * (model_config.n_layer * per_block + final_norm),
         # The loss is over before the blocks' backward pass, so only the larger of the two counts.
         "head and logits, or one block's backward pass": max(
-            head_memory(model_config, tokens, hardware, options.use_torch_compile),
+            head_memory(model_config, num_tokens, hardware, options.use_torch_compile),
             block_backward + recomputed,
         ),
     }
