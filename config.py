@@ -23,12 +23,13 @@ from utils.ranges import BelowOne, Count, Natural, NonNegative
 
 WARMUP_STEPS = 715  # GPT-3's 375M tokens at 524,288 a step (Brown et al. 2020)
 
-# Options of one start of a script: neither checkpoints nor config.json hold them, so that a resumed
-# run does not take them over.
+# Options of one start of a script: RunOptions.to_dict leaves them out of checkpoints and
+# config.json, so that a resumed run does not take them over.
 PER_LAUNCH = ("run_dir", "config", "resume", "overwrite", "dry_run")
 
 # Options that follow from other options, the recipe or the device if they are not given, or are
-# "auto". A resumed run derives them again, except for its warmup: a new --max_lr changes --min_lr.
+# "auto". A resumed run derives them again (saved_options of training/options.py), except for its
+# warmup: a new --max_lr changes --min_lr.
 DERIVED = (
     "log_dir",
     "max_lr",
@@ -101,7 +102,7 @@ class RunOptions:
     def to_dict(self) -> dict:
         """Return the resolved options of all groups as plain values, for checkpoints and
         config.json."""
-        values: dict[str, object] = {}
+        options: dict[str, object] = {}
         for name, value in vars(self).items():
             if name in PER_LAUNCH:
                 continue
@@ -112,8 +113,8 @@ class RunOptions:
                 value = str(value.absolute() if is_written else value)
             elif isinstance(value, tuple):  # a tuple of Paths
                 value = [str(folder) for folder in value]
-            values[name] = value
-        return values
+            options[name] = value
+        return options
 
 
 @dataclass(frozen=True)
@@ -130,6 +131,7 @@ class DataOptions:
     @property
     def sequences_per_pass(self) -> int:
         """--micro_batch_size, once a number is found for "auto"."""
+        # resolve_on_device (training/options.py), or a dry run, has replaced it by a number
         assert self.micro_batch_size != "auto"
         return self.micro_batch_size
 
@@ -170,8 +172,8 @@ class ModelOptions:
     """Dropout probability; 0 for runs of about one epoch."""
 
     @property
-    def context(self) -> int:
-        """Tokens per sequence."""
+    def resolved_block_size(self) -> int:
+        """--block_size, or the default of the size in --model_type: tokens per sequence."""
         default = 2048 if self.model_type in GPT3_SIZES else 1024
         return self.block_size or default
 
@@ -179,7 +181,9 @@ class ModelOptions:
         """Return the architecture: the recipe's, the named size and the options over it."""
         n_layer, n_head, n_embd = SIZES[self.model_type]
         # n_embd, block_size, vocab_size, and the fields that the recipe sets, such as "position"
-        model_fields = recipe.model_fields(self.n_embd or n_embd, self.context, vocab_size)
+        model_fields = recipe.model_fields(
+            self.n_embd or n_embd, self.resolved_block_size, vocab_size
+        )
         return GPTConfig(
             n_layer=self.n_layer or n_layer,
             n_head=self.n_head or n_head,
@@ -324,13 +328,13 @@ class TrainOptions(
         the processes read `data_parallel` parts of the data. Raises UserError for a
         --total_batch_size that does not divide into them."""
         # tokens of one micro-step of all processes
-        tokens_together = self.sequences_per_pass * self.context * data_parallel
+        tokens_together = self.sequences_per_pass * self.resolved_block_size * data_parallel
         if self.total_batch_size % tokens_together:
             nearest = max(1, round(self.total_batch_size / tokens_together)) * tokens_together
             raise UserError(
                 f"--total_batch_size {self.total_batch_size:,} does not divide by the micro-batch, "
-                f"{self.micro_batch_size} x {self.context} tokens x {data_parallel} parts of the "
-                f"data = {tokens_together:,}: give {nearest:,}"
+                f"{self.micro_batch_size} x {self.resolved_block_size} tokens x {data_parallel} "
+                f"parts of the data = {tokens_together:,}: give {nearest:,}"
             )
         return self.total_batch_size // tokens_together
 
@@ -362,7 +366,7 @@ class ResolvedOptions(MachineOptions, SaveOptions, OptimizerOptions, RunOptions,
     @property
     @abstractmethod
     def decay_end(self) -> int:
-        """Update, counted from 0, at which the learning rate is --min_lr."""
+        """Step, counted from 0, whose learning rate is --min_lr."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -387,7 +391,7 @@ def resolve_from_recipe(options: TrainOptions, recipe: Recipe) -> ResolvedTrainO
         ResolvedTrainOptions,
         options,
         log_dir=log_folder(options.checkpoint_dir),
-        block_size=options.context,
+        block_size=options.resolved_block_size,
         max_lr=max_lr,
         min_lr=0.0 if recipe.to_zero else max_lr / 10,  # a tenth: Brown et al. 2020
         weight_decay=recipe.weight_decay,

@@ -218,7 +218,7 @@ def main(options: EvalOptions) -> None:
     # The model is changed in place. On a CPU its linear layers may become oneDNN's, whose weights
     # are no parameters: the check for NaN above would not see them.
     model.to(process.device)
-    prepare_for_inference(model, process.device, process.dtype, rows=EXPECTED_ROWS)
+    prepare_for_inference(model, process.device, process.dtype, num_tokens=EXPECTED_ROWS)
 
     # folders of training shards; () for a model of another project, of finetune.py or convert.py
     trained_on = tuple(map(Path, checkpoint.get("config", {}).get("data_dir", ())))

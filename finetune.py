@@ -110,10 +110,10 @@ def main() -> None:
                     with uncompiled(options.use_torch_compile):
                         held_out_metrics = method.evaluate(model)
                     if "loss" in held_out_metrics:
-                        run.logger.log_scores("val", held_out_metrics, step)
+                        run.logger.log_evaluation("val", held_out_metrics, step)
                         saver.save_if_best(held_out_metrics["loss"])
                     else:  # grpo logs a mean reward, and keeps no best model
-                        run.logger.log_scores("held_out", held_out_metrics, step)
+                        run.logger.log_evaluation("held_out", held_out_metrics, step)
                 if run.ended:  # the last step is taken, saved and evaluated
                     break
 
@@ -125,7 +125,9 @@ def main() -> None:
                 result = train_step(run, wrapped, optimizers, method, prepared)
                 progress.advance(result)  # counts the step, also a skipped one
                 if result.skip_reason is None:
-                    run.logger.log_train(result.metrics | timer.stop(result.num_tokens), progress.step)
+                    run.logger.log_train(
+                        result.metrics | timer.stop(result.num_tokens), progress.step
+                    )
                 else:
                     run.logger.log_skip(result.skip_reason, example_ids.tolist(), progress.step)
                 if prepared.sample and is_due(options.sample_every, progress.step):
@@ -192,7 +194,7 @@ def train_step(
     for batch in prepared.batches:
         is_last = batch is prepared.batches[-1]
         # --sharding none and zero1 reduce gradients in the last micro-batch alone, others in each
-        with sync_gradients(wrapped, options.sharding, last=is_last):
+        with sync_gradients(wrapped, options.sharding, is_last=is_last):
             # A forward pass casts each weight once, so that cached copies would only take memory.
             with process.autocast(keep_weights=False):
                 sums = method.metric_sums(wrapped, batch)

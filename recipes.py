@@ -106,22 +106,22 @@ def parse_recipe(text: str) -> Recipe:
     training_fields = [field.name for field in fields(Recipe) if field.name != "model"]
     model_fields = [field.name for field in fields(GPTConfig) if field.name not in SIZED]
     for change in changes:
-        key, _, text = change.strip().partition("=")  # "qk_norm", "=", "False"
-        if key in training_fields:
+        field_name, _, text = change.strip().partition("=")  # "qk_norm", "=", "False"
+        if field_name in training_fields:
             # the class attribute is the field's default, which tells the type of the value
-            value = parse_value(key, text, getattr(Recipe, key))
-            recipe = replace(recipe, **{key: value})  # type: ignore[arg-type]  # any field
-        elif key in model_fields:
-            value = parse_value(key, text, getattr(GPTConfig, key))
+            value = parse_value(field_name, text, getattr(Recipe, field_name))
+            recipe = replace(recipe, **{field_name: value})  # type: ignore[arg-type]  # any field
+        elif field_name in model_fields:
+            value = parse_value(field_name, text, getattr(GPTConfig, field_name))
             # GPTConfig checks the value when the model is built
-            recipe = replace(recipe, model=recipe.model | {key: value})
+            recipe = replace(recipe, model=recipe.model | {field_name: value})
         else:
             names = ", ".join(training_fields + model_fields)
-            raise UserError(f"a recipe has no {key!r}, but {names}")
+            raise UserError(f"a recipe has no {field_name!r}, but {names}")
     return recipe
 
 
-def parse_value(key: str, text: str, default: float | str | None) -> float | str:
+def parse_value(name: str, text: str, default: float | str | None) -> float | str:
     """Return the value of a field that a text stands for; it has the type of the field's default,
     int where that is None. Raises UserError for other text."""
     # n_kv_head and n_inner, the fields with a default of None, are integers
@@ -132,4 +132,4 @@ def parse_value(key: str, text: str, default: float | str | None) -> float | str
         return value_type(text)
     except (ValueError, KeyError) as error:
         expected = "True or False" if value_type is bool else value_type.__name__
-        raise UserError(f"{key}={text} in a recipe must be {expected}") from error
+        raise UserError(f"{name}={text} in a recipe must be {expected}") from error

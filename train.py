@@ -99,10 +99,10 @@ def main() -> None:
                     saver.save_last()
                 if evaluator.due(step):
                     metrics = evaluator.validate()  # {"loss": nats per token, ...}
-                    run.logger.log_scores("val", metrics, step)
+                    run.logger.log_evaluation("val", metrics, step)
                     saver.save_if_best(metrics["loss"])
                 for benchmark, metrics in evaluator.benchmarks(step):
-                    run.logger.log_scores(benchmark, metrics, step)
+                    run.logger.log_evaluation(benchmark, metrics, step)
                 text = evaluator.sample(step)  # None if it is not due
                 if text is not None:
                     run.logger.log_sample(text, step)
@@ -114,7 +114,9 @@ def main() -> None:
                 result = train_step(run, wrapped, optimizers, batches, micro_steps)
                 progress.advance(result)  # counts the step, also a skipped one
                 if result.skip_reason is None:
-                    run.logger.log_train(result.metrics | timer.stop(result.num_tokens), progress.step)
+                    run.logger.log_train(
+                        result.metrics | timer.stop(result.num_tokens), progress.step
+                    )
                 else:
                     num_sequences = slicing.sequences_per_step
                     ids = train_data.sequence_ids_of_step(step, num_sequences, options.seed)
@@ -163,7 +165,7 @@ def train_step(
         idx, targets = next(batches)  # token ids (B, T) each
         is_last = micro_step == micro_steps - 1
         # DDP and zero1 reduce gradients in the last micro-step, zero2 and zero3 in each.
-        with sync_gradients(wrapped, options.sharding, last=is_last):
+        with sync_gradients(wrapped, options.sharding, is_last=is_last):
             # A forward pass casts each weight once: keeping the copies would only take memory.
             with process.autocast(keep_weights=False):
                 # divided, so that gradients add up to the gradient of the mean loss

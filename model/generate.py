@@ -68,18 +68,18 @@ def sample_token(logits: Tensor, uniform: Tensor, sampling: Sampling) -> Tensor:
 
 @torch.no_grad()
 def generate(
-    model: GPT, prompts: list[list[int]], sampling: Sampling, first_row: int = 0
+    model: GPT, prompts: list[list[int]], sampling: Sampling, first_index: int = 0
 ) -> Iterator[Tensor]:
     """Yield the next token ids (B,) of B prompts, on the model's device. A prompt has at least one
-    token, and at most the context. Prompt i draws its random numbers from (seed, first_row + i)
-    alone; `first_row` is above 0 where these are a part of all prompts.
+    token, and at most the context. Prompt i draws its random numbers from (seed, first_index + i)
+    alone; `first_index` is above 0 where these prompts are some of a longer list (`complete`).
 
     Where the context is full, its older half is dropped and the newer one read again. With prompts
     of one length the loop does not wait for the GPU to finish a token.
     """
     block_size = model.config.block_size
     device = model.transformer.wte.weight.device
-    uniforms = draw_uniforms(len(prompts), sampling, first_row).to(device)  # (B, max_new_tokens)
+    uniforms = draw_uniforms(len(prompts), sampling, first_index).to(device)  # (B, max_new_tokens)
     lengths = [len(prompt) for prompt in prompts]  # tokens of each row, without padding
     longest = max(lengths)
     assert longest <= block_size, f"a prompt of {longest} tokens is too long"
@@ -106,8 +106,8 @@ def generate(
         mask: Tensor | None = None
         if min(lengths) < longest:
             # (B,): the column in which the text of each row begins, after its padding
-            first = torch.tensor([longest - length for length in lengths], device=device)
-            positions, mask = positions_and_mask(first, longest, unread.size(1))
+            first_columns = torch.tensor([longest - length for length in lengths], device=device)
+            positions, mask = positions_and_mask(first_columns, longest, unread.size(1))
 
         # sample the next token of each row from the last column, where all rows end
         hidden = model.hidden(unread, cache, positions=positions, mask=mask)  # (B, unread, C)
@@ -118,29 +118,31 @@ def generate(
         lengths = [length + 1 for length in lengths]
 
 
-def draw_uniforms(num_rows: int, sampling: Sampling, first_row: int = 0) -> Tensor:
-    """Return random numbers in [0, 1) (num_rows, max_new_tokens), on the CPU: equal everywhere."""
+def draw_uniforms(num_prompts: int, sampling: Sampling, first_index: int = 0) -> Tensor:
+    """Return random numbers in [0, 1) (num_prompts, max_new_tokens), on the CPU: the same on
+    every device."""
     # Longer seeds are hashed to 32 bits: PyTorch takes at most 64, those of the product below.
     seed = sampling.seed if sampling.seed < 2**32 else hash_seed(f"{sampling.seed}")
     # far apart, so that the rows of seed 1 are not those of seed 0, moved up by one
-    first_seed = seed * 1_000_003 + first_row
-    rows = []
-    for row in range(num_rows):
+    first_seed = seed * 1_000_003 + first_index
+    uniforms = []
+    for index in range(num_prompts):
         # one generator per row, so that its numbers do not depend on the size of the batch
-        generator = torch.Generator().manual_seed(first_seed + row)
-        rows.append(torch.rand(sampling.max_new_tokens, generator=generator))
-    return torch.stack(rows)
+        generator = torch.Generator().manual_seed(first_seed + index)
+        uniforms.append(torch.rand(sampling.max_new_tokens, generator=generator))
+    return torch.stack(uniforms)
 
 
-def positions_and_mask(first: Tensor, S: int, T: int) -> tuple[Tensor, Tensor]:
+def positions_and_mask(first_columns: Tensor, S: int, T: int) -> tuple[Tensor, Tensor]:
     """Return the positions (B, T) and the attention mask (B, 1, T, S), true where a token may
-    attend, of the last T of S tokens, in rows with left padding up to the column `first` (B,)."""
-    key_columns = torch.arange(S, device=first.device)
+    attend, of the last T of S tokens, in rows with left padding up to the columns
+    `first_columns` (B,)."""
+    key_columns = torch.arange(S, device=first_columns.device)
     query_columns = key_columns[-T:]
-    positions = (query_columns - first[:, None]).clamp(min=0)  # (B, T), 0 for padding
+    positions = (query_columns - first_columns[:, None]).clamp(min=0)  # (B, T), 0 for padding
 
     is_past = key_columns <= query_columns[:, None]  # (T, S)
-    is_text = key_columns >= first[:, None, None]  # (B, 1, S)
+    is_text = key_columns >= first_columns[:, None, None]  # (B, 1, S)
     # padding attends to itself: a softmax over nothing is NaN
     is_itself = key_columns == query_columns[:, None]
     mask = (is_past & is_text) | is_itself  # (B, T, S)
@@ -163,29 +165,29 @@ def complete(
     end_ids: frozenset[int],
     sampling: Sampling,
     all_done: Callable[[bool], bool] = bool,
-    first_row: int = 0,
+    first_index: int = 0,
 ) -> list[GeneratedTokens]:
-    """Return what follows each prompt up to the first of `end_ids`; `first_row` is that of
+    """Return what follows each prompt up to the first of `end_ids`; `first_index` is that of
     `generate`.
 
     `all_done` gets True when all texts have ended and returns True when those of all processes
     have: under FSDP2 a forward pass needs every process. It raises Stopped after a signal. By
     default there is one process.
     """
-    texts: list[list[int]] = [[] for _ in prompts]  # token ids
-    steps = generate(model, prompts, sampling, first_row)
+    completions: list[list[int]] = [[] for _ in prompts]  # token ids
+    new_tokens = generate(model, prompts, sampling, first_index)
     while True:
         # up to TOKENS_PER_CHECK tensors (B,) of token ids; none after max_new_tokens
-        columns = list(islice(steps, TOKENS_PER_CHECK))
+        columns = list(islice(new_tokens, TOKENS_PER_CHECK))
         if not columns:
             break
-        for text, new_tokens in zip(texts, torch.stack(columns, 1).tolist(), strict=True):
-            text += new_tokens
+        for completion, ids in zip(completions, torch.stack(columns, 1).tolist(), strict=True):
+            completion += ids
         # `all_done` returns the same on all processes: a process whose texts have ended generates
         # on until the others are done, too
-        if all_done(all(not end_ids.isdisjoint(text) for text in texts)):
+        if all_done(all(not end_ids.isdisjoint(completion) for completion in completions)):
             break
-    return [cut_at_end(text, end_ids) for text in texts]
+    return [cut_at_end(completion, end_ids) for completion in completions]
 
 
 def cut_at_end(tokens: list[int], end_ids: frozenset[int]) -> GeneratedTokens:

@@ -19,14 +19,14 @@ class OneDNNLinear(nn.Module):
     """Linear layer on a CPU, whose weight lies in the layout that oneDNN chooses."""
 
     def __init__(
-        self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, num_rows: int
+        self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, num_tokens: int
     ) -> None:
         """Copy a weight (out, in) and a bias (out,); oneDNN chooses the layout for inputs of about
-        `num_rows` rows, which are tokens."""
+        `num_tokens` tokens."""
         super().__init__()
         self.dtype = dtype
         # not a Parameter: it is never trained or saved, and only oneDNN can read its layout
-        self.weight = onednn._reorder_linear_weight(weight.detach().to(dtype), num_rows)
+        self.weight = onednn._reorder_linear_weight(weight.detach().to(dtype), num_tokens)
         self.bias: Tensor | None = None
         if bias is not None:
             self.bias = bias.detach().to(dtype)
@@ -48,10 +48,10 @@ class OneDNNHeadGPT(GPT):
 
 
 def prepare_for_inference(
-    model: GPT, device: torch.device, dtype: torch.dtype, rows: int = 1
+    model: GPT, device: torch.device, dtype: torch.dtype, num_tokens: int = 1
 ) -> GPT:
-    """Prepare a model on `device` for inference, in place, for matmuls of about `rows` tokens:
-    sampling adds one to each text, scoring reads whole batches. Return the same model.
+    """Prepare a model on `device` for inference, in place, for matmuls of about `num_tokens`
+    tokens: sampling adds one to each text, scoring reads whole batches. Return the same model.
 
     Matmuls run in `dtype`, as under autocast; embeddings and norms are float32. On a CPU whose
     oneDNN has that dtype, linear layers and the head become OneDNNLinear. On a GPU the weights of
@@ -63,11 +63,11 @@ def prepare_for_inference(
         # a list, as modules are replaced during the loop
         for name, module in list(blocks.named_modules()):
             if isinstance(module, nn.Linear):
-                replacement = OneDNNLinear(module.weight, module.bias, dtype, rows)
+                replacement = OneDNNLinear(module.weight, module.bias, dtype, num_tokens)
                 blocks.set_submodule(name, replacement)
         # The head's weight may be the embedding, which stays float32: the head becomes a copy.
         head_weight = model.head_weight[: model.config.vocab_size]
-        model.inference_head = OneDNNLinear(head_weight, None, dtype, rows)
+        model.inference_head = OneDNNLinear(head_weight, None, dtype, num_tokens)
         model.__class__ = OneDNNHeadGPT  # the same modules and weights, with other logits
     elif device.type == "cuda":
         # Cast in place: autocast then has to cast only the inputs of these layers.

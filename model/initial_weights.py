@@ -18,7 +18,7 @@ from utils.seeds import hash_seed
 
 Model = TypeVar("Model", bound=nn.Module)  # GPT, which is defined above this file
 
-# Rows that one generator draws: with fewer, seeding generators would take the time.
+# Rows that one generator draws, a chunk: with fewer, seeding generators would take the time.
 ROWS_PER_SEED = 64
 
 
@@ -62,7 +62,7 @@ def draw_weights(model: nn.Module, config: GPTConfig) -> None:
 class NormalRows:
     """Matrix of normal numbers with a standard deviation of `std`. A row follows from the seed, the
     name of the matrix and the index of the row, whoever draws it and whatever is drawn before.
-    Seeds have 32 bits: of the 166,000 blocks of rows of a 175B some three pairs begin alike."""
+    Seeds have 32 bits: of the 166,000 chunks of rows of a 175B some three pairs have one seed."""
 
     def __init__(self, seed: int, name: str, shape: torch.Size, std: float) -> None:
         self.seed = seed
@@ -74,13 +74,13 @@ class NormalRows:
         # device="cpu", because torch's default device may be another one
         indices = torch.arange(self.shape[0], device="cpu")[rows]  # (r,)
         drawn = torch.empty(len(indices), self.shape[1], device="cpu")
-        blocks = indices // ROWS_PER_SEED  # (r,)
-        for block in blocks.unique().tolist():
-            block_seed = hash_seed(f"{self.seed} {self.name} {block}")
-            generator = torch.Generator("cpu").manual_seed(block_seed)
-            # draw the whole block even for one row, so that a row's numbers follow from its index
+        chunks = indices // ROWS_PER_SEED  # (r,)
+        for chunk in chunks.unique().tolist():
+            chunk_seed = hash_seed(f"{self.seed} {self.name} {chunk}")
+            generator = torch.Generator("cpu").manual_seed(chunk_seed)
+            # draw the whole chunk even for one row, so that a row's numbers follow from its index
             normal = torch.randn(ROWS_PER_SEED, self.shape[1], generator=generator, device="cpu")
-            is_here = blocks == block  # (r,)
+            is_here = chunks == chunk  # (r,)
             drawn[is_here] = normal[indices[is_here] % ROWS_PER_SEED]
         return drawn.mul_(self.std)
 

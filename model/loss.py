@@ -49,17 +49,17 @@ def rows_within(max_bytes: int, row_bytes: int) -> int:
     return max(1, num_rows)  # a single row may be larger than max_bytes
 
 
-def chunk_rows(num_rows: int, max_rows: int) -> int:
-    """Return the size of the chunks to cut `num_rows` into, at most `max_rows`.
+def tokens_per_chunk(num_tokens: int, max_tokens: int) -> int:
+    """Return the size of the chunks, in tokens, to cut `num_tokens` into: at most `max_tokens`.
 
     Chunks of one size share one compiled graph, so equal ones are taken if that makes at most twice
     as many as needed; else the last one is smaller.
     """
-    min_chunks = -(-num_rows // max_rows)  # rounded up
+    min_chunks = -(-num_tokens // max_tokens)  # rounded up
     for num_chunks in range(min_chunks, 2 * min_chunks + 1):
-        if num_rows % num_chunks == 0:
-            return num_rows // num_chunks
-    return max_rows
+        if num_tokens % num_chunks == 0:
+            return num_tokens // num_chunks
+    return max_tokens
 
 
 def cross_entropy_(
@@ -159,11 +159,11 @@ class ChunkedCrossEntropy(torch.autograd.Function):
                 # float32, because every chunk adds to it
                 grad_weight = torch.zeros_like(weight, dtype=torch.float32)
             # counted as float32, though 16-bit logits take half of it
-            max_rows = rows_within(chunk_bytes(x.device), 4 * len(weight))
-            num_rows = chunk_rows(len(x), max_rows)
-            buffer = low_x.new_empty(num_rows, len(weight))  # reused by all chunks
-            for start in range(0, len(x), num_rows):
-                chunk = slice(start, start + num_rows)
+            max_tokens = rows_within(chunk_bytes(x.device), 4 * len(weight))
+            chunk_size = tokens_per_chunk(len(x), max_tokens)
+            buffer = low_x.new_empty(chunk_size, len(weight))  # reused by all chunks
+            for start in range(0, len(x), chunk_size):
+                chunk = slice(start, start + chunk_size)
                 inputs = low_x[chunk]  # (n, C)
                 logits = torch.mm(inputs, low_weight.T, out=buffer[: len(inputs)])  # (n, padded V)
                 chunk_weights = token_weights[chunk] if needs_grad else None

@@ -29,7 +29,7 @@ from recipes import parse_recipe
 from scripts.measure import MeasureOptions, Program, measure_in_turn
 from training.optimizers import make_optimizers
 from utils.cli import start_script
-from utils.devices import describe, pick_device, pick_dtype
+from utils.devices import describe_device, pick_device, pick_dtype
 from utils.errors import UserError
 from utils.ranges import Count
 from utils.throughput import gpu_of
@@ -139,7 +139,7 @@ def main(options: BenchOptions) -> None:
         measured[name] = {"rate": tokens_per_second, "peak_bytes": median.peak_bytes, "mfu": mfu}
 
     comparison: dict[str, object] = {
-        **describe(device),  # device and PyTorch's version
+        **describe_device(device),  # device and PyTorch's version
         "unit": "tokens/s",
         "measured": measured,
         "options": vars(options),

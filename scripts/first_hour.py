@@ -79,7 +79,7 @@ def check_loss(flags: str, folder: Path, step: int, expected: float, tolerance: 
         assert process.stdout is not None  # by stdout=PIPE
         for line in process.stdout:
             print(line, end="", flush=True)
-            if line.startswith(f"step {step}: validation loss "):  # Logger.log_scores
+            if line.startswith(f"step {step}: validation loss "):  # Logger.log_evaluation
                 loss = float(line.split()[4])
                 process.terminate()  # SIGTERM: it saves and ends
     name = f"validation loss at step {step}"

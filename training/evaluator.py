@@ -73,10 +73,10 @@ class Evaluator:
             if self.intervals[name] > 0:
                 benchmark = BENCHMARKS[name]
                 limit = None if options.eval_full else SUBSET_EXAMPLES
-                first = benchmark.protocols[:1]  # one is enough for a curve
+                first_protocol = benchmark.protocols[:1]  # one is enough for a curve
                 try:
                     score_benchmark = open_benchmark(
-                        benchmark, path, limit, self.scorer, self.tokenizer, first
+                        benchmark, path, limit, self.scorer, self.tokenizer, first_protocol
                     )
                 except UserError as error:  # its message does not name the options
                     raise UserError(
@@ -138,7 +138,7 @@ class Evaluator:
             uncompiled(self.options.use_torch_compile),
         ):
             # all_done makes all processes stop together, and raises Stopped after a signal.
-            texts = complete(model, prompts, end_ids, sampling, scorer.process.all_done)
+            completions = complete(model, prompts, end_ids, sampling, scorer.process.all_done)
         model.train()
         # the last character may be cut in the middle of its bytes
-        return tokenizer.decode_bytes(texts[0].tokens).decode(errors="replace")
+        return tokenizer.decode_bytes(completions[0].tokens).decode(errors="replace")

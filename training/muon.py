@@ -44,10 +44,10 @@ def matrix_groups(model: GPT) -> list[dict]:
     fused = fused_layers(model.config)
     tensor_parallel = tensor_parallel_of(model)  # processes that share each block
     groups: list[dict] = []
-    for layer_name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"):
+    for linear_name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"):
         # A sharded weight is a DTensor, whose size is that of the whole matrix.
-        weights = [block.get_parameter(f"{layer_name}.weight") for block in model.transformer.h]
-        fused_rows = fused.get(layer_name, (weights[0].size(0),))
+        weights = [block.get_parameter(f"{linear_name}.weight") for block in model.transformer.h]
+        fused_rows = fused.get(linear_name, (weights[0].size(0),))
         # A c_proj is divided by columns, but split here, too: orthogonalize joins the parts again.
         local_fused_rows = tuple(size // tensor_parallel for size in fused_rows)
         num_stacked = max(1, STACK_ENTRIES // weights[0].numel())  # matrices of a group

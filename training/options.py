@@ -111,15 +111,15 @@ def saved_options(checkpoint: Checkpoint, folder: Path) -> dict:
     checkpoints, as far as no flag says otherwise. Derived ones are computed anew, on this machine:
     the None or "auto" that was given for them replaces their values."""
     saved = checkpoint["config"]
-    values = saved | checkpoint["derived"]
-    values["checkpoint_dir"] = folder
+    options = saved | checkpoint["derived"]
+    options["checkpoint_dir"] = folder
     # The warmup stays, which is at most a tenth of a run: it would grow with more steps, and the
     # run would warm up again.
-    values["warmup_steps"] = saved["warmup_steps"]
+    options["warmup_steps"] = saved["warmup_steps"]
     # The log stays, unless the run was moved or branches off: then it follows the checkpoints.
     is_moved = folder.resolve() != Path(saved["checkpoint_dir"]).resolve()
-    values["log_dir"] = None if is_moved else saved["log_dir"]
-    return values
+    options["log_dir"] = None if is_moved else saved["log_dir"]
+    return options
 
 
 def expand_run_dir(words: list[str]) -> list[str]:

@@ -45,7 +45,7 @@ from training.parallel.own_rows import fill_optimizers
 from training.start import compare_processes, warn_of_order
 from training.weights_and_biases import open_wandb
 from utils import distributed
-from utils.devices import describe
+from utils.devices import describe_device
 from utils.distributed import Process
 from utils.errors import UserError
 from utils.files import atomic_write, lock_folder
@@ -265,7 +265,8 @@ class Run(Generic[Options]):
             # the run in the other folder may go on under its own id
             progress = replace(progress, run_id=uuid.uuid4().hex, parent=run_and_step(checkpoint))
         # "device NVIDIA H100 80GB HBM3, torch 2.13.0+cu130, matmuls torch.bfloat16"
-        device_text = ", ".join(f"{name} {x}" for name, x in describe(process.device).items())
+        description = describe_device(process.device)
+        device_text = ", ".join(f"{name} {x}" for name, x in description.items())
         process.print(f"{device_text}, matmuls {process.dtype}")
         return cls(options, process, scaler, progress, entries)
 
@@ -322,7 +323,7 @@ class Run(Generic[Options]):
                 "tokenizer": tokenizer_identity(self.entries["tokenizer"]),
                 "config": options.to_dict(),
                 "model_config": asdict(model_config),
-                "versions": describe(self.process.device),
+                "versions": describe_device(self.process.device),
             }
             with atomic_write(options.log_dir / CONFIG) as file:
                 file.write(json.dumps(content, indent=1).encode())
@@ -350,11 +351,9 @@ class Run(Generic[Options]):
             best = ""
             best_path = self.options.checkpoint_dir / BEST
             if best_path.exists():
-                saved = load_checkpoint(best_path)  # tensors are mapped, not read
-                best = (
-                    f", the best with a validation loss of {saved['best_loss']:.4f} at step "
-                    f"{saved['step']:,}"
-                )
+                best_checkpoint = load_checkpoint(best_path)  # tensors are mapped, not read
+                loss, step = best_checkpoint["best_loss"], best_checkpoint["step"]
+                best = f", the best with a validation loss of {loss:.4f} at step {step:,}"
             self.logger.print(f"done; checkpoints: {folder}{best}")
         if self.process.is_main and not self.stopping:
             self.print_metrics()

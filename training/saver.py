@@ -50,7 +50,7 @@ class Saver:
     best_loss: float = math.inf
     """Lowest validation loss of the run, of pre-training and sft in nats per token: that of step 0,
     or of model_best.pt. Known to the main process only."""
-    is_first: bool = True
+    is_first_save: bool = True
     """True until model_last.pt was saved once, on all processes alike."""
     thread: threading.Thread = field(init=False, default_factory=threading.Thread)
     """The thread that writes or wrote last; before the first save, one that was never started."""
@@ -65,9 +65,9 @@ class Saver:
         paths = [folder / name for name in (BEST, LAST) if (folder / name).exists()]
         if not paths:
             return
-        saved = load_checkpoint(paths[0])
-        if saved["val_checksum"] == self.run.entries["val_checksum"]:
-            self.best_loss = saved["best_loss"]
+        checkpoint = load_checkpoint(paths[0])
+        if checkpoint["val_checksum"] == self.run.entries["val_checksum"]:
+            self.best_loss = checkpoint["best_loss"]
         elif self.run.entries["val_checksum"] is not None:  # None without --eval_data
             self.run.process.print("another text is validated on: a new lowest loss begins")
 
@@ -78,7 +78,7 @@ class Saver:
         end, and before the first step of this process, so that a killed run can be continued."""
         save_every = self.run.options.save_every
         is_regular = save_every > 0 and step % save_every == 0
-        return self.is_first or is_regular or self.run.ended
+        return self.is_first_save or is_regular or self.run.ended
 
     def save_last(self) -> None:
         """Save model_last.pt, unless it is of this step already. Every process must call it."""
@@ -86,9 +86,9 @@ class Saver:
         self.save(LAST, self.last_step != self.run.progress.step)
         # Training goes on while a file is written, except for the first one: without it a run that
         # is killed could not be continued.
-        if self.is_first:
+        if self.is_first_save:
             self.finish()  # raises UserError if the write failed
-            self.is_first = False
+            self.is_first_save = False
 
     def save_if_best(self, loss: float) -> None:
         """Save model_best.pt if the loss of a validation after step 0 is the lowest one so far.

@@ -104,14 +104,14 @@ def open_original(
     return original.weights
 
 
-def open_saved(name: str | Path, process: Process) -> InitialModel:
+def open_saved(model_name: str | Path, process: Process) -> InitialModel:
     """Return the model of --init_from. Every process must call it."""
-    path = find_checkpoint(name)  # None for a model of another project
+    path = find_checkpoint(model_name)  # None for a model of another project
     if path is not None:
         checkpoint = load_checkpoint(path)
         check_head(path, checkpoint, is_reward_model=False)
         return open_initial_checkpoint(path, checkpoint, process)
-    model, tokenizer = open_pretrained(name)  # model on the CPU, tokenizer spec
+    model, tokenizer = open_pretrained(model_name)  # model on the CPU, tokenizer spec
     return InitialModel(model.config, model.state_dict(), tokenizer, {})
 
 

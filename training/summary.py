@@ -72,15 +72,15 @@ def describe_epochs(options: ResolvedTrainOptions, train_data: Mixture) -> str:
     return text
 
 
-def describe_steps(options: ResolvedTrainOptions, micro_steps: int, num_parts: int) -> str:
+def describe_steps(options: ResolvedTrainOptions, micro_steps: int, data_parallel: int) -> str:
     """Return how the run is cut into steps, and a step into micro-batches, `micro_steps` for each
-    of `num_parts` parts of the data."""
+    of `data_parallel` parts of the data."""
     text = (
         f"{options.max_steps:,} steps of {options.total_batch_size:,} tokens = "
         f"{options.block_size} x micro-batch {options.micro_batch_size} x micro-steps {micro_steps}"
     )
-    if num_parts > 1:
-        text += f" x parts of the data {num_parts}"
+    if data_parallel > 1:
+        text += f" x parts of the data {data_parallel}"
     return text
 
 

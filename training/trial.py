@@ -50,15 +50,15 @@ def has_memory(run: Run[ResolvedTrainOptions], wrapped: nn.Module, micro_batch_s
     micro-batches of `micro_batch_size` sequences. It exchanges nothing with others, and leaves no
     gradients."""
     device = run.process.device
-    size = (micro_batch_size, run.options.block_size)  # (B, T)
-    idx = torch.zeros(size, dtype=torch.long, device=device)
+    shape = (micro_batch_size, run.options.block_size)  # (B, T)
+    idx = torch.zeros(shape, dtype=torch.long, device=device)
     try:
         if run.progress.step == 0:
             # Optimizers take the memory of their state in the first step, at most that of AdamW.
             num_weights = sum(p.numel() for p in wrapped.parameters())
             state = torch.empty(MOMENTS["adamw"], num_weights, device=device)  # noqa: F841
         for _ in range(2):  # gradients of the first micro-batch are in memory during the second
-            with sync_gradients(wrapped, run.options.sharding, last=False):
+            with sync_gradients(wrapped, run.options.sharding, is_last=False):
                 with run.process.autocast(keep_weights=False):
                     loss = wrapped(idx, idx)
                 loss.backward()

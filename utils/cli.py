@@ -180,10 +180,10 @@ def expand_home(words: list[str]) -> list[str]:
     return [re.sub(r"^(--\w+=)?~(?=/|$)", rf"\1{home}", word) for word in words]
 
 
-def to_flags(values: dict[str, object]) -> list[str]:
+def to_flags(options: dict[str, object]) -> list[str]:
     """Return the flags that parse to these options; None and empty lists get none."""
     flags: list[str] = []
-    for name, value in values.items():
+    for name, value in options.items():
         if value in (None, [], ()):
             continue
         if isinstance(value, bool):

@@ -173,7 +173,7 @@ def autocast(
     return torch.autocast(device.type, dtype, enabled=enabled, cache_enabled=keep_weights)
 
 
-def describe(device: torch.device) -> dict[str, str]:
+def describe_device(device: torch.device) -> dict[str, str]:
     """Return the names of the device and of PyTorch's version, which speed and rounding depend on,
     for config.json. The version ends in that of CUDA."""
     name = str(device)  # "cpu" or "mps"

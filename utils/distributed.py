@@ -113,7 +113,7 @@ class Process:
     @property
     def rank(self) -> int:
         """Number of this process among all, from 0, as torchrun counts them."""
-        # the processes that share each block have consecutive numbers
+        # the processes that share each block have consecutive ranks
         return self.data_rank * self.tensor_parallel + self.tensor_rank
 
     @property
@@ -192,18 +192,18 @@ class Process:
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """Raise on every process if the block raises on one: there what it raised, on the others
-        UserError with its text."""
+        """Return a context that raises on every process if its body raises on one: there what it
+        raised, on the others UserError with its text."""
         error: Exception | None = None
         try:
             yield
-        except Exception as block_error:
-            error = block_error  # raised below, once the others know of it
-        # the texts of all errors, by the number of the process
-        texts = self.merge({} if error is None else {self.rank: str(error)})
+        except Exception as local_error:
+            error = local_error  # raised below, once the others know of it
+        # the messages of all errors, by the rank of the process
+        messages = self.merge({} if error is None else {self.rank: str(error)})
         # raise this process's own error, or else the first error of another process
-        for text in texts.values():
-            raise error or UserError(text)
+        for message in messages.values():
+            raise error or UserError(message)
 
     def read_on_all(self, read: Callable[[], Output]) -> Output:
         """Return the result of `read` on every process; raise an error on all if one of them
@@ -230,25 +230,25 @@ class Process:
         dist.all_reduce(minimum, dist.ReduceOp.MIN)  # in place
         return int(minimum)
 
-    def sum(self, values: Tensor) -> Tensor:
+    def sum(self, x: Tensor) -> Tensor:
         """Sum a tensor of floats over all parts of the data, in place, and return it."""
         if self.world_size > 1:
-            dist.all_reduce(values)
+            dist.all_reduce(x)
             # Under tensor parallelism a loss is in the sum once for each process that computed it.
             # All processes divide the same sum, so they get the same bits.
-            values /= self.tensor_parallel
-        return values
+            x /= self.tensor_parallel
+        return x
 
     def merge(self, outputs: dict[int, Output]) -> dict[int, Output]:
-        """Return the outputs of all processes in one dict, by the number of an item or a process.
+        """Return the outputs of all processes in one dict, by the index of an item or a rank.
         Where two processes have one key, their outputs are equal."""
         gathered = [outputs]  # one dict for each process
         if self.world_size > 1:
             gathered = [{}] * self.world_size  # filled by the next line
             dist.all_gather_object(gathered, outputs)
         merged: dict[int, Output] = {}
-        for share in gathered:
-            merged.update(share)
+        for process_outputs in gathered:
+            merged.update(process_outputs)
         return merged
 
 
@@ -317,10 +317,10 @@ def start(
     """Return this process, after joining the process group if a launcher has started several.
 
     Both names may be "auto". With `catch_signals` a signal no longer ends it, but is remembered for
-    the run to end itself. `tensor_parallel` processes with consecutive numbers share each block,
-    and `shard_across` divide one copy of the state. The backend is NCCL between GPUs and gloo
-    between CPUs. Raises UserError if the device is not there, lacks the dtype, or is one that
-    several processes cannot share, and if the processes do not divide.
+    the run to end itself. `tensor_parallel` processes with consecutive ranks share each block, and
+    `shard_across` divide one copy of the state. The backend is NCCL between GPUs and gloo between
+    CPUs. Raises UserError if the device is not there, lacks the dtype, or is one that several
+    processes cannot share, and if the processes do not divide.
     """
     # RANK and WORLD_SIZE count processes, data_rank and data_parallel the parts of the data.
     rank = launched("RANK")  # 0 without a launcher
@@ -344,12 +344,12 @@ def start(
         else:
             # device_id: connect now, so that a GPU that cannot be reached fails here
             dist.init_process_group("nccl", timeout=TIMEOUT, device_id=device)
-    num_parts = world_size // tensor_parallel
+    data_parallel = world_size // tensor_parallel
     process = Process(
         data_rank=rank // tensor_parallel,
-        data_parallel=num_parts,
+        data_parallel=data_parallel,
         device=device,
-        replicas=num_parts // num_shards,
+        replicas=data_parallel // num_shards,
         stop=StopSignal() if catch_signals else None,
         tensor_parallel=tensor_parallel,
         tensor_rank=rank % tensor_parallel,
@@ -361,12 +361,12 @@ def start(
 def keep_freed_memory() -> None:
     """Let glibc's malloc keep freed memory for the next allocation.
 
-    By default it returns large blocks, such as activations, to the kernel, which zeroes them again
-    page by page when the next step allocates them.
+    By default it returns large allocations, such as activations, to the kernel, which zeroes them
+    again page by page when the next step allocates them.
     """
     libc = ctypes.CDLL(None)  # the C library that Python itself uses
     if hasattr(libc, "mallopt"):  # other C libraries have none
-        libc.mallopt(-4, 0)  # M_MMAP_MAX: no block gets a mapping of its own
+        libc.mallopt(-4, 0)  # M_MMAP_MAX: no allocation gets a mapping of its own
         libc.mallopt(-1, -1)  # M_TRIM_THRESHOLD: return nothing
 
 

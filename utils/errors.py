@@ -50,8 +50,8 @@ def reading(path: Path | str, kind: str) -> Iterator[None]:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turn what the block raises into a UserError of one sentence: PATH could not be written:
-    reason. A full disk is an OSError to Python and a RuntimeError to torch."""
+    """Turn what the body of a with statement raises into a UserError of one sentence: PATH could
+    not be written: reason. A full disk is an OSError to Python and a RuntimeError to torch."""
     try:
         yield
     except Exception as error:

@@ -19,7 +19,8 @@ from utils.errors import UserError
 
 @contextlib.contextmanager
 def atomic_write(path: Path) -> Iterator[IO[bytes]]:
-    """Open a temporary file that replaces `path` at the end of the block, unless it raises."""
+    """Open a temporary file that replaces `path` at the end of the with statement, unless
+    its body raises."""
     # in the same folder, because a rename cannot cross file systems
     temporary = path.with_name(path.name + ".tmp")
     try:
@@ -46,18 +47,18 @@ def replace_file(temporary: Path, path: Path) -> None:
     sync_folder(path.parent)
 
 
-def link_or_copy(source: Path, target: Path) -> None:
-    """Give a file a second name, which may exist; copy it where the file system has no links.
-    The caller calls sync_folder, once for all names."""
-    temporary = target.with_name(target.name + ".tmp")
+def link_or_copy(existing: Path, new_name: Path) -> None:
+    """Give an `existing` file a second name, where another file may lie; copy it where the file
+    system has no links. The caller calls sync_folder, once for all names."""
+    temporary = new_name.with_name(new_name.name + ".tmp")
     temporary.unlink(missing_ok=True)  # left by a kill; os.link replaces no file
     try:
-        os.link(source, temporary)
+        os.link(existing, temporary)
     except OSError:
-        with open(source, "rb") as file, atomic_write(target) as copy:
-            shutil.copyfileobj(file, copy, 2**20)  # 1 MiB at a time
+        with open(existing, "rb") as file, atomic_write(new_name) as new_file:
+            shutil.copyfileobj(file, new_file, 2**20)  # 1 MiB at a time
     else:
-        os.replace(temporary, target)
+        os.replace(temporary, new_name)
         # os.replace does nothing if both names belong to the same file
         temporary.unlink(missing_ok=True)
 

@@ -38,8 +38,8 @@ class Logger:
 
     It does nothing unless `is_main`. With `begins_empty`, as for a new run, the files are emptied;
     otherwise a row marks where an existing log continues. Numbers go to the run of Weights & Biases
-    that `open_wandb` returns, too. As a context it closes the log however the block ends; `print`
-    works after that, too.
+    that `open_wandb` returns, too. As a context it closes the log however the with
+    statement ends; `print` works after that, too.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class Logger:
                 details += f"  {left} left"
             self.print(f"step {step}/{self.bar.total}  {text}  {details}")
 
-    def log_scores(self, split: str, metrics: dict[str, float], step: int) -> None:
+    def log_evaluation(self, split: str, metrics: dict[str, float], step: int) -> None:
         """Write and print the scores of a validation or a benchmark."""
         self.log({"split": split, **metrics}, step)
         metrics = dict(metrics)  # a copy to pop from
@@ -158,10 +158,10 @@ class Logger:
             text += f", {name} {score:.5g}"
         self.print(f"step {step}: {text}")
 
-    def log_skip(self, reason: str, sequences: list[int], step: int) -> None:
-        """Write and print why the update of a step was skipped; write the numbers of the sequences
+    def log_skip(self, reason: str, sequence_ids: list[int], step: int) -> None:
+        """Write and print why the update of a step was skipped; write the ids of the sequences
         (in fine-tuning of the examples) that it read, to look at or to leave out."""
-        self.log({"split": "skipped", "reason": reason, "sequences": sequences}, step)
+        self.log({"split": "skipped", "reason": reason, "sequences": sequence_ids}, step)
         self.print(f"step {step} skipped: {reason}")
 
     def log_sample(self, text: str, step: int) -> None:

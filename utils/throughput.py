@@ -106,8 +106,8 @@ class StepTimer:
         self.start_seconds = time.perf_counter()
 
     def stop(self, num_tokens: int) -> dict[str, float | None]:
-        """End a step on `num_tokens` num_tokens of all devices; return columns for the log: tokens/s, MFU,
-        milliseconds.
+        """End a step on `num_tokens` tokens of all devices; return columns for the log:
+        tokens/s, MFU, milliseconds.
 
         The step must have ended with a host sync, or a GPU is still at work on it.
         """
@@ -115,8 +115,8 @@ class StepTimer:
         tokens_per_second = num_tokens / seconds
         mfu = None  # a share, 0 to 1; None on CPUs and unknown GPUs
         if self.gpu is not None:
-            total_peak = self.num_devices * self.gpu.peak_flops
-            mfu = self.flops_per_token * tokens_per_second / total_peak
+            total_peak_flops = self.num_devices * self.gpu.peak_flops
+            mfu = self.flops_per_token * tokens_per_second / total_peak_flops
         return {
             "tokens_per_s": tokens_per_second,
             "mfu": mfu,

@@ -122,7 +122,7 @@ class Float32Rows:
 
 
 def flatten(section: Mapping) -> dict:
-    """Return the tensors of a section of a file, or Pieces of them, by one name: optimizer state
+    """Return the tensors of a section of a file, or OwnRows of them, by one name: optimizer state
     has two, the parameter's and its own, such as "exp_avg"."""
     flat = {}
     for name, x in section.items():

@@ -21,16 +21,16 @@ def sampling_of(n, **options):
     return SamplingConfig(n, **{"temperature": 1.0, "seed": 0, **options})
 
 
-def tokens(model, prompts, n, first_row=0, **options):
-    steps = list(generate(model, prompts, sampling_of(n, **options), first_row))
+def tokens(model, prompts, n, first_index=0, **options):
+    steps = list(generate(model, prompts, sampling_of(n, **options), first_index))
     return torch.stack(steps, 1).tolist()
 
 
 @torch.no_grad()
-def tokens_without_cache(model, prompts, n, first_row, **options):
+def tokens_without_cache(model, prompts, n, first_index, **options):
     """Read the whole context for each token."""
     sampling, context, steps = sampling_of(n, **options), torch.tensor(prompts), []
-    for uniform in draw_uniforms(len(prompts), sampling, first_row).unbind(1):
+    for uniform in draw_uniforms(len(prompts), sampling, first_index).unbind(1):
         if context.size(1) > 16:
             context = context[:, -8:]
         steps.append(sample_token(model(context)[:, -1], uniform, sampling))
@@ -44,7 +44,7 @@ def test_the_cache_changes_no_token_also_beyond_the_context(model, options):
     prompts = [[1], list(range(2, 18)), [3, 4, 5], list(range(30, 40))]
     with_cache = tokens(model, prompts, 60, **options)
     for row, prompt in enumerate(prompts):
-        alone = tokens_without_cache(model, [prompt], 60, first_row=row, **options)
+        alone = tokens_without_cache(model, [prompt], 60, first_index=row, **options)
         assert with_cache[row] == alone[0]
     assert len(set(map(tuple, with_cache))) == 4
 
@@ -52,7 +52,7 @@ def test_the_cache_changes_no_token_also_beyond_the_context(model, options):
 def test_a_sample_depends_on_its_seed_and_not_on_its_neighbours(model):
     three = tokens(model, [[7]] * 3, 20, seed=5)
     assert tokens(model, [[7]], 20, seed=5) == three[:1]
-    assert tokens(model, [[7]] * 2, 20, seed=5, first_row=1) == three[1:]
+    assert tokens(model, [[7]] * 2, 20, seed=5, first_index=1) == three[1:]
     assert three[0] != three[1] != three[2]
     assert tokens(model, [[7]], 20, seed=6) != three[:1]
 

@@ -141,7 +141,7 @@ def test_sharded_blocks_run_one_graph_in_every_layer_and_micro_step(
     model.transformer.ln_f.register_forward_pre_hook(note_dtype)
     idx = torch.randint(0, 257, (2, 16))
     for micro_step in range(6):  # two steps of three micro-steps
-        with sync_gradients(wrapped, sharding, last=micro_step % 3 == 2):
+        with sync_gradients(wrapped, sharding, is_last=micro_step % 3 == 2):
             with autocast(CPU, torch.bfloat16, keep_weights=False):
                 nats = wrapped(idx, idx)
             nats.backward()
@@ -204,7 +204,7 @@ def test_eight_machines_of_eight_send_and_hold_what_docs_scaling_says(
         def step(before_forward=lambda: None):
             for micro_step in range(accumulation):
                 before_forward()
-                with sync_gradients(model, sharding, last=micro_step == accumulation - 1):
+                with sync_gradients(model, sharding, is_last=micro_step == accumulation - 1):
                     with autocast(CPU, dtype, keep_weights=False):
                         nats = model(idx, idx)
                     nats.backward()

@@ -40,7 +40,7 @@ def saver(tmp_path):
     optimizers = make_optimizers(model, config, Recipe())
     run = Run(config, ALONE, GradScaler("cpu"), Progress(), entries)
     run.logger = SimpleNamespace(print=print)
-    return Saver(run, model, optimizers, is_first=False)
+    return Saver(run, model, optimizers, is_first_save=False)
 
 
 def save(saver, step):
@@ -70,7 +70,7 @@ def test_no_step_is_taken_before_the_first_checkpoint_is_written(saver, tmp_path
     write = saver_module.save_checkpoint
     slow_write = lambda *args: time.sleep(1) or write(*args)  # noqa: E731
     monkeypatch.setattr(saver_module, "save_checkpoint", slow_write)
-    saver.is_first = True
+    saver.is_first_save = True
     assert saver.due(3)  # of a branch, whatever --save_every
     save(saver, 3)
     assert (tmp_path / LAST).exists() and not saver.due(3)

@@ -76,7 +76,7 @@ def advise(
     # this one, too, as its text cannot take a flag away.
     in_a_machine = None if options.shard_across is None else hardware.per_machine
     # The run's own values come first, then the plainest: a later combination has to be faster.
-    values: dict[str, tuple] = {
+    choices: dict[str, tuple] = {
         "activation_checkpointing": (options.activation_checkpointing, "none", "cheap", "block"),
         "tensor_parallel": (options.tensor_parallel, 1, 2, 4, 8),
         "shard_across": (options.shard_across, in_a_machine, *several_machines),
@@ -84,8 +84,8 @@ def advise(
     }
     best_seconds = math.inf
     advice = ""
-    for combination in itertools.product(*values.values()):
-        flags = dict(zip(values, combination, strict=True))
+    for combination in itertools.product(*choices.values()):
+        flags = dict(zip(choices, combination, strict=True))
         try:
             check_divides(model_config, flags["tensor_parallel"])
             # raises UserError for flags that exclude each other

@@ -53,16 +53,16 @@ def print_forecast(
     # what is trained, on what
     model = build_without_weights(GPT, model_config)
     is_named_gpu = options.device in NAMED_GPUS  # such as h100
-    num_parts, _ = hardware.count_parts(options)  # parts of the data
-    steps_text = describe_steps(options, hardware.count_micro_steps(options), num_parts)
+    data_parallel, _ = hardware.parallel_degrees(options)  # parts of the data
+    steps_text = describe_steps(options, hardware.count_micro_steps(options), data_parallel)
     device_name = hardware.device.type
     if is_named_gpu:
         device_name = NAMED_GPUS[options.device].name
     print(f"{model.num_parameters():,} parameters; {steps_text} on {device_name}, {hardware.dtype}")
 
-    bytes_by_part = forecast_memory(options, recipe, model_config, hardware)
-    fits = sum(bytes_by_part.values()) <= USABLE * hardware.free_bytes
-    print_memory(bytes_by_part, fits, hardware)
+    bytes_by_use = forecast_memory(options, recipe, model_config, hardware)
+    fits = sum(bytes_by_use.values()) <= USABLE * hardware.free_bytes
+    print_memory(bytes_by_use, fits, hardware)
 
     # bytes sent, and advice
     forecast = forecast_step(options, model, hardware)  # None for devices of unknown speed
@@ -75,18 +75,18 @@ def print_forecast(
         print(f"advice: {advise(options, recipe, model_config, hardware)}")
 
     # time and cost of the remaining steps
-    steps = options.max_steps - (checkpoint["step"] if checkpoint else 0)
-    num_tokens = options.total_batch_size * steps
+    steps_left = options.max_steps - (checkpoint["step"] if checkpoint else 0)
+    num_tokens = options.total_batch_size * steps_left
     tokens_text = f"{num_tokens:,} tokens"
     if checkpoint:
         tokens_text = f"the {tokens_text} after step {checkpoint['step']:,}"
     flops_per_step = step_flops(options, model)  # on all devices together
     # MFU counts each FLOP of the model once, also if it is computed again.
     mfu = utilization * model.flops_per_token() * options.total_batch_size / flops_per_step
-    if steps == 0:
+    if steps_left == 0:
         print(f"the run is at its last step, {options.max_steps:,}: it would not go on")
     else:
-        time = describe_time(flops_per_step * steps, hardware, utilization, mfu)
+        time = describe_time(flops_per_step * steps_left, hardware, utilization, mfu)
         print(f"{model.flops_per_token() * num_tokens:.3g} FLOPs for {tokens_text}{time}")
 
     # Loss of a new model, if it resembles those of the fit: they had GPT-2's tokens, and no n-gram
@@ -136,12 +136,12 @@ def describe_next(options: ResolvedTrainOptions, fits: bool, has_shards: bool) -
     return f"python data/fineweb-edu.py --local_dir {folder} [--input YOUR_TEXT], then {command}"
 
 
-def print_memory(bytes_by_part: dict[str, int], fits: bool, hardware: Hardware) -> None:
+def print_memory(bytes_by_use: dict[str, int], fits: bool, hardware: Hardware) -> None:
     """Print the forecast of the memory of one process, and whether it fits."""
     print("peak memory of one process in GB, without Python, CUDA's context and dropout's masks:")
-    for name, num_bytes in bytes_by_part.items():
+    for name, num_bytes in bytes_by_use.items():
         print(f"  {num_bytes / 1e9:8.2f}  {name}")
-    needed = sum(bytes_by_part.values())
+    needed = sum(bytes_by_use.values())
     fits_text = "fits" if fits else "does not fit"
     # not all that is free, as the forecast is not exact
     print(

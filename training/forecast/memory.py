@@ -32,7 +32,7 @@ USABLE = 0.9
 @dataclass(frozen=True)
 class Hardware:
     """Devices of a run, and the number of its processes. How these divide the work follows from the
-    options of the run: count_parts."""
+    options of the run: parallel_degrees."""
 
     device: torch.device
     dtype: torch.dtype
@@ -69,23 +69,23 @@ class Hardware:
         per_machine = launched("LOCAL_WORLD_SIZE", min(GPUS_PER_MACHINE, world_size))
         return cls(device, dtype, free_bytes, world_size, per_machine, gpu)
 
-    def count_parts(self, options: MachineOptions) -> tuple[int, int]:
+    def parallel_degrees(self, options: MachineOptions) -> tuple[int, int]:
         """Return the number of parts of the data, and that of the processes that divide one copy of
         what each process of a tensor group holds: 1 without sharding. Raises UserError for options
         that do not divide the processes."""
         # Processes that share each block read the same part.
-        num_parts = self.world_size // options.tensor_parallel
+        data_parallel = self.world_size // options.tensor_parallel
         # Called without sharding, too, as count_shards raises the UserError.
         num_shards = count_shards(
             self.world_size, self.per_machine, options.tensor_parallel, options.shard_across
         )
-        return num_parts, num_shards if options.sharding != "none" else 1
+        return data_parallel, num_shards if options.sharding != "none" else 1
 
     def count_micro_steps(self, options: ResolvedTrainOptions) -> int:
         """Return the micro-batches that a process takes in a step. Raises UserError for a
         --total_batch_size that does not divide into them."""
-        num_parts, _ = self.count_parts(options)
-        return options.micro_steps(num_parts)
+        data_parallel, _ = self.parallel_degrees(options)
+        return options.micro_steps(data_parallel)
 
 
 def free_memory(device: torch.device) -> int:
@@ -125,11 +125,11 @@ def block_activations(
     attention = C // tensor_parallel  # queries, and the output of the heads
     keys = model_config.kv_heads * model_config.head_size // tensor_parallel  # values have as many
     qkv = attention + 2 * keys  # c_attn's output
-    hidden = 2 * inner if model_config.is_gated else inner  # c_fc's output
+    c_fc_output = 2 * inner if model_config.is_gated else inner  # c_fc's output
     if mode == "cheap":
         # the block's input, and the outputs of the four linear layers and of attention
         projections = 2 * C  # outputs of both c_proj, whole on each process
-        return residual + itemsize * (qkv + attention + hidden + projections)
+        return residual + itemsize * (qkv + attention + c_fc_output + projections)
 
     residuals = 2 * residual  # inputs of the two norms
     normed = 2 * C  # inputs of c_attn and c_fc
@@ -144,10 +144,12 @@ def block_activations(
     activated = inner  # input of the MLP's c_proj
     if model_config.is_gated:
         activated += inner  # SiLU of the gate, which multiplies the other half
-    return residuals + itemsize * (normed + qkv + attention + hidden + activated)
+    return residuals + itemsize * (normed + qkv + attention + c_fc_output + activated)
 
 
-def head_memory(model_config: GPTConfig, num_tokens: int, hardware: Hardware, compiled: bool) -> int:
+def head_memory(
+    model_config: GPTConfig, num_tokens: int, hardware: Hardware, compiled: bool
+) -> int:
     """Return the bytes that the loss of `tokens` tokens, those of a micro-batch, holds at its peak
     (model/loss.py), from the output of the final norm on."""
     itemsize = hardware.dtype.itemsize
@@ -156,18 +158,18 @@ def head_memory(model_config: GPTConfig, num_tokens: int, hardware: Hardware, co
     hidden = FLOAT32_BYTES * num_tokens * C  # output of the final norm
     # The loss computes the gradients of hidden states and head in its forward pass.
     gradients = FLOAT32_BYTES * (num_tokens * C + V * C)
-    copies = 0
+    cast_bytes = 0
     if itemsize < FLOAT32_BYTES:
         # in the dtype of matmuls: hidden states, their gradient and the head's weight
-        copies = itemsize * (2 * num_tokens * C + V * C)
+        cast_bytes = itemsize * (2 * num_tokens * C + V * C)
     # Logits exist for one chunk of tokens at a time, whose float32 logits would fit chunk_bytes.
-    max_rows = loss.rows_within(loss.chunk_bytes(hardware.device), FLOAT32_BYTES * V)
-    logits = itemsize * loss.chunk_rows(num_tokens, max_rows) * V
+    max_tokens = loss.rows_within(loss.chunk_bytes(hardware.device), FLOAT32_BYTES * V)
+    logits = itemsize * loss.tokens_per_chunk(num_tokens, max_tokens) * V
     # Without the compiler, the loss also holds a float32 copy of some rows of the chunk and their
     # softmax. A CPU works on too few rows at a time to count.
     if not compiled and hardware.device.type != "cpu":
         logits += 2 * loss.SOFTMAX_BYTES
-    return hidden + gradients + copies + logits
+    return hidden + gradients + cast_bytes + logits
 
 
 # Cached: it builds the model, and `advise` asks for the same one hundreds of times.
@@ -188,7 +190,7 @@ def forecast_memory(
     printed by --dry_run."""
     itemsize = hardware.dtype.itemsize  # bytes per number in matmuls
     tensor_parallel = options.tensor_parallel  # processes that share each block
-    num_parts, num_shards = hardware.count_parts(options)
+    data_parallel, num_shards = hardware.parallel_degrees(options)
     num_matrix_weights, num_other_weights = count_weights(model_config)
     num_matrix_weights //= tensor_parallel  # per process from here on
     block_weights = num_matrix_weights // model_config.n_layer
@@ -205,7 +207,7 @@ def forecast_memory(
     sums_gradients = options.sharding == "zero1" and micro_steps > 1
 
     gradients = FLOAT32_BYTES * num_weights
-    if not uses_fsdp and num_parts > 1 and micro_steps > 1:
+    if not uses_fsdp and data_parallel > 1 and micro_steps > 1:
         # DDP's buckets lie apart from the sums of earlier micro-steps.
         gradients *= 2
     if not sums_gradients:

@@ -70,7 +70,7 @@ def forecast_step(
     if gpu is None or gpu.bandwidth == 0:
         return None
     tensor_parallel = options.tensor_parallel  # processes that share each block
-    num_parts, num_shards = hardware.count_parts(options)
+    data_parallel, num_shards = hardware.parallel_degrees(options)
     micro_steps = hardware.count_micro_steps(options)
     itemsize = hardware.dtype.itemsize  # bytes per number in matmuls
     model_config = model.config
@@ -90,11 +90,13 @@ def forecast_step(
     # Processes with consecutive numbers share blocks. Such tensor groups divide one copy of the
     # state, and a machine with more groups than that holds further copies.
     shards_here = min(num_shards, hardware.per_machine // tensor_parallel)
-    copies_here = hardware.per_machine // tensor_parallel // shards_here
+    replicas_here = hardware.per_machine // tensor_parallel // shards_here
     machine_bytes, network_bytes = split_by_link(sharded, num_shards, shards_here)
     # An all-reduce of each shard averages the gradients of the copies. It is a reduce-scatter and
     # an all-gather, so that its bytes count twice.
-    between_copies = split_by_link(2 * gradients / num_shards, num_parts // num_shards, copies_here)
+    between_replicas = split_by_link(
+        2 * gradients / num_shards, data_parallel // num_shards, replicas_here
+    )
 
     # Tensor parallelism all-reduces (tokens, C) twice a block in each pass: in the dtype of matmuls
     # in the forward, in float32 in the backward.
@@ -104,12 +106,12 @@ def forecast_step(
         # The compiler keeps both under "cheap".
         num_reduces = 1 if model_config.dropout == 0 else 2
         token_bytes += num_reduces * model_config.n_layer * model_config.n_embd * itemsize
-    activations = options.total_batch_size // num_parts * token_bytes  # bytes in a step
+    activations = options.total_batch_size // data_parallel * token_bytes  # bytes in a step
     activation_bytes, _ = split_by_link(2 * activations, tensor_parallel, tensor_parallel)
     return StepForecast(
         compute_seconds=step_flops(options, model) / (hardware.world_size * gpu.peak_flops * MFU),
-        machine_bytes=machine_bytes + between_copies[0],
-        network_bytes=network_bytes + between_copies[1],
+        machine_bytes=machine_bytes + between_replicas[0],
+        network_bytes=network_bytes + between_replicas[1],
         activation_bytes=activation_bytes,
         bandwidth=gpu.bandwidth,
     )

@@ -62,8 +62,8 @@ def wrap(model: GPT, weights: Mapping[str, Rows], process: Process, sharding: st
 def shard(model: GPT, process: Process, sharding: str) -> None:
     """Divide a model on the device "meta" among processes, in place.
 
-    Blocks are gathered in the dtype of matmuls, and gradients are reduced in float32. Several
-    copies of the state, by default one in each machine, are replicas.
+    Blocks are gathered in the dtype of matmuls, and gradients are reduced in float32. Each replica
+    is one copy of the state, weights and optimizer state; by default a machine has one.
     """
     # On a mesh of two dimensions FSDP2 shards along the second one, reduce-scatters gradients
     # there, and all-reduces the shards along the first one (HSDP): with a copy in each machine,
@@ -103,41 +103,41 @@ def shard(model: GPT, process: Process, sharding: str) -> None:
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module.*returned a view tensor")
 
 
-def sync_gradients(module: nn.Module, sharding: str, *, last: bool) -> AbstractContextManager:
-    """Return the context in which forward and backward of a micro-step run; `module` is that of
-    `wrap`.
+def sync_gradients(wrapped: nn.Module, sharding: str, *, is_last: bool) -> AbstractContextManager:
+    """Return the context in which forward and backward of a micro-step run; `wrapped` is what
+    `wrap` returned.
 
     Without it, gradients would be reduced in every micro-step. Only zero2 and zero3 need that, to
-    hold no whole gradients; the others reduce in the `last` micro-step of a step.
+    hold no whole gradients; the others reduce in the last micro-step of a step (`is_last`).
     """
-    if isinstance(module, DistributedDataParallel):
-        return nullcontext() if last else module.no_sync()
-    if isinstance(module, FSDPModule):  # fully_shard has changed the model's class
+    if isinstance(wrapped, DistributedDataParallel):
+        return nullcontext() if is_last else wrapped.no_sync()
+    if isinstance(wrapped, FSDPModule):  # fully_shard has changed the model's class
         if sharding == "zero1":
-            module.set_requires_gradient_sync(last)
+            wrapped.set_requires_gradient_sync(is_last)
         else:
-            # Reduce-scatter in each micro-step; all-reduce between copies of the state in the last.
-            module.set_requires_all_reduce(last)
+            # Reduce-scatter in each micro-step; all-reduce between replicas in the last.
+            wrapped.set_requires_all_reduce(is_last)
         # Gathered weights stay valid until the optimizer's step, so that they are kept until then;
         # under zero3 only the root's (recurse=False), as it frees its blocks.
-        module.set_reshard_after_backward(last, recurse=sharding != "zero3")
+        wrapped.set_reshard_after_backward(is_last, recurse=sharding != "zero3")
     return nullcontext()  # FSDP2 keeps these settings in the module
 
 
-def clip_grad_norm(model: nn.Module, max_norm: float) -> Tensor:
+def clip_grad_norm(wrapped: nn.Module, max_norm: float) -> Tensor:
     """Scale gradients in place to an L2 norm, of all together, of at most `max_norm`, unless it is
     0. Return the norm before, the same on every process, as a tensor on the device: reading it
     makes the host wait. Every process must call it."""
     # One list for each mesh: a norm cannot mix DTensors of several.
-    groups = by_mesh(model.parameters())
+    parameter_lists = by_mesh(wrapped.parameters())
     norms: list[Tensor] = []
-    for parameters in groups:
+    for parameters in parameter_lists:
         norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
         # The norm of DTensors is a DTensor: full_tensor reduces over the processes.
         norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
     full_norm = functools.reduce(torch.hypot, norms)  # root of the sum of squares
     if max_norm > 0:
-        for parameters in groups:
+        for parameters in parameter_lists:
             # The factor is at most 1: an `if` on the norm would make the host wait.
             nn.utils.clip_grads_with_norm_(parameters, max_norm, full_norm)
     return full_norm

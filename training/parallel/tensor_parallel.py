@@ -66,8 +66,8 @@ def model_rows(model: GPT, name: str, num_rows: int) -> Tensor:
     """Return the indices, int64 (num_rows,), that bring the rows of the parameter `name` from the
     order of the model, which checkpoints have, into that in which the processes hold them, one
     after another."""
-    for layer_name, fused_rows in fused_layers(model.config).items():
-        if layer_name in name:  # weight and bias
+    for linear_name, fused_rows in fused_layers(model.config).items():
+        if linear_name in name:  # weight and bias
             return row_order(fused_rows, tensor_parallel_of(model))
     return torch.arange(num_rows)  # other layers keep the order of the model
 

@@ -43,7 +43,7 @@ def test_gradients_are_reduced_on_the_last_micro_step_alone(tmp_path):
         wrapped = DistributedDataParallel(GPT(CONFIG))
         wrapped.register_comm_hook(None, count)
         for step in range(8):  # two steps of four micro-steps, as train.py runs them
-            with sync_gradients(wrapped, "none", last=step % 4 == 3):
+            with sync_gradients(wrapped, "none", is_last=step % 4 == 3):
                 wrapped(X, X).backward()
     finally:
         dist.destroy_process_group()
