@@ -35,36 +35,41 @@ STACK_ENTRIES = 2**26
 
 
 def matrix_groups(model: GPT) -> list[dict]:
-    """Return the blocks' matrices as parameter groups of one shape, which Muon updates together.
+    """Return the blocks' matrices as parameter groups, each of matrices of one shape, which Muon
+    updates together.
 
-    "fused_rows" of a group are the row counts of the matrices that a weight stacks. With tensor
-    parallelism they are the row counts of one process's parts of these.
+    A group's "local_fused_rows" are the row counts of the matrices that each of its weights fuses,
+    as (768, 768, 768) for the queries, keys and values of c_attn; (768,) for c_proj, which is one
+    matrix. With tensor parallelism they are the row counts of one process's parts of these.
     """
-    # row counts of the matrices in c_attn, and in c_fc of SwiGLU, by the layer's name
-    fused = fused_layers(model.config)
+    fused = fused_layers(model.config)  # row counts by the name of the linear layer
     tensor_parallel = tensor_parallel_of(model)  # processes that share each block
     groups: list[dict] = []
     for linear_name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"):
-        # A sharded weight is a DTensor, whose size is that of the whole matrix.
+        # the weight of this linear layer in each block, (R, C); also a DTensor has the whole size
         weights = [block.get_parameter(f"{linear_name}.weight") for block in model.transformer.h]
-        fused_rows = fused.get(linear_name, (weights[0].size(0),))
+        num_rows = weights[0].size(0)
+        fused_rows = fused.get(linear_name, (num_rows,))
         # A c_proj is divided by columns, but split here, too: orthogonalize joins the parts again.
-        local_fused_rows = tuple(size // tensor_parallel for size in fused_rows)
+        local_fused_rows = tuple(rows // tensor_parallel for rows in fused_rows)
         num_stacked = max(1, STACK_ENTRIES // weights[0].numel())  # matrices of a group
         for start in range(0, len(weights), num_stacked):
-            stack = weights[start : start + num_stacked]
-            # set_learning_rates in training/schedule.py multiplies the learning rate by lr_scale.
-            groups.append({"params": stack, "lr_scale": 1.0, "local_fused_rows": local_fused_rows})
+            group = {
+                "params": weights[start : start + num_stacked],
+                "local_fused_rows": local_fused_rows,  # read by Muon.step
+                "lr_scale": 1.0,  # read by set_learning_rates of training/schedule.py
+            }
+            groups.append(group)
     return groups
 
 
 class Muon(torch.optim.Optimizer):
     """Muon with Nesterov momentum and decoupled weight decay.
 
-    The parameters of a group have one shape. Its "fused_rows" are the row counts of the matrices
-    that each of them stacks, as queries, keys and values do: each of these is orthogonalized alone.
-    The caller sets the "lr" of every group before a step. The recipe gives the momentum, cautious
-    weight decay and NorMuon. Newton-Schulz runs in `dtype`.
+    `groups` are those of matrix_groups: the parameters of a group have one shape, and the matrices
+    that each of them fuses are orthogonalized one by one. The caller sets the "lr" of every group
+    before a step. The recipe gives the momentum, cautious weight decay and NorMuon. Newton-Schulz
+    runs in `dtype`.
     """
 
     def __init__(
@@ -82,92 +87,108 @@ class Muon(torch.optim.Optimizer):
         Every process must call it: where parameters are sharded it gathers matrices.
         """
         for group in self.param_groups:
-            parameters = group["params"]  # n matrices (R, C) of one shape
-            self.add_momentum(parameters)  # p.grad now holds Nesterov's momentum
+            parameters = group["params"]  # n matrices (R, C)
+            self.add_momentum(parameters)  # overwrites p.grad with Nesterov's momentum
             momenta = torch.stack([p.grad.to(self.dtype) for p in parameters])  # (n, R, C)
-            if isinstance(momenta, DTensor):  # this process holds (n, r, C)
-                # full_tensor gathers the rows, and every process orthogonalizes whole matrices.
-                update = orthogonalize(momenta.full_tensor(), group["local_fused_rows"])
-                # src_data_rank=None: each process keeps its rows, and nothing is sent.
-                update = distribute_tensor(
-                    update, momenta.device_mesh, momenta.placements, src_data_rank=None
-                )
-            else:
-                update = orthogonalize(momenta, group["local_fused_rows"])
+            update = orthogonalize_sharded(momenta, group["local_fused_rows"])  # (n, R, C)
             if self.recipe.normuon > 0:  # 0: plain Muon
                 update = self.normalize_rows(parameters, update)
-            update = local_shard(update)  # (n, r, C)
-            self.update_weights(parameters, update, group["lr"], group["weight_decay"])
+            local_update = local_shard(update)  # (n, r, C)
+            self.update_weights(parameters, local_update, group["lr"], group["weight_decay"])
 
     def add_momentum(self, parameters: list[Tensor]) -> None:
         """Add the gradients to the momenta, and overwrite the gradients with Nesterov's momenta:
         tensors of their own would need the memory a second time."""
-        # (r, C) each. They share memory with p.grad, so that the lerp below changes it.
-        gradients: list[Tensor] = []
+        momentum = self.recipe.momentum  # mu
+        gradients: list[Tensor] = []  # (r, C) each; in the memory of p.grad, which the lerp changes
+        buffers: list[Tensor] = []  # (r, C) each; in the memory of the state
         for p in parameters:
-            assert p.grad is not None  # every step trains all matrices
-            gradients.append(local_shard(p.grad))
-            if "momentum_buffer" not in self.state[p]:
+            state = self.state[p]  # {} before the first step
+            if "momentum_buffer" not in state:
                 # a DTensor if the parameter is one: checkpoints gather both alike
-                self.state[p]["momentum_buffer"] = torch.zeros_like(p)
-        buffers = [local_shard(self.state[p]["momentum_buffer"]) for p in parameters]
-        # In place: m = mu m + (1 - mu) g, then Nesterov's step ahead, g = (1 - mu) g + mu m.
-        torch._foreach_lerp_(buffers, gradients, 1 - self.recipe.momentum)
-        torch._foreach_lerp_(gradients, buffers, self.recipe.momentum)
+                state["momentum_buffer"] = torch.zeros_like(p)
+            assert p.grad is not None  # the backward pass of a step reaches all matrices
+            gradients.append(local_shard(p.grad))
+            buffers.append(local_shard(state["momentum_buffer"]))
+        # _foreach_lerp_(x, y, w) computes x = (1 - w) x + w y in place, for all tensors of the list
+        # in one launch: m = mu m + (1 - mu) g, then Nesterov's step ahead, g = (1 - mu) g + mu m.
+        torch._foreach_lerp_(buffers, gradients, 1 - momentum)
+        torch._foreach_lerp_(gradients, buffers, momentum)
 
     def normalize_rows(self, parameters: list[Tensor], update: Tensor) -> Tensor:
-        """Divide each row of the update (n, R, C), which is sharded as the parameters are, by the
-        root of the running mean of its square norm.
+        """Return the update (n, R, C), which is sharded as the parameters are, with each row
+        divided by the root of the running mean of its square norm. The means are in the state of
+        the parameters, and this changes them.
 
         This is NorMuon (Li et al. 2025) without its rescaling of the whole matrix. All neurons then
         learn at about the same rate.
         """
+        row_squares: list[Tensor] = []  # running means, (R, 1) each
         for p in parameters:
-            if "row_squares" not in self.state[p]:
+            state = self.state[p]
+            if "row_squares" not in state:
                 # Rows of an orthogonalized matrix have a square norm of about 1. The slice gives
                 # the shape (R, 1), with rows sharded as those of the parameter are.
-                self.state[p]["row_squares"] = torch.ones_like(p[:, :1])
-        row_squares = [self.state[p]["row_squares"] for p in parameters]  # (R, 1) each
+                state["row_squares"] = torch.ones_like(p[:, :1])
+            row_squares.append(state["row_squares"])
         square_norms = update.float().square().sum(2, keepdim=True)  # (n, R, 1)
         # update the running means in place
         torch._foreach_lerp_(row_squares, square_norms.unbind(), 1 - self.recipe.normuon)
-        return update * torch.stack(row_squares).rsqrt()
+        return update * torch.stack(row_squares).rsqrt()  # (n, R, C) * (n, R, 1)
 
     def update_weights(
         self, parameters: list[Tensor], update: Tensor, lr: float, weight_decay: float
     ) -> None:
         """Decay weights, then subtract lr times the update (n, r, C), in place. The decay is
         decoupled (Loshchilov and Hutter 2019): lr times weight_decay of each weight."""
-        weights = [local_shard(p) for p in parameters]  # (r, C) each
+        weights = [local_shard(p) for p in parameters]  # (r, C) each, in the memory of p
+        decay = lr * weight_decay
         if self.recipe.cautious:
-            # Chen et al. 2025: decay only the entries that the update makes smaller anyway
-            stack = torch.stack(weights)  # (n, r, C)
-            shrinking = stack * update > 0  # the update moves these towards 0
-            torch._foreach_sub_(weights, (stack * shrinking).unbind(), alpha=lr * weight_decay)
+            # Chen et al. 2025: decay only the entries that the update makes smaller anyway, those
+            # of its sign, as it is subtracted
+            stack = torch.stack(weights)  # (n, r, C), a copy
+            is_shrinking = stack * update > 0
+            decaying = stack * is_shrinking  # 0 for all other entries
+            torch._foreach_sub_(weights, decaying.unbind(), alpha=decay)
         else:
-            torch._foreach_mul_(weights, 1 - lr * weight_decay)
+            torch._foreach_mul_(weights, 1 - decay)
         torch._foreach_sub_(weights, update.unbind(), alpha=lr)
 
 
-def orthogonalize(stack: Tensor, fused_rows: tuple[int, ...]) -> Tensor:
-    """Orthogonalize each of the matrices of `fused_rows` rows that the matrices of a stack
-    (n, R, C) are made of. Where processes share a block, `fused_rows` are the rows that one of
-    them has of each matrix, and its rows of all matrices stand before those of the next process.
+def orthogonalize_sharded(stack: Tensor, local_fused_rows: tuple[int, ...]) -> Tensor:
+    """Do what orthogonalize does, also for a DTensor, whose matrices every process gathers whole;
+    the result is then sharded as the stack is."""
+    if not isinstance(stack, DTensor):
+        return orthogonalize(stack, local_fused_rows)
+    # from the (n, r, C) of each process to the whole (n, R, C) on all of them
+    update = orthogonalize(stack.full_tensor(), local_fused_rows)
+    # src_data_rank=None: each process keeps its rows, and nothing is sent
+    return distribute_tensor(update, stack.device_mesh, stack.placements, src_data_rank=None)
+
+
+def orthogonalize(stack: Tensor, local_fused_rows: tuple[int, ...]) -> Tensor:
+    """Return a stack (n, R, C) with each of its matrices made nearly orthogonal. The rows of a
+    weight may fuse several matrices (matrix_groups), which are orthogonalized one by one.
+
+    Where P processes share a block, the rows of a weight have the order of tensor parallelism: Q0,
+    K0, V0 of the first process, then Q1, K1, V1 of the next one. `local_fused_rows` are the row
+    counts of Q0, K0 and V0.
 
     Tall matrices are scaled by sqrt(rows / columns), so that an update changes the output of a
     layer by about as much for any shape (Jordan et al. 2024).
     """
     orthogonalized: list[Tensor] = []
-    stack = stack.unflatten(1, (-1, sum(fused_rows)))  # (n, processes, rows of each, C)
-    for parts in stack.split(fused_rows, dim=2):  # such as queries, keys, values
-        x = parts.flatten(1, 2)  # (n, rows of all processes, C)
+    by_process = stack.unflatten(1, (-1, sum(local_fused_rows)))  # (n, P, R / P, C)
+    for matrices in by_process.split(local_fused_rows, dim=2):  # such as queries, keys, values
+        num_processes, local_rows = matrices.shape[1:3]
+        x = matrices.flatten(1, 2)  # (n, rows of the whole matrix, C)
         _, num_rows, num_columns = x.shape
         if num_rows > num_columns:
             # Of a tall matrix, X^T X is the smaller Gram matrix, which the transpose gives.
             x = newton_schulz(x.mT).mT * math.sqrt(num_rows / num_columns)
         else:
             x = newton_schulz(x)
-        orthogonalized.append(x.unflatten(1, parts.shape[1:3]))
+        orthogonalized.append(x.unflatten(1, (num_processes, local_rows)))
     return torch.cat(orthogonalized, dim=2).flatten(1, 2)  # (n, R, C)
 
 
@@ -180,7 +201,8 @@ def newton_schulz(x: Tensor) -> Tensor:
     a, b, c = NEWTON_SCHULZ_COEFFICIENTS
     # The iteration needs singular values up to 1; none is larger than the Frobenius norm. The small
     # constant keeps a momentum of zeros from becoming NaN.
-    x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
+    norm = x.norm(dim=(1, 2), keepdim=True)  # (n, 1, 1)
+    x = x / (norm + 1e-7)
     for _ in range(NEWTON_SCHULZ_ITERATIONS):
         gram = x @ x.mT  # A = X X^T, (n, rows, rows)
         polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)  # B = b A + c A A
