@@ -125,9 +125,8 @@ def main() -> None:
                 result = train_step(run, wrapped, optimizers, method, prepared)
                 progress.advance(result)  # counts the step, also a skipped one
                 if result.skip_reason is None:
-                    run.logger.log_train(
-                        result.metrics | timer.stop(result.num_tokens), progress.step
-                    )
+                    speed = timer.stop(result.num_tokens)  # tokens_per_s, mfu, ms
+                    run.logger.log_train(result.metrics | speed, progress.step)
                 else:
                     run.logger.log_skip(result.skip_reason, example_ids.tolist(), progress.step)
                 if prepared.sample and is_due(options.sample_every, progress.step):

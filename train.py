@@ -66,6 +66,9 @@ def main() -> None:
     initial = open_initial(options, checkpoint, process)  # None for random weights
     note_recipe(options, recipe, initial, process)  # if the weights are from another one
     model, weights = build_model(options, recipe, train_data.stream, initial)
+    if initial is not None:
+        # the same tokens, perhaps with a chat template; read by checkpoint_entries below
+        train_data.stream.tokenizer = initial.tokenizer
     is_forecast = options.micro_batch_size == "auto"
     options = resolve_on_device(options, recipe, model.config, process)  # dtype and micro-batch
     began_from = init_checksum(options, checkpoint, initial, process)
@@ -80,10 +83,11 @@ def main() -> None:
 
     # batches, evaluation, log, checkpoints; a resumed run goes on with the data of its next step
     micro_steps = options.micro_steps(process.data_parallel)
-    part = (process.data_rank, process.data_parallel)  # of the data, which this process reads
-    slicing = Slicing(micro_steps, options.sequences_per_pass, *part)
-    steps = range(progress.step, options.max_steps)
-    micro_batches = train_batches(train_data, slicing, options.seed, steps)
+    slicing = Slicing(
+        micro_steps, options.sequences_per_pass, process.data_rank, process.data_parallel
+    )
+    step_range = range(progress.step, options.max_steps)
+    micro_batches = train_batches(train_data, slicing, options.seed, step_range)
     batches = prefetch(process.to_device(micro_batches))  # a thread reads ahead
     evaluator = Evaluator(options, model, val_data, process)
     timer = StepTimer(model.flops_per_token(), process)
@@ -114,19 +118,20 @@ def main() -> None:
                 result = train_step(run, wrapped, optimizers, batches, micro_steps)
                 progress.advance(result)  # counts the step, also a skipped one
                 if result.skip_reason is None:
-                    run.logger.log_train(
-                        result.metrics | timer.stop(result.num_tokens), progress.step
-                    )
+                    speed = timer.stop(result.num_tokens)  # tokens_per_s, mfu, ms
+                    run.logger.log_train(result.metrics | speed, progress.step)
                 else:
-                    num_sequences = slicing.sequences_per_step
-                    ids = train_data.sequence_ids_of_step(step, num_sequences, options.seed)
-                    run.logger.log_skip(result.skip_reason, ids.tolist(), progress.step)
+                    # which sequences it read follows from seed and step
+                    sequence_ids = train_data.sequence_ids_of_step(
+                        step, slicing.sequences_per_step, options.seed
+                    )
+                    run.logger.log_skip(result.skip_reason, sequence_ids.tolist(), progress.step)
                 saver.end_after_patience()  # UserError after 5 skipped steps in a row
                 if result.got_signal:  # on any process
                     raise Stopped
         except Stopped:
             # A signal may have interrupted an evaluation; a resumed run does it again.
-            run.stopping = True
+            run.stopping = True  # run.finish below then says how to continue
             saver.save_last()
         saver.finish()  # waits for the last write
 
@@ -170,7 +175,7 @@ def train_step(
             with process.autocast(keep_weights=False):
                 # divided, so that gradients add up to the gradient of the mean loss
                 loss = wrapped(idx, targets) / micro_steps
-            run.scaler.scale(loss).backward()
+            run.scaler.scale(loss).backward()  # scaled up in float16 alone
         loss_sum += loss.detach()  # stays on the device: no wait for a GPU
 
     # In float16 the loss was scaled up: scale the gradients down before they are clipped.
@@ -178,7 +183,9 @@ def train_step(
         run.scaler.unscale_(optimizer)  # records infinities, too, for scaler.update below
     grad_norm = clip_grad_norm(wrapped, options.grad_clip)  # norm before clipping
 
-    # Means over processes. At `tolist` the CPU waits for the GPU, in float16 at get_scale again.
+    # Means over processes. Under tensor parallelism process.sum counts those that share a block as
+    # one, so that the divisor is data_parallel. At `tolist` the CPU waits for the GPU, in float16
+    # at get_scale again.
     signals = torch.full_like(loss_sum, float(process.signal != 0))
     sums = process.sum(torch.stack([loss_sum, grad_norm, signals]))
     mean_loss, mean_norm, share_of_signals = (sums / process.data_parallel).tolist()
@@ -210,7 +217,6 @@ def build_model(
     model = build_without_weights(GPT, model_config)
     execute(model, Execution(options.activation_checkpointing, options.use_torch_compile))
     if initial is not None:
-        stream.tokenizer = initial.tokenizer  # the same tokens, perhaps with a chat template
         return model, initial.weights
     # random numbers, drawn when their rows are read
     return model, initial_weights(model, model_config, options.seed, zero_init=recipe.zero_init)

@@ -74,7 +74,7 @@ def execute(model: GPT, execution: Execution) -> None:
     block_class = choose_block(execution, model.config.dropout)
     if execution.compiled:
         configure_compiler(execution)  # before the first block is compiled
-        # used on GPUs alone; on a CPU the compiled function would be slower
+        # ChunkedCrossEntropy calls it on GPUs alone; on a CPU the compiled one would be slower
         model.loss.cross_entropy_ = compile_static(cross_entropy_)
     for block in model.transformer.h:
         block.__class__ = block_class  # the same modules and weights, with another forward

@@ -72,7 +72,8 @@ def generate(
 ) -> Iterator[Tensor]:
     """Yield the next token ids (B,) of B prompts, on the model's device. A prompt has at least one
     token, and at most the context. Prompt i draws its random numbers from (seed, first_index + i)
-    alone; `first_index` is above 0 where these prompts are some of a longer list (`complete`).
+    alone; `first_index` is above 0 where these prompts are some of a longer list (a
+    process's share in grpo).
 
     Where the context is full, its older half is dropped and the newer one read again. With prompts
     of one length the loop does not wait for the GPU to finish a token.
@@ -123,11 +124,11 @@ def draw_uniforms(num_prompts: int, sampling: Sampling, first_index: int = 0) ->
     every device."""
     # Longer seeds are hashed to 32 bits: PyTorch takes at most 64, those of the product below.
     seed = sampling.seed if sampling.seed < 2**32 else hash_seed(f"{sampling.seed}")
-    # far apart, so that the rows of seed 1 are not those of seed 0, moved up by one
+    # far apart, so that prompt 0 of seed 1 does not get the numbers of prompt 1 of seed 0
     first_seed = seed * 1_000_003 + first_index
-    uniforms = []
+    uniforms: list[Tensor] = []  # (max_new_tokens,) each
     for index in range(num_prompts):
-        # one generator per row, so that its numbers do not depend on the size of the batch
+        # one generator per prompt, so that its numbers do not depend on the size of the batch
         generator = torch.Generator().manual_seed(first_seed + index)
         uniforms.append(torch.rand(sampling.max_new_tokens, generator=generator))
     return torch.stack(uniforms)

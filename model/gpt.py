@@ -214,7 +214,7 @@ class GPT(nn.Module):
             self.lm_head = nn.Linear(config.n_embd, config.padded_vocab_size, bias=False)
         # The loss has no weights of its own: `forward` passes it the head's.
         self.loss = HeadCrossEntropy(config.vocab_size)
-        draw_weights(self, config)
+        draw_weights(self, config)  # but not within build_without_weights
 
     @classmethod
     def from_pretrained(cls, name: str) -> "GPT":

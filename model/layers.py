@@ -62,7 +62,8 @@ class ScaledDotProduct(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.block_size = config.block_size
-        self.dropout = config.dropout  # above 0, "cheap" is "block": choose_block
+        # Above 0 it makes "cheap" checkpointing "block": choose_block in model/execution.py.
+        self.dropout = config.dropout
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
         """Return (B, H, T, D) for queries (B, H, T, D) of the newest T of S tokens, keys and values
@@ -71,6 +72,7 @@ class ScaledDotProduct(nn.Module):
         T = q.size(2)
         S = k.size(2)
         # SDPA's is_causal aligns the first query with the first key; cached keys would shift them.
+        # `generate` reads single tokens after the prompts, and scoring passes a mask.
         assert mask is not None or T in (1, S)
         is_causal = mask is None and T > 1  # a single query attends to all tokens
 
@@ -97,8 +99,8 @@ class KVCache:
     """Keys and values of past tokens, so that sampling computes each new token alone.
 
     In a forward pass each layer appends keys and values of the new tokens, after the same `length`
-    old ones; then GPT.hidden calls `advance` once. `append` allocates memory for `capacity` tokens
-    of a layer when it is first called for it.
+    old ones; then Transformer.forward calls `advance` once. When `append` is first called for a
+    layer, it allocates memory for `capacity` tokens.
     """
 
     def __init__(self, capacity: int) -> None:

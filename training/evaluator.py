@@ -54,7 +54,7 @@ class Evaluator:
         self.scorer = Scorer(model, process, options.sequences_per_pass)
         self.tokenizer: Tokenizer | None = None  # stays None if it cannot be downloaded
         self.score_benchmarks: list[tuple[str, ScoreBenchmark]] = []
-        """Name of each benchmark, and what scores it: the same rows each time."""
+        """Name of each benchmark, and what scores it: the same examples each time."""
         # GPT-2's vocabulary is downloaded once. Training itself needs ids alone, so a run on a
         # machine without network goes on.
         try:
@@ -131,7 +131,7 @@ class Evaluator:
         sampling = SamplingConfig(num_tokens, seed=self.options.seed + step)
         prompts = [list(tokenizer.start_ids)]  # what begins a document in the shards
         end_ids = tokenizer.end_ids
-        model.eval()
+        model.eval()  # no dropout
         # All processes write the same text: under FSDP a forward pass needs all of them.
         with (
             scorer.process.autocast(),

@@ -93,7 +93,7 @@ class Progress:
 
     @classmethod
     def start(cls, checkpoint: Checkpoint | None) -> "Progress":
-        """Return the state of a new run, or that in the checkpoint that is resumed."""
+        """Return the progress of a new run, or that in the checkpoint that is resumed."""
         if checkpoint is None:
             return cls()
         # a Mapping, as mypy wants literal keys for a TypedDict
@@ -122,8 +122,7 @@ def start_process(options: MachineOptions) -> Process:
 
 
 def seed_step(seed: int, step: int, rank: int) -> None:
-    """Make dropout a pure function of (seed, step, number of the process), so that no random state
-    is saved."""
+    """Make dropout a pure function of (seed, step, rank), so that no random state is saved."""
     torch.manual_seed(hash_seed(f"{seed} {step} {rank}"))
 
 
@@ -165,25 +164,25 @@ def check_folders(options: ResolvedOptions, checkpoint: Checkpoint | None) -> No
         run_id = checkpoint["run_id"]
         step = checkpoint["step"]
 
-    saved = [load_checkpoint(path) for path in newest_first(options.checkpoint_dir)]
-    for content in saved:
-        if content["run_id"] != run_id:
+    existing = [load_checkpoint(path) for path in newest_first(options.checkpoint_dir)]
+    for existing_checkpoint in existing:
+        if existing_checkpoint["run_id"] != run_id:
             raise UserError(
                 f"{options.checkpoint_dir} holds the checkpoints of another run; {OTHER_RUN_REMEDY}"
             )
     # A run that resumes an earlier file would mix its new checkpoints with the later ones. Only
     # model_last.pt, the first, counts: after a kill model_best.pt may be later, and the run comes
     # to that step again.
-    if saved and saved[0]["step"] > step:
+    if existing and existing[0]["step"] > step:
         raise UserError(
-            f"{options.checkpoint_dir} holds a checkpoint of step {saved[0]['step']}, after step "
-            f"{step}; {OTHER_RUN_REMEDY}"
+            f"{options.checkpoint_dir} holds a checkpoint of step {existing[0]['step']}, after "
+            f"step {step}; {OTHER_RUN_REMEDY}"
         )
 
     # content of config.json: None without a log, {} if it cannot be read
     logged_config = logged_run(options.log_dir)
     # A branch that was killed before its first checkpoint has left its log alone.
-    if logged_config is not None and not saved and options.is_branch and checkpoint is not None:
+    if logged_config is not None and not existing and options.is_branch and checkpoint is not None:
         if logged_config.get("parent") == run_and_step(checkpoint):
             return
     # The default is "", as the run_id of a new run is None here.
@@ -227,7 +226,7 @@ def check_space(options: ResolvedOptions, file_bytes: int) -> None:
 
 @dataclass
 class Run(Generic[Options]):
-    """State that all parts of a run share."""
+    """What all parts of a run share: options, this process, progress, the log."""
 
     options: Options
     """Resolved options."""
@@ -240,7 +239,7 @@ class Run(Generic[Options]):
     entries: Checkpoint
     """Entries of its checkpoints and config.json beside options, model and progress."""
     stopping: bool = False
-    """True once a signal has ended the loop; `finish` then says how to continue."""
+    """True once a signal has ended the loop, which sets it; `finish` then says how to continue."""
     logger: Logger = field(init=False)
     """Log of the run, set by open_log; it writes and prints on the main process alone."""
 
@@ -261,6 +260,7 @@ class Run(Generic[Options]):
             scaler.load_state_dict(checkpoint["scaler"])
         progress = Progress.start(checkpoint)
         if options.is_branch:
+            # read_options returns a checkpoint whenever --resume names one, as a branch's does
             assert checkpoint is not None
             # the run in the other folder may go on under its own id
             progress = replace(progress, run_id=uuid.uuid4().hex, parent=run_and_step(checkpoint))
@@ -283,10 +283,10 @@ class Run(Generic[Options]):
         checkpoint: Checkpoint | None,
     ) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
         """Give `model`, which is on the device "meta", memory and `weights`. Return the module to
-        train, which shares them and synchronizes gradients, and its optimizers, with the progress
-        in the checkpoint that is resumed. Every process must call it; raises UserError for a
+        train, which shares them and synchronizes gradients, and its optimizers, with their
+        state in the checkpoint that is resumed. Every process must call it; raises UserError for a
         damaged file, and for a disk without room for checkpoints."""
-        # float32 weights, and the optimizer progress of most of them
+        # float32 weights, and the optimizer state of the matrices, which are most of them
         file_bytes = 4 * (1 + MOMENTS[recipe.optimizer]) * model.num_parameters()
         with self.process.together():
             if self.process.is_main:
@@ -296,6 +296,7 @@ class Run(Generic[Options]):
         # after `wrap`, as sharding replaces the parameters of the model
         optimizers = make_optimizers(model, self.options, recipe, self.process.dtype)
         if checkpoint is not None:
+            # read_options has put the path of the checkpoint that it returned into --resume
             assert self.options.resumed is not None
             with reading_checkpoint(self.options.resumed):
                 verify(checkpoint, "optimizer", self.process)
@@ -361,7 +362,7 @@ class Run(Generic[Options]):
             for command in next_commands:
                 print(f"  python {command} {folder}")
             print(f"  python plot.py --log {shlex.quote(str(self.options.log_dir))}")
-        distributed.stop()
+        distributed.stop()  # leaves the process group; NCCL waits for the other processes
         if self.stopping:
             # `signal` is 0 on a process that stops because another one got a signal
             sys.exit(128 + (self.process.signal or signal.SIGTERM))

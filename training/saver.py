@@ -1,8 +1,8 @@
 """Saver: writes the checkpoints of a run.
 
-Without sharding a thread of the main process writes a copy of the progress while training goes on.
-Under sharding no process has all of the progress: each writes what it holds into the one file, and
-training waits. The format of the file stands in model/formats/checkpoint.py.
+Without sharding a thread of the main process writes a copy of weights and optimizer state while
+training goes on. Under sharding no process has all of them: each writes what it holds into the one
+file, and training waits. The format of the file stands in model/formats/checkpoint.py.
 """
 
 import math
@@ -46,10 +46,10 @@ class Saver:
     optimizers: list[torch.optim.Optimizer]
     last_step: int = -1
     """Step of the model_last.pt that this process has written, -1 before the first one, so that the
-    first save writes it. Known to the main process only."""
+    first save writes it. Set by `write`, and on the main process only."""
     best_loss: float = math.inf
     """Lowest validation loss of the run, of pre-training and sft in nats per token: that of step 0,
-    or of model_best.pt. Known to the main process only."""
+    or of model_best.pt. Set by `write`, and on the main process only."""
     is_first_save: bool = True
     """True until model_last.pt was saved once, on all processes alike."""
     thread: threading.Thread = field(init=False, default_factory=threading.Thread)
@@ -103,18 +103,18 @@ class Saver:
         self.save(BEST, loss < self.best_loss, best_loss=loss)
 
     def save(self, name: str, condition: bool, **changes: object) -> None:
-        """Copy the progress of the run, with `changes` of its entries, and have it written as
-        `name`, if the condition of the main process holds. Every process must call it, as sharded
-        progress is written by all; and `wait` before: a second copy would take memory on a slow
-        disk."""
+        """Copy weights, optimizer state and the other entries, of which `changes` replace some, and
+        have them written as `name`, if the condition of the main process holds. Every process must
+        call it, as all write under sharding; and `wait` before: a second copy would take memory on
+        a slow disk."""
         process = self.run.process
         # the main process decides: the others always agree
         if not process.all_agree(condition or not process.is_main):
             return
         is_sharded = self.run.options.sharding != "none" and process.world_size > 1
         if not is_sharded and not process.is_main:
-            return  # the main process has all of the progress
-        # copies on the CPU; `optimizer_state` is the optimizer progress
+            return  # the main process has all of weights and optimizer state
+        # copies on the CPU: training changes the tensors while a thread writes
         weights, optimizer_state = copy_state(self.model, self.optimizers, process)
         entries = {
             "config": self.run.options.to_dict(),
@@ -134,7 +134,7 @@ class Saver:
         self.thread = threading.Thread(
             target=self.write,
             args=(name, weights, optimizer_state, entries),
-            name=THREAD,
+            name=THREAD,  # by which finish_writing finds it
             daemon=True,
         )
         self.thread.start()

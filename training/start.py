@@ -68,6 +68,7 @@ def open_initial(
     if checkpoint is None:
         return open_saved(options.init_from, process) if options.init_from else None
     # `checkpoint` is open already. Its path serves error messages only: it may hold a later save.
+    # read_options has put it into --resume.
     assert options.resumed is not None
     return open_initial_checkpoint(options.resumed, checkpoint, process)
 
@@ -94,6 +95,7 @@ def open_original(
 ) -> Mapping[str, Rows]:
     """Return the weights of --init_from for a resumed run; raise UserError unless it began from
     them. Every process must call it."""
+    # init_checksum calls this for an --init_from that was given anew; finetune.py always has one.
     assert options.init_from is not None
     original = open_saved(options.init_from, process)
     if original.checksum(process) != checkpoint["init_checksum"]:
@@ -105,7 +107,7 @@ def open_original(
 
 
 def open_saved(model_name: str | Path, process: Process) -> InitialModel:
-    """Return the model of --init_from. Every process must call it."""
+    """Return the model of --init_from, `model_name`. Every process must call it."""
     path = find_checkpoint(model_name)  # None for a model of another project
     if path is not None:
         checkpoint = load_checkpoint(path)

@@ -73,7 +73,7 @@ def describe_epochs(options: ResolvedTrainOptions, train_data: Mixture) -> str:
 
 
 def describe_steps(options: ResolvedTrainOptions, micro_steps: int, data_parallel: int) -> str:
-    """Return how the run is cut into steps, and a step into micro-batches, `micro_steps` for each
+    """Return how the run is cut into steps, and a step into micro-batches, `micro_steps` on each
     of `data_parallel` parts of the data."""
     text = (
         f"{options.max_steps:,} steps of {options.total_batch_size:,} tokens = "
@@ -96,15 +96,15 @@ def print_summary(
     if options.warmup_steps > options.max_steps // 2:
         run.logger.print(f"warning: warmup ends after half of the {options.max_steps:,} steps")
     epochs = describe_epochs(options, train_data)
-    text = (
+    line = (
         f"{model.num_parameters():,} parameters; {len(train_data.stream):,} train tokens; "
         f"{epochs}: {describe_steps(options, slicing.micro_steps, run.process.data_parallel)}"
     )
     if run.progress.step > 0:
-        text += f"; resumed at step {run.progress.step}"
+        line += f"; resumed at step {run.progress.step}"
     if options.use_torch_compile:
-        text += "; the first step compiles"
-    run.logger.print(text)
+        line += "; the first step compiles"
+    run.logger.print(line)
 
     if run.process.device.type == "cpu":
         # Estimated from the speed of a matmul: a progress bar shows nothing before the first step

@@ -54,7 +54,8 @@ def has_memory(run: Run[ResolvedTrainOptions], wrapped: nn.Module, micro_batch_s
     idx = torch.zeros(shape, dtype=torch.long, device=device)
     try:
         if run.progress.step == 0:
-            # Optimizers take the memory of their state in the first step, at most that of AdamW.
+            # Optimizers take the memory of their state in the first step, at most that of AdamW:
+            # `state` holds as much until this function returns.
             num_weights = sum(p.numel() for p in wrapped.parameters())
             state = torch.empty(MOMENTS["adamw"], num_weights, device=device)  # noqa: F841
         for _ in range(2):  # gradients of the first micro-batch are in memory during the second

@@ -80,7 +80,7 @@ def write_together(path: Path, sections: dict[str, dict], content: dict, process
     OwnRows of this process, `content` everything beside tensors. Every process must call it."""
     # all of them write into this file; it is renamed when it is complete
     temporary = path.with_name(path.name + ".tmp")
-    # The main process puts the offsets of the tensors under its number, 0, for `merge` to send.
+    # The main process puts the offsets of the tensors under its rank, 0, for `merge` to send.
     offsets: dict[int, dict[str, dict[str, int]]] = {}
     try:
         # `together` raises an error of one process on all, so that none waits for the others
@@ -106,14 +106,15 @@ def write_together(path: Path, sections: dict[str, dict], content: dict, process
 
 def lay_out(path: Path, sections: dict[str, dict], content: dict) -> dict[str, dict[str, int]]:
     """Write a checkpoint whose tensors are gaps, which take no disk space until they are filled.
-    Return where they begin in the file, in bytes, by part and name."""
+    Return where they begin in the file, in bytes, by section and name."""
     with FakeTensorMode():  # tensors with a shape and a dtype, without memory
         gaps = tree_map(empty_tensor, sections)
     # skip_data: torch.save leaves empty space in place of a tensor's bytes
     with torch.serialization.skip_data(materialize_fake_tensors=True):
         torch.save(content | gaps, path)
 
-    # In this mode torch.load reads no tensors and sets _checkpoint_offset, their place in the file.
+    # In this mode torch.load reads no tensors and sets _checkpoint_offset: where they begin in the
+    # file, in bytes.
     with FakeTensorMode():
         layout = torch.load(path, weights_only=True)
     offsets: dict[str, dict[str, int]] = {}
@@ -145,9 +146,9 @@ def write_own_rows(
                 row_bytes = own_rows.content.contiguous().view(torch.uint8)  # (r, bytes of a row)
                 # Rows with consecutive indices are written at once: split where one is skipped.
                 breaks = torch.nonzero(own_rows.rows.diff() != 1).flatten() + 1
-                runs_of_rows = own_rows.rows.tensor_split(breaks)
-                runs_of_bytes = row_bytes.tensor_split(breaks)
-                for rows, content in zip(runs_of_rows, runs_of_bytes, strict=True):
+                consecutive_rows = own_rows.rows.tensor_split(breaks)
+                consecutive_bytes = row_bytes.tensor_split(breaks)
+                for rows, content in zip(consecutive_rows, consecutive_bytes, strict=True):
                     if len(rows) > 0:  # empty if another process writes this tensor
                         file.seek(offsets[section][name] + int(rows[0]) * content.size(1))
                         file.write(content.numpy())

@@ -112,10 +112,10 @@ def parse(options_class: type[Options], args: list[str] | None = None) -> Option
             group_fields.append((label, group, field(default=default)))
         grouped_class = make_dataclass(options_class.__name__, group_fields)
         grouped: object = call_tyro(grouped_class, args, description)
-        values: dict[str, object] = {}
+        option_values: dict[str, object] = {}
         for parsed_group in vars(grouped).values():
-            values |= vars(parsed_group)
-        options = options_class(**values)
+            option_values |= vars(parsed_group)
+        options = options_class(**option_values)
     check_ranges(options, "--")  # tyro knows "int", but not "at least 1"
     return options
 

@@ -55,7 +55,7 @@ class Logger:
         self.is_main = is_main
         if not is_main:
             return
-        self.wandb_run: Any = None  # opened below, when a warning can be printed
+        self.wandb_run: Any = None  # opened below, when a warning can be printed; read by `log`
         self.last_line_seconds = float("-inf")  # time.monotonic() of the last line
         self.forecast_step = start + STEPS_BEFORE_FORECAST  # first one that shows the time left
         folder.mkdir(parents=True, exist_ok=True)
@@ -143,20 +143,20 @@ class Logger:
             self.print(f"step {step}/{self.bar.total}  {text}  {details}")
 
     def log_evaluation(self, split: str, metrics: dict[str, float], step: int) -> None:
-        """Write and print the scores of a validation or a benchmark."""
+        """Write and print the metrics of a validation or a benchmark."""
         self.log({"split": split, **metrics}, step)
         metrics = dict(metrics)  # a copy to pop from
-        text = split  # "hellaswag", or "held_out" of fine-tuning
+        line = split  # "hellaswag", or "held_out" of fine-tuning
         if split == "val":
-            text = f"validation loss {metrics.pop('loss'):.4f}"
+            line = f"validation loss {metrics.pop('loss'):.4f}"
             if "n" in metrics:  # absent in fine-tuning
-                text += f" of {metrics.pop('n'):,} tokens"
+                line += f" of {metrics.pop('n'):,} tokens"
             if "bits_per_byte" in metrics:  # absent if shards lack the size of their text
-                text += f", {metrics.pop('bits_per_byte'):.4f} bits per byte"
-        # the scores of a benchmark, or loss_NAME for each of several validation corpora
-        for name, score in metrics.items():
-            text += f", {name} {score:.5g}"
-        self.print(f"step {step}: {text}")
+                line += f", {metrics.pop('bits_per_byte'):.4f} bits per byte"
+        # those of a benchmark, or loss_NAME for each of several validation corpora
+        for name, metric in metrics.items():
+            line += f", {name} {metric:.5g}"
+        self.print(f"step {step}: {line}")
 
     def log_skip(self, reason: str, sequence_ids: list[int], step: int) -> None:
         """Write and print why the update of a step was skipped; write the ids of the sequences

@@ -35,7 +35,7 @@ FORMAT_VERSION = 6
 LAST = "model_last.pt"
 BEST = "model_best.pt"  # lowest validation loss
 NUMBERED = "model_step_{:06d}.pt"  # with --keep_last
-NUMBERED_NAME = re.compile(r"model_step_(\d{6}|[1-9]\d{6,})\.pt", re.ASCII)  # what it gives
+NUMBERED_NAME = re.compile(r"model_step_(\d{6}|[1-9]\d{6,})\.pt", re.ASCII)  # its names
 # head of a reward model (finetune.py --method reward), in place of the head for logits
 REWARD_HEAD = "reward_head.weight"
 

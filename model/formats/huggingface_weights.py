@@ -342,7 +342,8 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
         file_names = sorted(set(file_of_tensor.values()))
     hf_weights: dict[str, Tensor] = {}
     for file_name in file_names:
-        # also fails for a folder with only pytorch_model.bin, a format that is not read
+        # Also fails for a folder with only pytorch_model.bin, a format that is not read. `reading`
+        # in read_model makes a UserError of it.
         assert (folder / file_name).is_file(), f"it has no {file_name}"
         hf_weights |= load_file(folder / file_name)
     return hf_weights

@@ -72,10 +72,10 @@ def advise(
     world_size = hardware.world_size
     # values of --shard_across: the processes of two machines, of three, ...
     several_machines = range(2 * hardware.per_machine, world_size + 1, hardware.per_machine)
-    # None of --shard_across is a copy in each machine. A run that gives another number has to give
-    # this one, too, as its text cannot take a flag away.
+    # None of --shard_across is a replica in each machine. A run that gives another number has to
+    # give this one, too: flags that are returned can replace others, but take none away.
     in_a_machine = None if options.shard_across is None else hardware.per_machine
-    # The run's own values come first, then the plainest: a later combination has to be faster.
+    # The run's own options come first, then the plainest: a later combination has to be faster.
     choices: dict[str, tuple] = {
         "activation_checkpointing": (options.activation_checkpointing, "none", "cheap", "block"),
         "tensor_parallel": (options.tensor_parallel, 1, 2, 4, 8),

@@ -1,4 +1,4 @@
-"""Hardware of a run, and the forecast of its memory by part.
+"""Hardware of a run, and the forecast of its memory by use.
 
 Weights, gradients and optimizer state are counted (not NorMuon's, of one number a row).
 Activations, cast weights and logits are sums of terms, one for each tensor that is alive at the
@@ -32,7 +32,7 @@ USABLE = 0.9
 @dataclass(frozen=True)
 class Hardware:
     """Devices of a run, and the number of its processes. How these divide the work follows from the
-    options of the run: parallel_degrees."""
+    options of the run: see parallel_degrees."""
 
     device: torch.device
     dtype: torch.dtype
@@ -70,9 +70,9 @@ class Hardware:
         return cls(device, dtype, free_bytes, world_size, per_machine, gpu)
 
     def parallel_degrees(self, options: MachineOptions) -> tuple[int, int]:
-        """Return the number of parts of the data, and that of the processes that divide one copy of
-        what each process of a tensor group holds: 1 without sharding. Raises UserError for options
-        that do not divide the processes."""
+        """Return data_parallel, the number of parts of the data, and num_shards, that of the
+        processes that divide one copy of what each process of a tensor group holds: 1 without
+        sharding. Raises UserError for options that do not divide the processes."""
         # Processes that share each block read the same part.
         data_parallel = self.world_size // options.tensor_parallel
         # Called without sharding, too, as count_shards raises the UserError.
@@ -186,8 +186,8 @@ def count_weights(model_config: GPTConfig) -> tuple[int, int]:
 def forecast_memory(
     options: ResolvedTrainOptions, recipe: Recipe, model_config: GPTConfig, hardware: Hardware
 ) -> dict[str, int]:
-    """Return the bytes of one process at its peak, by part. Their sum has to fit; the names are
-    printed by --dry_run."""
+    """Return the bytes of one process at its peak, by what they are for. Their sum has to fit; the
+    names are printed by --dry_run."""
     itemsize = hardware.dtype.itemsize  # bytes per number in matmuls
     tensor_parallel = options.tensor_parallel  # processes that share each block
     data_parallel, num_shards = hardware.parallel_degrees(options)

@@ -87,12 +87,12 @@ def forecast_step(
         num_reductions = 1 if options.sharding == "zero1" else micro_steps
         sharded = num_gathers * itemsize * num_matrix_weights
         sharded += FLOAT32_BYTES * num_other_weights + num_reductions * gradients
-    # Processes with consecutive numbers share blocks. Such tensor groups divide one copy of the
-    # state, and a machine with more groups than that holds further copies.
+    # Processes with consecutive ranks share blocks. Such tensor groups divide one copy of the
+    # state, and a machine with more groups than that holds several replicas.
     shards_here = min(num_shards, hardware.per_machine // tensor_parallel)
     replicas_here = hardware.per_machine // tensor_parallel // shards_here
     machine_bytes, network_bytes = split_by_link(sharded, num_shards, shards_here)
-    # An all-reduce of each shard averages the gradients of the copies. It is a reduce-scatter and
+    # An all-reduce of each shard averages the gradients of the replicas. It is a reduce-scatter and
     # an all-gather, so that its bytes count twice.
     between_replicas = split_by_link(
         2 * gradients / num_shards, data_parallel // num_shards, replicas_here

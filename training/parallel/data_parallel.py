@@ -128,7 +128,7 @@ def clip_grad_norm(wrapped: nn.Module, max_norm: float) -> Tensor:
     """Scale gradients in place to an L2 norm, of all together, of at most `max_norm`, unless it is
     0. Return the norm before, the same on every process, as a tensor on the device: reading it
     makes the host wait. Every process must call it."""
-    # One list for each mesh: a norm cannot mix DTensors of several.
+    # One list for each mesh: a norm cannot mix DTensors of several. Without sharding, one list.
     parameter_lists = by_mesh(wrapped.parameters())
     norms: list[Tensor] = []
     for parameters in parameter_lists:

@@ -28,7 +28,7 @@ def placements_of(x: DTensor) -> dict[str, Placement]:
     """Return how a tensor is divided along each dimension of its mesh, by the dimension's name:
     "replicate", "shard" or "tensor" (training/parallel/data_parallel.py)."""
     names = x.device_mesh.mesh_dim_names
-    assert names is not None
+    assert names is not None  # `shard` of data_parallel.py gives its meshes names
     return dict(zip(names, x.placements, strict=True))
 
 
@@ -58,7 +58,7 @@ def fill(model: GPT, name: str, x: Tensor, whole: Rows) -> None:
     """Fill in, in place, what this process holds of `x`: the parameter `name`, or a tensor of its
     optimizer state. `whole` may have more rows than `x`: the last ones are left out."""
     if x.dim() == 0:  # AdamW's "step"
-        assert isinstance(whole, Tensor)
+        assert isinstance(whole, Tensor)  # as all optimizer state in a file is
         x.copy_(whole)
         return
     content = whole[held_rows(model, name, x)]  # (r, columns) or (r,)
@@ -77,6 +77,7 @@ def fill_model(model: GPT, weights: Mapping[str, Rows], device: torch.device) ->
     its weights."""
     model.to_empty(device=device)  # uninitialized memory
     state = model.state_dict()  # the tensors themselves, not copies
+    # agreed_model_config (training/summary.py) has given the model the architecture of the weights
     assert weights.keys() == state.keys()
     for name, x in state.items():
         # a shorter context drops the last rows of the table of positions, "wpe"

@@ -8,7 +8,7 @@ which therefore read the same sequences, and drop the same of what all of them h
 groups. Parameters of the four layers are DTensors on a mesh with a dimension "tensor", all others
 on a mesh without.
 
-c_attn stacks queries, keys and values, and c_fc of SwiGLU gate and value. A process needs its part
+c_attn fuses queries, keys and values, and c_fc of SwiGLU gate and value. A process needs its part
 of each, so that the rows of such a layer are reordered: [Q; K; V] becomes [Q0; K0; V0; Q1; K1; V1].
 Checkpoints have the order of the model: training/parallel/own_rows.py fills in and gathers by
 model_rows.
@@ -34,8 +34,8 @@ from utils.errors import UserError
 
 
 def fused_layers(config: GPTConfig) -> dict[str, tuple[int, ...]]:
-    """Return the layers of a block whose weight stacks several matrices, with the row counts of
-    these: queries, keys and values in c_attn, gate and value of SwiGLU in c_fc."""
+    """Return the linear layers of a block whose weight fuses several matrices, by name, with the
+    row counts of these: queries, keys and values in c_attn, gate and value of SwiGLU in c_fc."""
     kv_rows = config.kv_heads * config.head_size  # keys; values have as many
     fused: dict[str, tuple[int, ...]] = {"attn.c_attn": (config.n_embd, kv_rows, kv_rows)}
     if config.is_gated:
@@ -46,20 +46,19 @@ def fused_layers(config: GPTConfig) -> dict[str, tuple[int, ...]]:
 def tensor_parallel_of(model: GPT) -> int:
     """Return the number of processes that share each block of a model, 1 without parallelize."""
     block = model.transformer.h[0]
-    assert isinstance(block, Block)
+    assert isinstance(block, Block)  # for mypy, to which ModuleList holds Modules
     return model.config.n_head // block.attn.num_heads  # all heads / those of this process
 
 
 def row_order(fused_rows: tuple[int, ...], tensor_parallel: int) -> Tensor:
-    """Return the indices, int64 (rows,), of the rows of stacked matrices in the order in which
+    """Return the indices, int64 (rows,), of the rows of fused matrices in the order in which
     `tensor_parallel` processes take equal parts of each matrix, one process after another.
     `fused_rows` are the row counts of the matrices."""
-    matrices = torch.arange(sum(fused_rows)).split(fused_rows)  # row indices by matrix
-    parts = [
-        rows.view(tensor_parallel, -1) for rows in matrices
-    ]  # (tensor_parallel, rows of a process) each
+    by_process: list[Tensor] = []  # row indices (tensor_parallel, rows of a process) by matrix
+    for rows in torch.arange(sum(fused_rows)).split(fused_rows):
+        by_process.append(rows.view(tensor_parallel, -1))
     # A row of the concatenation is what one process takes: its queries, keys and values.
-    return torch.cat(parts, dim=1).flatten()
+    return torch.cat(by_process, dim=1).flatten()
 
 
 def model_rows(model: GPT, name: str, num_rows: int) -> Tensor:
@@ -125,13 +124,13 @@ def parallelize(model: GPT, mesh: DeviceMesh) -> None:
     dropout = SharedDropout(model.config.dropout, mesh)
     model.transformer.drop = dropout
     for block in model.transformer.h:
-        assert isinstance(block, Block)
+        assert isinstance(block, Block)  # for mypy
         # src_data_rank=None: nothing is sent; training/parallel/own_rows.py fills in each process's
         # part.
         parallelize_module(block, mesh, plan, src_data_rank=None)
         block.attn.dropout = dropout
         block.mlp.dropout = dropout
-        # Attention splits the output of c_attn by these numbers.
+        # Attention.forward splits the output of c_attn by these numbers, of heads of this process.
         block.attn.num_heads //= tensor_parallel
         block.attn.num_kv_heads //= tensor_parallel
 
