@@ -281,7 +281,7 @@ class MachineOptions:
 
 @dataclass(frozen=True)
 class PlanningOptions:
-    """What to print instead of training."""
+    """Print something instead of training."""
 
     dry_run: bool = False
     """Check options, shards, folders and benchmarks, print model, memory, time and, for GPUs, cost,

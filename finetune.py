@@ -91,11 +91,7 @@ def main() -> None:
     # The log is opened last: an error above leaves the files of an earlier run as they were.
     with run.open_log(model.config):  # closed however the run ends
         saver = Saver(run, model, optimizers)
-        resumed = f"; resumed at step {progress.step}" if progress.step else ""
-        process.print(
-            f"{options.method} of {options.init_from} on {options.data}: {num_rows:,} rows, "
-            f"{options.batch_size} in a step; {options.max_steps:,} steps{resumed}"
-        )
+        print_summary(run, num_rows)
         timer = StepTimer(model.flops_per_token(), process)
 
         try:
@@ -145,6 +141,17 @@ def main() -> None:
         saver.finish()  # waits for the last write
 
     run.finish(next_commands(options))
+
+
+def print_summary(run: Run[ResolvedFinetuneOptions], num_rows: int) -> None:
+    """Print what is trained on how many rows."""
+    options = run.options
+    step = run.progress.step
+    resumed = f"; resumed at step {step}" if step > 0 else ""
+    run.process.print(
+        f"{options.method} of {options.init_from} on {options.data}: {num_rows:,} rows, "
+        f"{options.batch_size} in a step; {options.max_steps:,} steps{resumed}"
+    )
 
 
 def next_commands(options: ResolvedFinetuneOptions) -> list[str]:

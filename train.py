@@ -67,8 +67,7 @@ def main() -> None:
     note_recipe(options, recipe, initial, process)  # if the weights are from another one
     model, weights = build_model(options, recipe, train_data.stream, initial)
     if initial is not None:
-        # the same tokens, perhaps with a chat template; read by checkpoint_entries below
-        train_data.stream.tokenizer = initial.tokenizer
+        train_data.stream.tokenizer = initial.tokenizer  # the same tokens, perhaps for chats
     is_forecast = options.micro_batch_size == "auto"
     options = resolve_on_device(options, recipe, model.config, process)  # dtype and micro-batch
     began_from = init_checksum(options, checkpoint, initial, process)
@@ -81,14 +80,8 @@ def main() -> None:
         run.options = options = halve_until_it_fits(run, wrapped)
     del initial, weights, checkpoint  # closes the file from which their tensors are mapped
 
-    # batches, evaluation, log, checkpoints; a resumed run goes on with the data of its next step
-    micro_steps = options.micro_steps(process.data_parallel)
-    slicing = Slicing(
-        micro_steps, options.sequences_per_pass, process.data_rank, process.data_parallel
-    )
-    step_range = range(progress.step, options.max_steps)
-    micro_batches = train_batches(train_data, slicing, options.seed, step_range)
-    batches = prefetch(process.to_device(micro_batches))  # a thread reads ahead
+    # batches, evaluation, log, checkpoints
+    batches, slicing = open_batches(run, train_data)
     evaluator = Evaluator(options, model, val_data, process)
     timer = StepTimer(model.flops_per_token(), process)
     with run.open_log(model.config):  # closed however the run ends
@@ -115,17 +108,15 @@ def main() -> None:
 
                 # one step, then its log
                 timer.start()
-                result = train_step(run, wrapped, optimizers, batches, micro_steps)
+                result = train_step(run, wrapped, optimizers, batches, slicing.micro_steps)
                 progress.advance(result)  # counts the step, also a skipped one
                 if result.skip_reason is None:
                     speed = timer.stop(result.num_tokens)  # tokens_per_s, mfu, ms
                     run.logger.log_train(result.metrics | speed, progress.step)
                 else:
-                    # which sequences it read follows from seed and step
-                    sequence_ids = train_data.sequence_ids_of_step(
-                        step, slicing.sequences_per_step, options.seed
-                    )
-                    run.logger.log_skip(result.skip_reason, sequence_ids.tolist(), progress.step)
+                    num_sequences = slicing.sequences_per_step
+                    ids = train_data.sequence_ids_of_step(step, num_sequences, options.seed)
+                    run.logger.log_skip(result.skip_reason, ids.tolist(), progress.step)
                 saver.end_after_patience()  # UserError after 5 skipped steps in a row
                 if result.got_signal:  # on any process
                     raise Stopped
@@ -220,6 +211,24 @@ def build_model(
         return model, initial.weights
     # random numbers, drawn when their rows are read
     return model, initial_weights(model, model_config, options.seed, zero_init=recipe.zero_init)
+
+
+def open_batches(
+    run: Run[ResolvedTrainOptions], train_data: Mixture
+) -> tuple[Iterator[tuple[Tensor, Tensor]], Slicing]:
+    """Return the micro-batches of this process, inputs and targets (B, T) on its device, from the
+    next step of the run to its last one, and how a step is divided into them."""
+    options = run.options
+    process = run.process
+    slicing = Slicing(
+        options.micro_steps(process.data_parallel),
+        options.sequences_per_pass,
+        process.data_rank,
+        process.data_parallel,
+    )
+    step_range = range(run.progress.step, options.max_steps)
+    micro_batches = train_batches(train_data, slicing, options.seed, step_range)
+    return prefetch(process.to_device(micro_batches)), slicing  # a thread reads ahead
 
 
 def checkpoint_entries(

@@ -226,7 +226,7 @@ def check_space(options: ResolvedOptions, file_bytes: int) -> None:
 
 @dataclass
 class Run(Generic[Options]):
-    """What all parts of a run share: options, this process, progress, the log."""
+    """Shared by all parts of a run: options, this process, progress, the log."""
 
     options: Options
     """Resolved options."""
