@@ -1,4 +1,3 @@
-import json
 import math
 import random
 
@@ -9,8 +8,7 @@ from data.tokenizer import load_tokenizer
 from evaluation.benchmarks import BENCHMARKS
 from evaluation.core import FewShotTask
 from evaluation.table import PUBLISHED
-from evaluation.tasks import Prediction, exponential
-from utils.files import to_json
+from evaluation.tasks import Prediction
 
 HELLASWAG, LAMBADA, CBT = (BENCHMARKS[name] for name in ("hellaswag", "lambada", "cbt_cn"))
 BYTES = load_tokenizer("bytes")
@@ -118,15 +116,3 @@ def test_an_item_that_lacks_a_field_or_a_right_choice_is_refused_and_no_other(
         else:
             with user_error("cannot use .*rows.jsonl"):
                 task.read(path, None, BYTES, 64)
-
-
-def test_a_score_is_json_whatever_its_size():
-    """As math has it, and null where JSON has no number."""
-    rng = random.Random(0)
-    for _ in range(200):
-        x = rng.choice([-1, 1]) * 10 ** rng.uniform(-2, 4)
-        assert exponential(x) == (math.exp(x) if x < 709 else math.inf)
-        values = {"a": [exponential(x), -exponential(x), math.nan], "b": None, "c": "NaN"}
-        read = json.loads(to_json(values), parse_constant=pytest.fail)
-        finite = [value if math.isfinite(value) else None for value in values["a"]]
-        assert read == values | {"a": finite}

@@ -117,9 +117,3 @@ def test_without_a_tokenizer_the_validation_is_left(make, monkeypatch, capsys):
     bare = make()
     assert "no vocabulary; so there are no samples" in capsys.readouterr().out
     assert bare.validate() and not list(bare.benchmarks(7)) and bare.sample(7) is None
-
-
-def test_all_processes_refuse_what_another_cannot_read(monkeypatch):
-    monkeypatch.setattr(Process, "merge", lambda self, errors: {1: "no such file"})
-    with user_error("no such file"):
-        ALONE.read_on_all(lambda: 1)
