@@ -4,14 +4,13 @@ import contextlib
 import json
 import os
 import random
-import shutil
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -195,20 +194,6 @@ def pytest_configure(config: pytest.Config) -> None:
         import torch
 
         torch.set_default_device(config.getoption("--device"))
-
-
-@pytest.fixture
-def small_disk(tmp_path) -> Iterator[Path]:
-    """The root of a file system of 2 MB of its own."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(folder)]
-    if shutil.which("mount") is None or subprocess.run(command, capture_output=True).returncode:
-        pytest.skip("only root may mount a small disk")
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", "-l", folder], check=True)
 
 
 def documents() -> list[str]:

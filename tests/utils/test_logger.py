@@ -1,3 +1,4 @@
+import resource
 import sys
 from functools import partial
 from unittest.mock import MagicMock, call
@@ -84,6 +85,18 @@ def test_the_time_left_is_shown_after_some_steps_of_a_start(
             logger.log_train({**ROW, "ms": 500.0}, step)
             time_left = "<" in str(logger.bar) if is_terminal else "left" in capsys.readouterr().out
             assert time_left == (step >= 110)
+
+
+def test_a_full_disk_ends_the_run_and_keeps_the_rows_before(tmp_path):
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        with pytest.raises(OSError), Logger(tmp_path, start=0, total=9, is_main=True) as logger:
+            logger.log_train(ROW, 1)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (10, unlimited[1]))
+            logger.log_train(ROW, 2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+    assert [row["step"] for row in read_metrics(tmp_path)["train"]] == [1]
 
 
 def test_a_console_that_is_gone_ends_nothing(tmp_path, monkeypatch):
