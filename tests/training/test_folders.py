@@ -55,9 +55,17 @@ def test_the_folders_of_another_run_are_refused(shards, trained, tmp_path):
     bad(train_args(shards, tmp_path / "other", 4), "checkpoints of another run")
 
 
-def test_going_back_needs_another_folder_or_overwrites_what_came_later(shards, tmp_path):
+@pytest.fixture(scope="module")
+def numbered(shards, tmp_path_factory):
+    """A run of 12 steps that keeps every fourth."""
+    run = tmp_path_factory.mktemp("numbered")
+    script(*train_args(shards, run, 12, "--save_every", 4, "--keep_last", 9))
+    return run
+
+
+def test_going_back_needs_another_folder_or_overwrites_what_came_later(shards, numbered, tmp_path):
+    shutil.copytree(numbered, tmp_path, dirs_exist_ok=True)
     args = train_args(shards, tmp_path, 12, "--save_every", 4, "--keep_last", 9)
-    script(*args)
     folder = tmp_path / "checkpoints"
     back = [*args, "--resume", folder / "model_step_000008.pt", "--max_lr", 1e-3]
     bad(back, "checkpoints holds a checkpoint of step 12, after step 8", tmp_path)
@@ -113,10 +121,9 @@ def test_a_resumed_run_logs_where_it_did_unless_it_was_moved_or_branches_off(
     assert log_dir(folder, "--checkpoint_dir", ".") == run / "logs"  # a new run
 
 
-def test_a_branch_goes_on_by_the_command_that_began_it(shards, tmp_path):
-    run, branch = tmp_path / "run", tmp_path / "branch"
-    script(*train_args(shards, run, 8, "--save_every", 4, "--keep_last", 9))
-    fourth, eighth = (run / f"checkpoints/model_step_00000{step}.pt" for step in (4, 8))
+def test_a_branch_goes_on_by_the_command_that_began_it(numbered, tmp_path):
+    branch = tmp_path / "branch"
+    fourth, eighth = (numbered / f"checkpoints/model_step_00000{step}.pt" for step in (4, 8))
     last = branch / "checkpoints/model_last.pt"
     command = ["train.py", "--resume", fourth, "--run_dir", branch, "--max_steps"]
     script(*command, 6)
@@ -153,14 +160,13 @@ def test_run_dir_is_short_for_the_folder_of_checkpoints(tmp_path):
         assert "run_dir" not in options.to_dict()  # nor in checkpoints
 
 
-def test_a_copy_and_a_branch_of_a_run_leave_its_log_alone(shards, tmp_path):
+def test_a_copy_and_a_branch_of_a_run_leave_its_log_alone(numbered, tmp_path):
     """They go on in their own place, with a log that begins there."""
-    run, copy = tmp_path / "run", tmp_path / "copy"
-    script(*train_args(shards, run, 12, "--save_every", 4, "--keep_last", 9))
-    middle = run / "checkpoints/model_step_000008.pt"
+    copy = tmp_path / "copy"
+    middle = numbered / "checkpoints/model_step_000008.pt"
     (copy / "checkpoints").mkdir(parents=True)
     shutil.copy(middle, copy / "checkpoints")
-    before = contents(run)
+    before = contents(numbered)
     for begin, goes_on in ((copy, copy), (middle, tmp_path / "branch")):
         flags = ["--checkpoint_dir", goes_on / "checkpoints", "--max_steps", 10]
         script("train.py", "--resume", begin, *flags)
@@ -175,7 +181,10 @@ def test_a_copy_and_a_branch_of_a_run_leave_its_log_alone(shards, tmp_path):
         # the best of the parent is not in the folder of a branch
         best = load_checkpoint(goes_on / "checkpoints/model_best.pt")
         assert best["best_loss"] == losses(goes_on, "val")[10]
-    assert contents(run) == before
+    assert contents(numbered) == before
+    # a branch is a run of its own, also beside checkpoints of the run that it leaves
+    branch = ["train.py", "--resume", middle, "--checkpoint_dir", copy / "checkpoints"]
+    bad(branch, "checkpoints of another run", copy)
 
 
 def test_a_run_that_is_killed_in_its_first_steps_keeps_options_id_and_log(shards, tmp_path):
