@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import ROOT, bad, script, train_options, user_error
+from conftest import ROOT, script, train_options, user_error
 
 from config import TrainOptions
 from model.config import GPTConfig
@@ -30,10 +30,6 @@ def test_a_script_explains_its_flags_and_ends_in_a_sentence_without_any(name, fl
     assert f"  python {name}.py" in text.partition("--help")[0]  # an example
     done = script(ROOT / f"{name}.py", code=2, cwd=tmp_path)
     assert "Traceback" not in done.stderr and done.stdout + done.stderr
-
-
-def test_a_misspelt_flag_gets_a_suggestion():
-    bad(["sample.py", "--temprature", "1"], "--temperature")
 
 
 def test_gpt3s_sizes_bring_their_context():

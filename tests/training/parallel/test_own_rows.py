@@ -76,13 +76,8 @@ def test_any_rows_of_a_new_weight_can_be_drawn_alone():
     rows = torch.tensor([319, 0, 100, 101, 63, 64])
     assert torch.equal(weights[name][rows], whole[rows])
     assert not torch.equal(whole, initial_weights(model, config, seed=4)[name][torch.arange(320)])
-    assert 0.019 < whole.std() < 0.021
-    # GPT-2's scale of the matrices that add to the residual stream
-    first, second = (
-        weights[f"transformer.h.{layer}.mlp.c_proj.weight"][torch.arange(16)] for layer in range(2)
-    )
-    assert 0.008 < first.std() < 0.012
-    assert not torch.equal(first, second)
+    first, second = (f"transformer.h.{layer}.mlp.c_proj.weight" for layer in range(2))
+    assert not torch.equal(weights[first][rows[1:2]], weights[second][rows[1:2]])
 
 
 def test_processes_compute_parts_of_one_checksum_that_notices_rows_that_change_places(monkeypatch):
