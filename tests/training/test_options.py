@@ -69,7 +69,7 @@ def test_a_tilde_is_the_home_folder_in_a_file_and_on_the_command_line(tmp_path, 
 @pytest.mark.parametrize(
     "name, text, message",
     [
-        ("a.toml", "n_layers = 2", "n_layer"),
+        ("a.toml", "n_lyaer = 2", "--n_layer"),
         ("a.toml", "n_layer = two", "a.toml is no .toml and no run's config.json"),
         ("a.toml", "n_layer = 'two'", "two"),
         ("config.json", "{}", "config.json is no .toml and no run's config.json"),

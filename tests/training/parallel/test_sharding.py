@@ -25,38 +25,24 @@ def reference(shards, tmp_path_factory):
     ],
 )
 def test_a_chain_of_machines_and_shardings_continues_one_curve(shards, tmp_path, recipe, max_lr):
-    """Two machines of two processes, which shard within and replicate across; two processes; one"""
     flags = ("--recipe", recipe, "--max_lr", max_lr, "--save_every", 2, "--keep_last", 9)
     whole = before = tmp_path / "whole"
     script(*train_args(shards, whole, 12, *flags))
-    for step, processes, sharding in ((4, 4, "zero2"), (8, 2, "zero3"), (10, 1, "none")):
-        run = tmp_path / sharding
+    for step, processes, per_machine, sharding, shard_across in (
+        (2, 4, 1, "zero1", 2),  # four machines hold two copies
+        (4, 4, 2, "zero2", 2),  # two machines hold a copy each
+        (6, 4, 2, "zero3", 4),  # ... or one in common
+        (8, 2, 2, "zero3", 2),
+        (10, 1, 1, "none", 1),
+    ):
+        run = tmp_path / f"{step}"
         resume = ("--resume", before / f"checkpoints/model_step_{step:06d}.pt")
-        more = ("--sharding", sharding, "--micro_batch_size", 2, "--eval_every", 0, *resume)
-        args = train_args(shards, run, 12, *flags, *more)
-        torchrun(processes, *args, local_world_size=min(2, processes))
+        more = ("--sharding", sharding, "--shard_across", shard_across, "--micro_batch_size", 2)
+        args = train_args(shards, run, 12, *flags, *more, "--eval_every", 0, *resume)
+        torchrun(processes, *args, local_world_size=per_machine)
         expected = {n: loss for n, loss in losses(whole).items() if n > step}
         assert losses(run) == pytest.approx(expected, abs=1e-4)
         before = run
-
-
-@pytest.mark.parametrize("sharding", ["zero1", slow("zero3")])
-def test_a_copy_is_divided_across_machines(shards, reference, tmp_path, sharding):
-    """Four machines of one process hold two copies, then two of two one, then a process its own"""
-    copies, one, alone = (tmp_path / name for name in ("copies", "one", "alone"))
-    flags = ("--sharding", sharding, "--micro_batch_size", 2, "--save_every", 4, "--keep_last", 9)
-    args = train_args(shards, copies, 12, *flags, "--shard_across", 2)
-    torchrun(4, *args, local_world_size=1)
-    resume = ("--resume", copies / "checkpoints/model_step_000004.pt")
-    args = train_args(shards, one, 12, *flags, "--shard_across", 4, *resume)
-    torchrun(4, *args, local_world_size=2)
-    resume = ("--resume", one / "checkpoints/model_step_000008.pt")
-    undivided = ("--sharding", "none", "--shard_across", 1)
-    script(*train_args(shards, alone, 12, *undivided, *resume))
-    for run, steps in ((copies, 12), (one, 8), (alone, 4)):
-        found = losses(run)
-        expected = {step: loss for step, loss in losses(reference).items() if step > 12 - steps}
-        assert len(found) == steps and found == pytest.approx(expected, abs=1e-4)
 
 
 def test_shards_that_do_not_divide_are_a_sentence_before_processes_connect(
