@@ -133,12 +133,17 @@ def test_steps_in_a_row_that_are_not_finite_count_and_change_no_weight(make):
     process = replace(ALONE, stop=SimpleNamespace(signal=0))
     options = resolve_options(method.options, 9, 9, 1)
     run = SimpleNamespace(options=options, process=process, progress=state)
-    run.scaler = GradScaler("cpu", enabled=False)
+    run.scaler = GradScaler("cpu", 2.0**10)  # as in float16
     for divisor in (0, 100, 0, 0):
         prepared = replace(method.prepare(model, 0, np.arange(8)), divisor=divisor)
         before = model.head_weight.clone()
+        if divisor:
+            nats = torch.cat([logprobs_by_hand(model, x) for x in method.examples]).sum() / divisor
+            gradients = torch.autograd.grad(nats, list(model.parameters()))
+            norm = torch.cat([gradient.flatten() for gradient in gradients]).norm()
         result = train_step(run, model, [optimizer], method, prepared)
         state.advance(result)
+        assert not divisor or result.metrics["grad_norm"] == pytest.approx(norm.item())
         assert (result.skip_reason is not None) == before.equal(model.head_weight) == (divisor == 0)
     assert (state.step, state.bad_steps) == (4, 2)
     assert Progress.start(asdict(state)) == state

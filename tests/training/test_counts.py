@@ -7,11 +7,13 @@ from conftest import train_options
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils.flop_counter import FlopCounterMode
 
+from model import loss
+from model.config import GPTConfig
 from model.execution import Execution, execute
 from model.gpt import GPT
 from model.layers import rotary_angles
 from recipes import parse_recipe
-from training.forecast.memory import block_activations
+from training.forecast.memory import Hardware, block_activations, head_memory
 from training.forecast.step_time import step_flops
 from utils.devices import autocast
 
@@ -125,3 +127,20 @@ def test_activations_of_a_block_are_the_bytes_that_autograd_keeps(fused_norms, r
     forecast = B * T * block_activations(shape, dtype.itemsize, mode)
     # statistics of norms and of attention
     assert 0 <= kept - forecast <= B * T * 4 * (4 + 3 * shape.n_head), kept / forecast
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_loss_holds_the_bytes_that_are_forecast(monkeypatch, dtype):
+    monkeypatch.setattr(loss, "PLAIN_BYTES", 0)  # the loss of large models
+    monkeypatch.setattr(loss, "SOFTMAX_BYTES_ON_CPU", 2**16)
+    config = GPTConfig(vocab_size=8192, n_embd=32, n_head=2)
+    hidden = torch.randn(2048, 32, requires_grad=True)
+    weight = torch.nn.Parameter(torch.randn(8192, 32))
+    targets = torch.zeros(2048, dtype=torch.long)
+    memory = MemTracker()
+    memory.track_external(hidden, weight, targets)
+    with memory, autocast(CPU, dtype, keep_weights=False):
+        loss.HeadCrossEntropy(8192)(hidden, weight, targets)
+    peak = memory.get_tracker_snapshot("peak")[CPU]["Total"] - weight.nbytes - targets.nbytes
+    forecast = head_memory(config, 2048, Hardware(CPU, dtype, 0), compiled=False)
+    assert forecast == pytest.approx(peak, rel=0.02)
