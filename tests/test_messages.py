@@ -52,19 +52,19 @@ def strings(node):
     return [text for child in children for text in strings(child)]
 
 
-def wrong_flags(text, script):
-    """Return the flags in a text that neither the script has (None: no script) nor the command
-    before them, as in "python plot.py --log"."""
+def wrong_flags(text, scripts):
+    """Return the flags in a text that neither a script has that may show it nor the command before
+    them, as in "python plot.py --log"."""
     wrong = set()
     for clause in re.split(r"[;.:]\s|[()]", text.replace("sys.argv[0]", "bash")):
-        owner = script
+        owners = scripts
         is_command = False
         for word in re.findall(r"--\w+|[\w/-]+\.py|torchrun|bash", clause):
             if not word.startswith("--"):
-                owner = next((path for path in SCRIPTS if path.endswith(word)), None)
-                is_command = owner is None  # of torchrun, or of the script that runs
+                owners = [path for path in SCRIPTS if path.endswith(word)]
+                is_command = not owners  # of torchrun, or of the script that runs
             elif not is_command:
-                classes = options_classes(owner) if owner is not None else []
+                classes = [options for owner in owners for options in options_classes(owner)]
                 names = [x.name for options in classes for x in fields(options)]
                 # "" of f"--no_{name}"
                 if word.removeprefix("--no_").removeprefix("--") not in [*names, "help", ""]:
@@ -72,22 +72,26 @@ def wrong_flags(text, script):
     return wrong
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_help_and_checks_of_options_name_flags_that_their_script_has(script):
-    if script != "scripts/first_hour.py":  # whose strings are commands that it runs
-        tree = ast.parse((ROOT / script).read_text(encoding="utf-8"))
-        assert not {flag for text in strings(tree) for flag in wrong_flags(text, script)}
-    for base in options_classes(script)[-1].__mro__[:-1]:
-        assert not wrong_flags(inspect.getsource(base), script), base
+def test_messages_name_flags_of_the_scripts_that_show_them():
+    packages = ("utils", "model", "data", "training", "evaluation", "finetuning")
+    files = [file for package in packages for file in (ROOT / package).rglob("*.py")]
+    paths = {*SCRIPTS, *OPTIONS_FILES, *(str(file.relative_to(ROOT)) for file in files)}
+    for path in paths - {"scripts/first_hour.py"}:  # whose strings are commands that it runs
+        scripts = OPTIONS_FILES.get(path, [path] if path in SCRIPTS else [])
+        tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
+        wrong = {flag for text in strings(tree) for flag in wrong_flags(text, scripts)}
+        assert not wrong, path
 
 
 @pytest.mark.parametrize("columns", ["50", "80", "200"])
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_help_fills_its_lines_and_says_at_most_one_default_of_a_flag(
+def test_help_names_flags_of_its_script_and_fills_its_lines_with_one_default_of_each(
     script, columns, capsys, monkeypatch
 ):
     monkeypatch.setenv("COLUMNS", columns)
     options_class = options_classes(script)[-1]
+    for base in options_class.__mro__[:-1]:
+        assert not wrong_flags(inspect.getsource(base), [script]), base
     with pytest.raises(SystemExit):
         parse(options_class, ["--help"])
     text = capsys.readouterr().out
@@ -103,26 +107,3 @@ def test_help_fills_its_lines_and_says_at_most_one_default_of_a_flag(
             assert len(f"{line} {next_line.split()[0]}") >= min(int(columns), 129), line
         if name == "sharding":
             assert re.search(r"\(default:\s+none\)", text)  # a value, not Python's None
-
-
-@pytest.mark.parametrize("path", OPTIONS_FILES)
-def test_a_file_of_options_names_flags_that_all_its_scripts_have(path):
-    for node in ast.parse((ROOT / path).read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.ClassDef):
-            continue  # a group of options is checked above, with its script
-        is_of_train = "TrainOptions" in ast.unparse(node).partition("\n")[0]  # by its arguments
-        for script in ["train.py"] if is_of_train else OPTIONS_FILES[path]:
-            wrong = {flag for text in strings(node) for flag in wrong_flags(text, script)}
-            assert not wrong, ast.unparse(node)[:100]
-
-
-@pytest.mark.parametrize(
-    "package", ["utils", "model", "data", "training", "evaluation", "finetuning"]
-)
-def test_other_files_below_the_scripts_name_no_flag(package):
-    for file in (ROOT / package).rglob("*.py"):
-        path = str(file.relative_to(ROOT))
-        if path not in [*SCRIPTS, *OPTIONS_FILES]:
-            tree = ast.parse(file.read_text(encoding="utf-8"))
-            wrong = {flag for text in strings(tree) for flag in wrong_flags(text, None)}
-            assert not wrong, path
