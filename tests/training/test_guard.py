@@ -14,6 +14,7 @@ from conftest import (
     slow,
     torchrun,
     train_args,
+    wandb_variables,
     weights,
 )
 
@@ -78,23 +79,8 @@ def test_a_bad_loss_on_one_process_skips_the_step_on_all(
     assert gap(tmp_path, overflowed) < 5e-3
 
 
-# a stand-in for the package: rows arrive when a run is finished, as they are sent by a thread
-WANDB = """
-import json, os
-class Run:
-    rows = []
-    def define_metric(self, *_, **__): pass
-    def log(self, row): self.rows.append(row["step"])
-    def finish(self, exit_code):
-        with open(os.environ["ARRIVED"], "w") as file:
-            json.dump([exit_code, *self.rows], file)
-init = lambda **_: Run()
-"""
-
-
 def test_bad_steps_in_a_row_end_the_run_with_a_checkpoint_and_every_row_sent(shards, tmp_path):
-    (tmp_path / "wandb.py").write_text(WANDB)
-    variables = {"PYTHONPATH": f"{ROOT}:{tmp_path}", "ARRIVED": str(tmp_path / "arrived")}
+    variables = wandb_variables(tmp_path)
     faults = " ".join(f"0:{call}" for call in range(4 * 6, 4 * 6 + 4 * PATIENCE))
     args = train_args(shards, tmp_path, 20, "--save_every", 7, "--eval_every", 0)
     (done,) = faulty(1, [*args, "--wandb"], faults, code=2, **variables)
