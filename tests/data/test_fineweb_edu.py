@@ -303,6 +303,47 @@ def test_a_shard_that_is_continued_holds_what_the_manifest_counts(
             shard(corpus, tmp_path)
 
 
+def test_each_row_is_in_the_shards_or_counted_under_its_file_and_reason(tmp_path, monkeypatch):
+    """Also by a run that was killed after any of its saves."""
+    binary = pa.array([b"good", b"\xff", None], pa.binary())
+    validity, *buffers = binary.buffers()
+    unchecked = pa.StringArray.from_buffers(3, *buffers, validity)
+    for name, column in (("0", unchecked), ("3", binary)):
+        parquet.write_table(pa.table({"text": column}), tmp_path / f"{name}.parquet")
+    write_rows(tmp_path / "1.jsonl", [{"text": x} for x in ("ü", " ", "", "a\0b", 7, "\ud800")])
+    (tmp_path / "2.csv").write_text("id,text\n1,a,b\n2,c\n")
+    files = sorted(tmp_path.iterdir())
+    options = {"val_fraction": 0, "shard_size": 3}
+    whole = shard(files, tmp_path / "whole", **options)
+    assert texts_in(tmp_path / "whole", "train") == ["good", "ü", "c", "good"]
+    assert whole.documents == 4
+    bad = "not UTF-8, or half of a surrogate pair"
+    of_parquet = (3, 1, 4, {bad: 1, "without text": 1})
+    assert [(x.rows, x.texts, x.bytes, x.skipped) for x in whole.ledger.values()] == [
+        of_parquet,
+        (6, 1, 2, {"empty": 2, "with U+0000": 1, "without text": 1, bad: 1}),
+        (2, 1, 1, {"wider than the header": 1}),
+        of_parquet,
+    ]
+    assert whole.skipped[bad] == 3 and sum(whole.skipped.values()) == 10
+
+    def write_or_die(*args):
+        nonlocal saves_left
+        saves_left -= 1
+        if saves_left < 0:
+            raise KeyboardInterrupt
+        write_manifest(*args)
+
+    monkeypatch.setattr(sharder, "write_manifest", write_or_die)
+    for num_saves in range(1, 5):
+        saves_left = num_saves
+        with pytest.raises(KeyboardInterrupt):
+            shard(files, tmp_path / f"{num_saves}", **options)
+        saves_left = 99
+        assert shard(files, tmp_path / f"{num_saves}", **options) == whole
+        assert digests(tmp_path / f"{num_saves}") == digests(tmp_path / "whole")
+
+
 MODELS = {
     models.BPE(unk_token="<unk>"): trainers.BpeTrainer,
     models.Unigram(): partial(trainers.UnigramTrainer, unk_token="<unk>"),
