@@ -19,7 +19,7 @@ from utils.logger import read_metrics
 BYTES = load_tokenizer("bytes")
 ROWS = {
     "multiple_choice": {"query": "Q?", "choices": ["ab", "ac"], "gold": 1},
-    "schema": {"context_options": ["Tom", "Ann"], "continuation": "ran", "gold": 0},
+    "schema": {"context_options": ["Tom", "Ann Lee"], "continuation": "ran", "gold": 0},
     "language_modeling": {"context": "2+2= ", "continuation": "4"},
 }
 YAML = """icl_tasks:
@@ -45,16 +45,13 @@ def texts(kind, **options):
 
 def test_the_tokens_that_differ_count_and_a_schemas_common_end():
     assert texts("multiple_choice") == [("Q? a", "b"), ("Q? a", "c")]
-    assert texts("schema") == [("Tom", " ran"), ("Ann", " ran")]
+    assert texts("schema") == [("Tom", " ran"), ("Ann Lee", " ran")]
     assert texts("language_modeling") == [("2+2=", " 4")]
 
 
-def test_of_a_schema_only_the_common_end_counts_however_long_its_questions_are():
+def test_of_a_schema_only_the_common_end_counts_also_where_one_ends_the_other():
     this = task("schema")
-    row = {"context_options": ["a", "much longer"], "continuation": "x", "gold": 0}
-    [item] = this.items([row], "nanochat")
-    assert [bytes(c.ids) for c in this.continuations(item, BYTES, 64)] == [b" x", b" x"]
-    row = {"context_options": ["", " and"], "continuation": "x", "gold": 0}  # one ends the other
+    row = {"context_options": ["", " and"], "continuation": "x", "gold": 0}
     [item] = this.items([row], "nanochat")
     assert [bytes(c.ids) for c in this.continuations(item, BYTES, 64)] == [b" x", b" x"]
 
@@ -62,7 +59,7 @@ def test_of_a_schema_only_the_common_end_counts_however_long_its_questions_are()
 def test_examples_with_their_answers_stand_before_a_question():
     shown = "Q?: ac\n\n" * 2 + "Q?: a"
     assert texts("multiple_choice", num_shots=2, delimiter=": ")[0] == (shown, "b")
-    assert texts("schema", num_shots=1)[1] == ("Tom ran\n\nAnn", " ran")
+    assert texts("schema", num_shots=1)[1] == ("Tom ran\n\nAnn Lee", " ran")
     assert texts("language_modeling", num_shots=1) == [("2+2= 4\n\n2+2=", " 4")]
 
 
