@@ -81,6 +81,8 @@ def test_messages_name_flags_of_the_scripts_that_show_them():
         tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
         wrong = {flag for text in strings(tree) for flag in wrong_flags(text, scripts)}
         assert not wrong, path
+        if path in SCRIPTS:  # its help shows the commands of its docstring
+            assert re.search(rf"^ *python {path}", ast.get_docstring(tree), re.M), path
 
 
 @pytest.mark.parametrize("columns", ["50", "80", "200"])
