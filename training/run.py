@@ -381,7 +381,7 @@ class Run(Generic[Options]):
         if "train" in log:  # all steps may have been taken by the run that a branch began from
             rows = log["train"]
             # of the steps alone, without validations and saves
-            print(f"seconds: {sum(row['ms'] for row in rows) / 1000:.1f}")
+            print(f"seconds: {sum(row['ms'] for row in rows) / 1000:.3f}")
             # the median step, as the first one compiles
             print(f"tokens_per_s: {median(row['tokens_per_s'] for row in rows):.0f}")
         if self.process.device.type == "cuda":
