@@ -28,8 +28,6 @@ class Recipe:
     is 4."""
     ngram_bits: NonNegative = 0.0
     """Longest n-gram with an embedding, in bits: log2(V) for each token of a vocabulary of V."""
-    zero_init: bool = False
-    """Initialize the projections into the residual stream to zero."""
     optimizer: Literal["adamw", "muon"] = "adamw"
     """Optimizer of the blocks' matrices, in training/optimizers.py. AdamW trains the rest."""
     max_lr: NonNegative = 6e-4
@@ -40,8 +38,6 @@ class Recipe:
     """Factor on the learning rate of an untied head."""
     weight_decay: NonNegative = 0.1
     """Decoupled weight decay."""
-    cautious: bool = False
-    """Muon: decay only weights that the update makes smaller."""
     normuon: BelowOne = 0.0
     """NorMuon: decay of each row's mean squared update, by whose root it is divided; 0: Muon."""
     momentum: BelowOne = 0.95
@@ -76,12 +72,10 @@ MODERN = Recipe(
     model=LLAMA | {"qk_norm": True},
     # SwiGLU has three matrices and GPT-2's MLP has two: this gives both as many weights
     mlp_ratio=8 / 3,
-    zero_init=True,
     optimizer="muon",
     max_lr=0.012,
     embedding_rate=0.5,
     head_rate=0.5,
-    cautious=True,
     normuon=0.95,
     momentum=0.9,
     schedule="linear",

@@ -210,7 +210,7 @@ def build_model(
     if initial is not None:
         return model, initial.weights
     # random numbers, drawn when their rows are read
-    return model, initial_weights(model, model_config, options.seed, zero_init=recipe.zero_init)
+    return model, initial_weights(model, model_config, options.seed)
 
 
 def open_batches(

@@ -22,27 +22,22 @@ Model = TypeVar("Model", bound=nn.Module)  # GPT, which is defined above this fi
 ROWS_PER_SEED = 64
 
 
-def initial_weights(
-    model: nn.Module, config: GPTConfig, seed: int, *, zero_init: bool = False
-) -> dict[str, Rows]:
+def initial_weights(model: nn.Module, config: GPTConfig, seed: int) -> dict[str, Rows]:
     """Return a new model's weights by name: matrices from Normal(0, 0.02), biases of 0, gains of 1.
     Nothing is drawn before rows are read.
 
-    GPT-2 scales the matrices that add to the residual stream, 2 L in number, by 1 / sqrt(2 L). With
-    `zero_init` they are 0, so that each block begins as the identity.
+    GPT-2 scales the matrices that add to the residual stream, 2 L in number, by 1 / sqrt(2 L).
     """
     weights: dict[str, Rows] = {}
     for name, p in model.named_parameters():
-        adds_to_residual = "c_proj" in name
         # Embeddings of n-grams begin at 0, as if there were none.
-        is_zero = name.endswith("bias") or "ngrams" in name or (adds_to_residual and zero_init)
-        if is_zero:
+        if name.endswith("bias") or "ngrams" in name:
             weights[name] = constant(0.0, p.shape)
         elif p.dim() == 1:  # gain of a norm
             weights[name] = constant(1.0, p.shape)
         else:
             std = 0.02
-            if adds_to_residual:
+            if "c_proj" in name:  # adds to the residual stream
                 std *= (2 * config.n_layer) ** -0.5
             weights[name] = NormalRows(seed, name, p.shape, std)
     return weights

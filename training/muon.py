@@ -68,8 +68,7 @@ class Muon(torch.optim.Optimizer):
 
     `groups` are those of matrix_groups: the parameters of a group have one shape, and the matrices
     that each of them fuses are orthogonalized one by one. The caller sets the "lr" of every group
-    before a step. The recipe gives the momentum, cautious weight decay and NorMuon. Newton-Schulz
-    runs in `dtype`.
+    before a step. The recipe gives the momentum and NorMuon. Newton-Schulz runs in `dtype`.
     """
 
     def __init__(
@@ -142,16 +141,7 @@ class Muon(torch.optim.Optimizer):
         """Decay weights, then subtract lr times the update (n, r, C), in place. The decay is
         decoupled (Loshchilov and Hutter 2019): lr times weight_decay of each weight."""
         weights = [local_shard(p) for p in parameters]  # (r, C) each, in the memory of p
-        decay = lr * weight_decay
-        if self.recipe.cautious:
-            # Chen et al. 2025: decay only the entries that the update makes smaller anyway, those
-            # of its sign, as it is subtracted
-            stack = torch.stack(weights)  # (n, r, C), a copy
-            is_shrinking = stack * update > 0
-            decaying = stack * is_shrinking  # 0 for all other entries
-            torch._foreach_sub_(weights, decaying.unbind(), alpha=decay)
-        else:
-            torch._foreach_mul_(weights, 1 - decay)
+        torch._foreach_mul_(weights, 1 - lr * weight_decay)
         torch._foreach_sub_(weights, update.unbind(), alpha=lr)
 
 

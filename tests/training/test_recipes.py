@@ -4,7 +4,6 @@ import json
 from dataclasses import asdict
 
 import pytest
-import torch
 from conftest import (
     bad,
     gap,
@@ -14,13 +13,10 @@ from conftest import (
     slow,
     torchrun,
     train_args,
-    train_options,
     user_error,
 )
 
 from recipes import RECIPES, Recipe, parse_recipe
-from train import build_model
-from training.parallel.own_rows import fill_model
 from utils.logger import read_metrics
 
 
@@ -85,16 +81,6 @@ def test_unequal_shares_step_alike(shards, tmp_path, sharding, dtype, far):
     script(*train_args(shards, tmp_path / "one", 8, *more))
     torchrun(3, *train_args(shards, tmp_path / "three", 8, *more, "--sharding", sharding))
     assert gap(tmp_path / "three", tmp_path / "one") < far and len(losses(tmp_path / "three")) == 8
-
-
-def test_blocks_of_modern_begin_as_the_identity():
-    config = train_options(recipe="modern", n_layer=2, n_head=2, n_embd=32, block_size=16)
-    stream = type("Stream", (), {"vocab_size": 257})
-    model, weights = build_model(config, RECIPES["modern"], stream, initial=None)
-    fill_model(model, weights, torch.device("cpu"))
-    idx = torch.randint(0, 257, (2, 16))
-    expected = model.transformer.ln_f(model.transformer.wte(idx))
-    torch.testing.assert_close(model.hidden(idx), expected)
 
 
 def test_a_wsd_run_goes_on_from_before_its_decay_as_if_it_had_been_longer(shards, tmp_path):
