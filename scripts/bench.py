@@ -21,12 +21,14 @@ import torch
 
 from config import MachineOptions, ModelOptions, OptimizerOptions
 from data.named_tokenizer import GPT2Tokenizer
+from model import loss
 from model.config import GPTConfig
 from model.execution import Execution, execute
 from model.gpt import GPT
 from model.initial_weights import build_without_weights
 from recipes import parse_recipe
-from scripts.measure import MeasureOptions, Program, measure_in_turn
+from scripts.kernels import summarize, time_kernels
+from scripts.measure import MeasureOptions, Program, in_new_process, measure_in_turn
 from training.optimizers import make_optimizers
 from utils.cli import start_script
 from utils.devices import describe_device, pick_device, pick_dtype
@@ -41,6 +43,11 @@ class PeerOptions(MeasureOptions):
 
     peer: Path | None = None
     """Checkout of nanoGPT, whose model.py trains in turn with this project's model."""
+    profile: bool = False
+    """Measure the kernels of a step, too, in further processes: milliseconds by kind, the longest.
+    """
+    logits_bytes: Count | None = None
+    """Largest float32 logits of a chunk on a GPU; default: LOGITS_BYTES of model/loss.py."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +75,8 @@ def build_ours(options: BenchOptions) -> Program:
     device = pick_device(options.device)
     dtype = pick_dtype(options.dtype, device)
     recipe = parse_recipe(options.recipe)
+    if options.logits_bytes is not None:
+        loss.LOGITS_BYTES = options.logits_bytes  # read at each call, in this process alone
     execution = Execution(options.activation_checkpointing, options.use_torch_compile)
     # Random weights: their values do not change the time of a step.
     model = GPT(options.bench_config).to(device)
@@ -123,13 +132,17 @@ def main(options: BenchOptions) -> None:
             )
         programs["nanogpt"] = partial(build_nanogpt, peer)
     medians = measure_in_turn(programs, options)  # a Measurement by the name of the program
+    kernel_ms = {}  # by the name of the program, then by the name of the kernel
+    if options.profile:
+        for name, build in programs.items():
+            kernel_ms[name] = in_new_process(time_kernels, build, options)
 
     # Only now: a process that uses a GPU takes some of its memory from the measurements.
     device = pick_device(options.device)
     gpu = gpu_of(device, pick_dtype(options.dtype, device))  # None if its peak is not known
     # nanoGPT's model has the same matmuls as this project's.
     flops_per_token = build_without_weights(GPT, options.bench_config).flops_per_token()
-    measured = {}
+    measured: dict[str, dict] = {}
     tokens_per_step = options.micro_batch_size * options.block_size
     for name, median in medians.items():
         tokens_per_second = tokens_per_step / median.step_seconds
@@ -137,6 +150,8 @@ def main(options: BenchOptions) -> None:
         if gpu is not None:
             mfu = tokens_per_second * flops_per_token / gpu.peak_flops
         measured[name] = {"rate": tokens_per_second, "peak_bytes": median.peak_bytes, "mfu": mfu}
+        if options.profile:
+            measured[name] |= summarize(kernel_ms[name], 1000 * median.step_seconds)
 
     comparison: dict[str, object] = {
         **describe_device(device),  # device and PyTorch's version

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -48,6 +48,7 @@ class MeasureOptions(ModelSize):
 # A model on its device that returns the loss for token ids and targets (B, T), its optimizers, and
 # the dtype of matmuls.
 Program = tuple[nn.Module, list[torch.optim.Optimizer], torch.dtype]
+Result = TypeVar("Result")
 
 
 class Measurement(NamedTuple):
@@ -70,14 +71,9 @@ def measure_in_turn(
     `options.repeats` measurements of each, by name.
     """
     measurements: dict[str, list[Measurement]] = {name: [] for name in programs}
-    # "spawn" starts a new Python; a fork would begin with the memory of this process.
-    context = multiprocessing.get_context("spawn")
     for _ in range(options.repeats):
         for name, build in programs.items():
-            # A pool of one process, which ends with the with statement. `result` raises the error
-            # of the process.
-            with ProcessPoolExecutor(max_workers=1, mp_context=context) as pool:
-                measurement = pool.submit(measure, build, options).result()
+            measurement = in_new_process(measure, build, options)
             step_ms, peak_gb = 1000 * measurement.step_seconds, measurement.peak_bytes / 1e9
             print(f"{name}: {step_ms:.1f} ms a step, at most {peak_gb:.2f} GB", flush=True)
             measurements[name].append(measurement)
@@ -85,11 +81,20 @@ def measure_in_turn(
     return {name: Measurement(*np.median(measurements[name], axis=0)) for name in programs}
 
 
-def measure(build: Callable[..., Program], options: MeasureOptions) -> Measurement:
-    """Build a program and train it on one random batch, the same in each step.
+def in_new_process(function: Callable[..., Result], *args: object) -> Result:
+    """Return what a function returns for its arguments in a new process, or raise its error."""
+    # "spawn" starts a new Python; a fork would begin with the memory of this process.
+    context = multiprocessing.get_context("spawn")
+    # a pool of one process, which ends with the with statement
+    with ProcessPoolExecutor(max_workers=1, mp_context=context) as pool:
+        return pool.submit(function, *args).result()
 
-    The peak memory is that of the process so far, which therefore has to be a new one.
-    """
+
+def start_training(
+    build: Callable[..., Program], options: MeasureOptions
+) -> tuple[Callable[[], float], torch.device]:
+    """Build a program; return a function that takes a training step, and the device of the model.
+    All steps train on one random batch."""
     # Programs that draw the same numbers get the same weights and the same batch.
     torch.manual_seed(0)
     model, optimizers, dtype = build(options)
@@ -107,8 +112,17 @@ def measure(build: Callable[..., Program], options: MeasureOptions) -> Measureme
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        return loss.item()  # waits for a GPU, so that the clock below counts whole steps
+        return loss.item()  # waits for a GPU, so that a clock around it counts whole steps
 
+    return train_step, device
+
+
+def measure(build: Callable[..., Program], options: MeasureOptions) -> Measurement:
+    """Build a program and train it on one random batch, the same in each step.
+
+    The peak memory is that of the process so far, which therefore has to be a new one.
+    """
+    train_step, device = start_training(build, options)
     for _ in range(WARMUP_STEPS):
         loss = train_step()
     num_steps = 0
