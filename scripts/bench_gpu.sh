@@ -4,6 +4,7 @@
 #   bash scripts/bench_gpu.sh correctness                                  # tests with tensors on it
 #   bash scripts/bench_gpu.sh small [--peer ../nanoGPT] [--data FOLDER]    # 124M, a learning curve
 #   bash scripts/bench_gpu.sh xl [FLAGS of scripts/bench.py]               # 350M to 1558M
+#   bash scripts/bench_gpu.sh variants [--python OTHER/bin/python]         # kernels by change
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python -c 'import sys, utils.environment, torch
@@ -12,7 +13,7 @@ call=${1:-} out=logs/bench_gpu.jsonl run=runs/bench_gpu code=0
 shift "$(($# > 0))"
 mkdir -p logs && : >"$out"
 bench() { python scripts/bench.py --device cuda --repeats 2 "$@" | tail -n 1 >>"$out"; }
-# Measure 124M with one change: a SETTING of the environment, FLAGS of scripts/bench.py or another PYTHON.
+# Measure 124M with one change: a SETTING of the environment, FLAGS of scripts/bench.py, or PYTHON.
 variant() {
   local setting=${1:-} flags=${2:-} python=${3:-python} name row
   name=$(echo $*) && name=${name:-baseline}
@@ -53,6 +54,7 @@ case $call in
   variants)
     while [ $# -gt 1 ]; do declare "${1#--}=$2"; shift 2; done
     cache=$(mktemp -d)
+    trap 'exit 130' INT # Ctrl-C does not reach what `timeout` runs: it ends after the variant
     variant
     variant TORCHINDUCTOR_MIX_ORDER_REDUCTION=0
     variant TORCHINDUCTOR_LOOP_ORDERING_AFTER_FUSION=0
