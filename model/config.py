@@ -1,6 +1,6 @@
 """GPTConfig: the architecture of a model, and the named sizes of GPT-2 and GPT-3.
 
-How a model is trained is no part of it: that stands in config.py and recipes.py.
+It does not say how a model is trained: config.py and recipes.py do.
 """
 
 from dataclasses import dataclass
@@ -16,9 +16,10 @@ GPT2_SIZES = {
     "gpt2-large": (36, 20, 1280),  # 774M
     "gpt2-xl": (48, 25, 1600),  # 1558M
 }
-# Layers, heads and channels of GPT-3 (Brown et al. 2020, table 2.1). Two rows there do not divide:
-# XL has 24 heads of 128 channels and not their 3,072 channels, here it has 16 heads; 13B has 5,140
-# channels for 40 heads, here 5,120. Attention is dense in every layer.
+# Layers, heads and channels of GPT-3 (Brown et al. 2020, table 2.1), except for two rows, whose
+# channels are no multiple of their heads. XL has 24 heads of 128 channels there but 2,048 channels,
+# and 16 heads here; 13B has 40 heads and 5,140 channels there, 5,120 here. Attention is dense in
+# every layer here; in GPT-3 it is sparse in every other one.
 GPT3_SIZES = {
     "gpt3-small": (12, 12, 768),  # 125M
     "gpt3-medium": (24, 16, 1024),  # 350M
@@ -30,13 +31,14 @@ GPT3_SIZES = {
     "gpt3-175b": (96, 96, 12288),
 }
 SIZES = GPT2_SIZES | GPT3_SIZES  # the choices of --model_type
-# Fields of GPTConfig that no recipe sets: options, the tokenizer and --model_type do.
+# Fields of GPTConfig that no recipe sets. Options, the tokenizer and --model_type set them.
 SIZED = ("block_size", "vocab_size", "n_layer", "n_head", "n_embd", "dropout")
 
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """Architecture of a GPT; the defaults are GPT-2's. Raises UserError for one that cannot be."""
+    """Architecture of a GPT; the defaults are GPT-2's. Raises UserError for values that are out of
+    range or do not fit together."""
 
     block_size: Count = 1024
     """Longest sequence in tokens, and the number of learned positions."""
@@ -49,7 +51,7 @@ class GPTConfig:
     n_embd: Count = 768
     """Channels of the residual stream."""
     dropout: BelowOne = 0.0
-    """Dropout probability of embeddings, attention, and what attention and MLP add."""
+    """Dropout probability of embeddings, attention weights, and outputs of attention and MLP."""
     n_kv_head: Count | None = None
     """Key/value heads, each shared by n_head / n_kv_head query heads; None: n_head."""
     n_inner: Count | None = None
@@ -61,7 +63,7 @@ class GPTConfig:
     norm: Literal["layer", "rms"] = "layer"
     """Norm of the residual stream: layer (LayerNorm) or rms (RMSNorm)."""
     norm_eps: NonNegative = 1e-5
-    """Added to the variance of LayerNorm, or the mean square of RMSNorm."""
+    """Epsilon, added to the variance in LayerNorm, or to the mean square in RMSNorm."""
     qk_norm: bool = False
     """Normalise queries and keys to a root mean square of 1."""
     activation: Literal["gelu", "gelu_exact", "relu2", "swiglu"] = "gelu"
@@ -72,9 +74,9 @@ class GPTConfig:
     tied: bool = True
     """Share one table between the token embedding and the head."""
     ngrams: Count = 1
-    """Longest n-gram whose embedding is added to the token's; 1: none."""
+    """Longest n-gram whose embedding is added to the token embedding; 1: no n-grams."""
     ngram_rows: Count = 65_536
-    """Rows of the table that all n-grams share by their hash."""
+    """Rows of the embedding table of n-grams; the hash of an n-gram chooses its row."""
 
     def __post_init__(self) -> None:
         check_ranges(self)  # UserError for a value out of its field's range
@@ -88,8 +90,9 @@ class GPTConfig:
         if self.position == "rotary" and self.head_size % 2:
             raise UserError(f"a head is {self.head_size} wide; rotary positions need an even width")
 
-        # A width given explicitly and its default are one architecture and have to compare equal,
-        # for example when a run resumes. object.__setattr__ gets around frozen=True.
+        # An explicit value that equals the default becomes None, because configs of the same
+        # architecture have to compare equal, for example when a run resumes. object.__setattr__
+        # gets around frozen=True.
         if self.n_kv_head == self.n_head:
             object.__setattr__(self, "n_kv_head", None)
         if self.n_inner == 4 * self.n_embd:
@@ -97,7 +100,8 @@ class GPTConfig:
 
     @property
     def padded_vocab_size(self) -> int:
-        """Rows of the embedding: a multiple of 64 (50257 -> 50304), for fast matmuls."""
+        """Rows of the embedding: vocab_size rounded up to a multiple of 64 (50257 -> 50304), for
+        fast matmuls."""
         return -(-self.vocab_size // 64) * 64
 
     @property
@@ -107,7 +111,7 @@ class GPTConfig:
 
     @property
     def kv_heads(self) -> int:
-        """Key/value heads, K; H of them unless queries share keys and values."""
+        """Number of key/value heads, K: n_kv_head, or n_head if n_kv_head is None."""
         return self.n_kv_head or self.n_head
 
     @property
@@ -117,5 +121,6 @@ class GPTConfig:
 
     @property
     def inner(self) -> int:
-        """Width of the MLP's hidden layer, the input of its second matrix."""
+        """Width of the MLP's hidden layer, the input of c_proj: n_inner, or 4 n_embd if it is
+        None."""
         return self.n_inner or 4 * self.n_embd

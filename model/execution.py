@@ -1,8 +1,8 @@
 """How a GPT is executed in training: activation checkpointing and torch.compile.
 
-One trades speed for memory, the other start-up for speed; neither changes more than rounding.
-`execute` applies both to a model that is built, before it is divided among processes: model/gpt.py
-knows nothing of them.
+Activation checkpointing trades speed for memory, torch.compile trades start-up time for speed.
+Neither changes more than rounding. `execute` applies both to a built model, before sharding or
+tensor parallelism divides it among processes; model/gpt.py does not know them.
 """
 
 from collections.abc import Callable
@@ -18,8 +18,8 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from model.gpt import GPT, Block
 from model.loss import cross_entropy_
 
-# Operations whose outputs "cheap" checkpointing keeps: matmuls without and with bias, and attention
-# by each kernel, which take nearly all of the time. The list follows torchtitan's selective
+# Operations whose outputs "cheap" checkpointing keeps, because they take nearly all of the time:
+# matmuls without and with bias, and each attention kernel. The list follows torchtitan's selective
 # activation checkpointing.
 SAVED_OPS = [
     torch.ops.aten.mm.default,
@@ -29,7 +29,7 @@ SAVED_OPS = [
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
 ]
-# `context_fn` of `recompute`: keep the outputs of SAVED_OPS, recompute everything else
+# The argument `context_fn` of `recompute`: keep outputs of SAVED_OPS, recompute everything else.
 keep_matmuls = partial(create_selective_checkpoint_contexts, SAVED_OPS)
 
 
@@ -38,15 +38,16 @@ class Execution:
     """How to execute a GPT; the default is plain PyTorch."""
 
     checkpointing: str = "none"
-    """Activations that the backward pass computes again: "none", "cheap" (all but the outputs of
-    matmuls and attention; with dropout, unless compiled, the same as "block") or "block" (all but
-    the input of each block; up to a quarter more compute)."""
+    """Activation checkpointing: what the backward pass recomputes. "none"; "cheap": all but the
+    outputs of matmuls and attention (with dropout, unless compiled, the same as "block"); "block":
+    all but the input of each block, up to a quarter more compute."""
     compiled: bool = False
-    """Compile the blocks, which share one graph, and on GPUs the loss."""
+    """Compile the blocks, which share one graph, and the loss on GPUs, by torch.compile."""
 
 
 class RecomputedBlock(Block):
-    """Block of which autograd keeps the inputs alone: the backward pass computes it again."""
+    """Block with activation checkpointing: autograd keeps only its inputs, and the backward pass
+    recomputes the block."""
 
     plain_forward = Block.forward
 
@@ -57,8 +58,8 @@ class RecomputedBlock(Block):
 
 
 class CheaplyRecomputedBlock(RecomputedBlock):
-    """Block of which autograd also keeps the outputs of matmuls and attention, which take nearly
-    all of the time, and the backward pass computes everything else again."""
+    """Block with selective activation checkpointing: autograd also keeps the outputs of matmuls and
+    attention, and the backward pass recomputes everything else."""
 
     def forward(self, *inputs) -> Tensor:
         """Return what Block.forward returns."""
@@ -66,33 +67,36 @@ class CheaplyRecomputedBlock(RecomputedBlock):
 
 
 def execute(model: GPT, execution: Execution) -> None:
-    """Apply an execution to a model, in place. Names and hooks of its modules stay as they are.
+    """Apply an execution to a model, in place. Names and hooks of its modules do not change.
 
-    Call it before training/parallel/ divides the model: FSDP2 gathers the weights of a block before
-    its `forward` and frees them after it, so graphs and recomputation have to begin in there.
+    Call it before training/parallel/ divides the model. FSDP2 gathers the weights of a block before
+    its `forward` and frees them after it, so graphs and recomputation have to begin inside it.
     """
     block_class = choose_block(execution, model.config.dropout)
     if execution.compiled:
-        configure_compiler(execution)  # before the first block is compiled
-        # ChunkedCrossEntropy calls it on GPUs alone; on a CPU the compiled one would be slower
-        model.loss.cross_entropy_ = compile_static(cross_entropy_)
+        # Sets options of the whole process: DDP does not cut graphs, the limit of graphs, and what
+        # the backward pass recomputes. The compiler reads them when it compiles the first block,
+        # in the first forward pass.
+        configure_compiler(execution)
+        # ChunkedCrossEntropy calls it only on GPUs; on a CPU it would be slower than the default
+        model.loss.chunk_cross_entropy_ = compile_static(cross_entropy_)
     for block in model.transformer.h:
-        block.__class__ = block_class  # the same modules and weights, with another forward
+        block.__class__ = block_class  # same modules and weights, another forward
         if execution.compiled:
-            # An attribute of this block, which hides the method of its class. torch.compile caches
-            # graphs by the code of a function: the first block compiles it, and the other blocks
-            # use its graph.
+            # This attribute of the block hides the method `forward` of its class. torch.compile
+            # caches graphs by the code of a function: the first block compiles a graph, and the
+            # other blocks use it.
             block.forward = compile_static(block.forward)
 
 
 def choose_block(execution: Execution, dropout: float) -> type[Block]:
-    """Return the class of a model's blocks, whose dropout probability is `dropout`."""
+    """Return the class of the blocks of a model with the dropout probability `dropout`."""
     checkpointing = execution.checkpointing
-    # When compiled, "cheap" is left to the compiler: see configure_compiler.
+    # When compiled, the compiler does "cheap": configure_compiler sets its options.
     if checkpointing == "none" or (checkpointing == "cheap" and execution.compiled):
         return Block
-    # With dropout, "cheap" is the same as "block". If the output of attention were kept, the
-    # backward pass would not draw its random numbers again, and every later dropout would get
+    # With dropout, "cheap" becomes "block". If autograd kept the output of attention, the backward
+    # pass would not draw attention's random numbers again, and every later dropout would get
     # another mask than in the forward pass.
     if checkpointing == "block" or dropout > 0:
         return RecomputedBlock
@@ -100,27 +104,27 @@ def choose_block(execution: Execution, dropout: float) -> type[Block]:
 
 
 def compile_static(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return a function compiled, at its first call, as one graph for each shape of its inputs."""
-    # fullgraph=True raises an error if the function cannot be one graph. With dynamic=True one
+    """Return a compiled `function`: the first call with each input shape compiles one graph."""
+    # fullgraph=True raises an error if the function needs several graphs. With dynamic=True one
     # graph would serve all sizes, but it would be slower.
     return torch.compile(function, fullgraph=True, dynamic=False)
 
 
 def configure_compiler(execution: Execution) -> None:
-    """Set the options of the compiler that exist for the whole process alone, for every model in
-    it."""
-    # Imported here, because it takes a second, which runs that do not compile should not wait for.
+    """Set the compiler's options that are global: they apply to every model in this process."""
+    # imported here, because the import takes a second, and only runs that compile should wait
     import torch._dynamo.config
     import torch._functorch.config
 
-    # DDP would cut the graph of a block at the borders of its gradient buckets. Blocks are small
-    # enough that DDP can send the gradients of one during the backward pass of the next.
+    # With optimize_ddp the compiler would cut the graph of a block at the borders of DDP's gradient
+    # buckets. That is not needed: a block is small enough for DDP to send its gradients while the
+    # backward pass computes the next block.
     torch._dynamo.config.optimize_ddp = False
-    # Batches of fine-tuning have several lengths, each with a graph of its own. Above this number
-    # of graphs, 8 by default, the compiler raises an error.
+    # Batches of fine-tuning have several lengths, and each length needs a graph. The compiler
+    # raises an error above this number of graphs, which is 8 by default.
     torch._dynamo.config.recompile_limit = 64
-    # The compiler chooses what the backward pass recomputes. By default these three rules forbid
-    # (`ban`) what takes long to recompute. "cheap" lifts them, and the compiler recomputes
+    # The compiler chooses what the backward pass recomputes. By default these three rules ban
+    # recomputation that takes long. For "cheap" they are off, and the compiler recomputes
     # everything that it can fuse.
     may_recompute = execution.checkpointing == "cheap"
     torch._functorch.config.ban_recompute_used_far_apart = not may_recompute
@@ -129,8 +133,8 @@ def configure_compiler(execution: Execution) -> None:
 
 
 def uncompiled(compiled: bool) -> AbstractContextManager:
-    """Return a context in which compiled functions run as if they were not, for inputs whose shapes
-    vary and would be compiled one by one; without effect unless the model is `compiled`."""
+    """Return a context in which compiled functions run uncompiled, for inputs of many shapes, each
+    of which would be compiled. It has no effect unless the model is `compiled`."""
     if compiled:
         return torch.compiler.set_stance("force_eager")
     return nullcontext()  # set_stance would import the compiler

@@ -1,10 +1,10 @@
 """GPT-2 (Radford et al. 2019) in plain PyTorch, under the parameter names of OpenAI and nanoGPT.
 
-This file says what a GPT computes. Rotary positions, the attention kernel and the KV cache stand in
-model/layers.py, the loss in model/loss.py, the weights of a new model in model/initial_weights.py,
-sampling in model/generate.py, the training in train.py. How blocks are compiled or recomputed in
-training is applied from outside, by model/execution.py. GPTConfig turns on later techniques (rotary
-positions, RMSNorm, SwiGLU, ...) over GPT-2's.
+This file says what a GPT computes. model/layers.py has rotary positions, the attention kernel and
+the KV cache, model/loss.py the loss, model/initial_weights.py the weights of a new model,
+model/generate.py sampling, train.py the training. model/execution.py applies torch.compile and
+activation checkpointing to a model from outside. GPTConfig turns on techniques that are newer than
+GPT-2 (rotary positions, RMSNorm, SwiGLU, ...).
 
 Shapes: B batch, T time, C channels of the residual stream, V vocabulary, L layers, H heads,
 K key/value heads (GPT-2 has K = H), D = C / H channels of a head.
@@ -27,7 +27,7 @@ class LayerNorm(nn.LayerNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         # FSDP2 gathers the weights in bfloat16, and on a CPU F.layer_norm raises an error unless
-        # they have the dtype of x. Without FSDP2 type_as returns the weights themselves.
+        # weights have the dtype of x. Without FSDP2, type_as returns the weights unchanged.
         weight = self.weight.type_as(x)
         bias: Tensor | None = None
         if self.bias is not None:
@@ -36,7 +36,7 @@ class LayerNorm(nn.LayerNorm):
 
 
 def make_norm(config: GPTConfig) -> nn.Module:
-    """Return a norm of the residual stream, which is float32."""
+    """Return a LayerNorm or RMSNorm for the residual stream, which is float32."""
     if config.norm == "layer":
         return LayerNorm(config.n_embd, config.norm_eps, bias=config.bias)
     # RMSNorm scales each token to a root mean square of 1, times a gain (Zhang and Sennrich 2019).
@@ -48,11 +48,12 @@ class Attention(nn.Module):
 
     def __init__(self, config: GPTConfig, layer: int) -> None:
         super().__init__()
-        self.layer = layer  # 0 to L - 1, for the keys of a KVCache
-        # Tensor parallelism divides both numbers: each process has some of the heads.
+        self.layer = layer  # index of the block, 0 to L - 1, for the names in a KVCache
+        # `parallelize` of training/parallel/ divides both numbers under tensor parallelism, where
+        # each process has some of the heads.
         self.num_heads = config.n_head
-        self.num_kv_heads = config.kv_heads
-        # queries, keys and values come from one matrix, D channels for each head
+        self.num_kv_heads = config.kv_heads  # n_kv_head, or n_head if that is None
+        # one matrix computes queries, keys and values, D channels for each head
         num_projections = config.n_head + 2 * config.kv_heads
         self.c_attn = nn.Linear(config.n_embd, num_projections * config.head_size, bias=config.bias)
         self.qk_norm: nn.RMSNorm | None = None
@@ -65,18 +66,20 @@ class Attention(nn.Module):
     def forward(
         self, x: Tensor, angles: Angles | None, cache: KVCache | None, mask: Tensor | None
     ) -> Tensor:
-        """Return what attention adds to the residual stream, given its norm x; both are (B, T, C).
+        """Return the output (B, T, C), which Block adds to the residual stream. x (B, T, C) is the
+        normalised residual stream.
 
-        `angles` is None without rotary positions. GPT.hidden describes `cache` and `mask`.
+        `angles` is None with learned positions. The KV cache is None in training. `mask`
+        (B, 1, T, S) is True where a token may attend; None means causal attention.
         """
         B, T, _ = x.shape
         H, K = self.num_heads, self.num_kv_heads
         qkv = self.c_attn(x).view(B, T, H + 2 * K, -1)  # (B, T, H + 2K, D)
 
-        # The norm and the rotation work on single heads, so queries and keys take them together.
+        # QK-norm and rotation treat all heads alike, so they get queries and keys as one tensor.
         qk, v = qkv.split([H + K, K], dim=2)
         # QK-norm keeps the products of queries and keys from exploding (Henry et al. 2020). Under
-        # autocast it returns float32 on a GPU, and attention needs the dtype of the values.
+        # autocast it returns float32 on a GPU, but attention needs the dtype of the values.
         if self.qk_norm is not None:
             qk = self.qk_norm(qk).type_as(v)
         if angles is not None:  # rotary positions
@@ -107,20 +110,22 @@ class MLP(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return what the MLP adds to the residual stream, given its norm x; both are (B, T, C)."""
+        """Return the output (B, T, C), which Block adds to the residual stream. x (B, T, C) is the
+        normalised residual stream."""
         x = self.c_fc(x)  # (B, T, num_inputs * inner)
         x = self.activate(x)  # (B, T, inner)
         return self.dropout(self.c_proj(x))  # (B, T, C)
 
     def activate(self, x: Tensor) -> Tensor:
-        """Return the activation function of x (B, T, channels); swiglu halves the channels."""
+        """Apply the activation function to x (B, T, channels); swiglu halves the channels."""
         if self.activation == "gelu":  # Hendrycks and Gimpel 2016
             return F.gelu(x, approximate="tanh")
         if self.activation == "gelu_exact":  # nanoGPT's
             return F.gelu(x)
         if self.activation == "relu2":  # So et al. 2021
             return F.relu(x).square()
-        # swiglu (Shazeer 2020): one half of the channels, gated by the SiLU of the other
+        assert self.activation == "swiglu"  # Shazeer 2020
+        # the SiLU of one half of the channels gates the other half
         gate, x = x.chunk(2, dim=-1)
         return F.silu(gate) * x
 
@@ -138,8 +143,8 @@ class Block(nn.Module):
     def forward(
         self, x: Tensor, angles: Angles | None, cache: KVCache | None, mask: Tensor | None
     ) -> Tensor:
-        """Return the residual stream x (B, T, C) after the block. Transformer.forward describes the
-        other arguments, which attention takes."""
+        """Return the residual stream (B, T, C) after this block, given the stream x before it.
+        Attention uses the other arguments: Attention.forward describes them."""
         x = x + self.attn(self.ln_1(x), angles, cache, mask)
         x = x + self.mlp(self.ln_2(x))
         return x
@@ -155,6 +160,7 @@ class Transformer(nn.Module):
         if config.position == "learned":
             self.wpe = nn.Embedding(config.block_size, config.n_embd)
         if config.ngrams > 1:
+            # n-gram embeddings, one table for n-grams of all lengths
             self.ngrams = nn.Embedding(config.ngram_rows, config.n_embd)
         self.drop = nn.Dropout(config.dropout)
         self.h = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
@@ -169,14 +175,14 @@ class Transformer(nn.Module):
     ) -> Tensor:
         """Return the final hidden states (B, T, C) of token ids (B, T).
 
-        With a `cache`, as in sampling, the ids continue the S - T tokens in it, and are added to
-        it. Rows with padding, or with several continuations of one prompt, need `positions` (B, T),
-        each below the block size, and `mask` (B, 1, T, S), true where a token may attend to one of
-        S tokens. Without these, positions follow each other and attention is causal, and a cache
-        that holds tokens takes one more at a time.
+        With a KV cache, as in sampling, the ids continue the S - T tokens in the cache, and are
+        added to it. Rows with padding, or with several continuations of one prompt, need
+        `positions` (B, T), each below the block size, and `mask` (B, 1, T, S), True where a token
+        may attend to one of S tokens. Without both, positions are consecutive, attention is causal,
+        and a cache that holds tokens takes one new token at a time.
         """
         if positions is None:
-            # number of past tokens, whose keys and values the cache holds
+            # number of past tokens, whose keys and values are in the cache
             start = 0 if cache is None else cache.length
             end = start + idx.size(1)
             # Beyond the block size wpe has no rows, and RoPE's angles were never trained.
@@ -185,14 +191,14 @@ class Transformer(nn.Module):
 
         x = self.wte(idx)  # (B, T, C)
         if self.config.ngrams > 1:
-            # indices into the table for the n-grams, n = 2 to N, that end at each token
+            # table indices of the n-grams, n = 2 to N, that end at each token
             rows = ngram_rows(idx, cache, mask, self.config)  # (B, T, N - 1)
             x = x + self.ngrams(rows).sum(-2)  # (B, T, C)
         angles: Angles | None = None
         if self.config.position == "learned":
             x = x + self.wpe(positions)
         else:
-            # computed once; every block rotates its queries and keys by these angles
+            # computed once: every block rotates its queries and keys by these angles
             angles = rotary_angles(positions, self.config.head_size, self.config.rope_base)
         x = self.drop(x)
 
@@ -204,7 +210,8 @@ class Transformer(nn.Module):
 
 
 class GPT(nn.Module):
-    """A transformer and its head, which gives logits. A tied head is the token embedding."""
+    """Transformer and head, which computes logits. The weight of a tied head is the token
+    embedding."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -212,15 +219,15 @@ class GPT(nn.Module):
         self.transformer = Transformer(config)
         if not config.tied:
             self.lm_head = nn.Linear(config.n_embd, config.padded_vocab_size, bias=False)
-        # The loss has no weights of its own: `forward` passes it the head's.
+        # The loss has no weights: `forward` passes the head's weight to it.
         self.loss = HeadCrossEntropy(config.vocab_size)
-        draw_weights(self, config)  # but not within build_without_weights
+        draw_weights(self, config)  # does nothing within build_without_weights
 
     @classmethod
     def from_pretrained(cls, name: str) -> "GPT":
         """Return OpenAI's model ("gpt2", "gpt2-xl", ...), or another GPT-2, LLaMA or Qwen3 of the
-        Hugging Face hub or of a folder, in float32. Raise UserError for one that does not fit."""
-        # imported here, as a new model needs no files of other projects
+        Hugging Face hub or of a folder, in float32. Raise UserError for another architecture."""
+        # imported here, because a new model needs no formats of other projects
         from model.formats.huggingface_weights import read_model
 
         return read_model(cls, name)
@@ -228,15 +235,15 @@ class GPT(nn.Module):
     def forward(
         self, idx: Tensor, targets: Tensor | None = None, *, reduction: str = "mean"
     ) -> Tensor:
-        """Return the logits (B, T, V) of token ids (B, T), or the loss against targets (B, T).
+        """Return the logits (B, T, V) of token ids (B, T), or the loss if targets (B, T) are given.
 
-        The loss is the mean cross-entropy in nats, without targets of -1, or with the reduction
-        "none" the cross-entropy of each target (B, T).
+        The loss is the mean cross-entropy in nats of all targets but -1. With the reduction "none"
+        it is the cross-entropy of each target (B, T), which is 0 for -1.
         """
         x = self.transformer(idx)  # (B, T, C)
         if targets is None:
             return self.logits(x)
-        # The loss applies the head, so that only one chunk of the logits has to be in memory.
+        # The loss applies the head, so that only one chunk of logits has to be in memory.
         loss = self.loss(x.flatten(0, 1), self.head_weight, targets.flatten(), reduction)
         if reduction == "none":
             return loss.view_as(targets)  # (B T,) -> (B, T)
@@ -250,9 +257,10 @@ class GPT(nn.Module):
         positions: Tensor | None = None,
         mask: Tensor | None = None,
     ) -> Tensor:
-        """Return the final hidden states (B, T, C), of which `logits` can take some: see
-        Transformer.forward."""
-        # not the transformer itself, as FSDP2 gathers weights for methods of the whole model alone
+        """Return the final hidden states (B, T, C) of token ids (B, T), so that a caller can pass
+        only some of them to `logits`. Transformer.forward describes the arguments."""
+        # Callers use this method and not `transformer`, because FSDP2 gathers all weights for it
+        # (register_fsdp_forward_method in training/parallel/data_parallel.py).
         return self.transformer(idx, cache, positions, mask)
 
     def logits(self, x: Tensor) -> Tensor:
@@ -261,28 +269,29 @@ class GPT(nn.Module):
 
     @property
     def head_weight(self) -> Tensor:
-        """Weight of the head (padded V, C); the rows after V are no tokens."""
+        """Weight of the head (padded V, C); rows from V on are padding."""
         if self.config.tied:
             return self.transformer.wte.weight
         return self.lm_head.weight
 
     def num_parameters(self) -> int:
-        """Return the number of trained values; a tied head counts once, padded rows do not."""
+        """Return the number of parameters; a tied head counts once, padded rows do not count."""
         # tables with a row for each token: the embedding, and an untied head
         num_tables = 1 if self.config.tied else 2
         padded_rows = num_tables * (self.config.padded_vocab_size - self.config.vocab_size)
         return sum(p.numel() for p in self.parameters()) - padded_rows * self.config.n_embd
 
     def num_matmul_parameters(self) -> int:
-        """Return N, the number of parameters that multiply: blocks, final norm and head, without
-        the embeddings, which are only looked up."""
+        """Return N of flops_per_token, the number of parameters in blocks, final norm and head.
+        Embeddings do not count, because they are only looked up."""
         block_parameters = sum(p.numel() for p in self.transformer.h.parameters())
         norm_parameters = sum(p.numel() for p in self.transformer.ln_f.parameters())
         head_parameters = self.config.vocab_size * self.config.n_embd
         return block_parameters + norm_parameters + head_parameters
 
     def flops_per_token(self) -> int:
-        """Return forward and backward FLOPs per token of a full context: 6 N + 12 L C T (Chowdhery
-        et al. 2022, appendix B). Attention counts without causal mask, as there and in nanoGPT."""
+        """Return forward and backward FLOPs per token of a full context, for MFU: 6 N + 12 L C T
+        (Chowdhery et al. 2022, appendix B). As there and in nanoGPT, attention counts as if it had
+        no causal mask."""
         attention_flops = 12 * self.config.n_layer * self.config.n_embd * self.config.block_size
         return 6 * self.num_matmul_parameters() + attention_flops

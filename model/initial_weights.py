@@ -1,8 +1,8 @@
-"""How a new model gets its weights, and how one is built without any.
+"""Initial weights of a new model, and models that are built without weights.
 
-A weight is described first, as Rows (model/rows.py), and drawn when its rows are read. So a run
-whose weights are divided among processes draws on each only the rows that it holds, and the numbers
-are the same for any number of processes.
+`initial_weights` describes each weight as Rows (model/rows.py), whose numbers are drawn when a row
+is read. So each process of a sharded run draws only the rows that it holds, and the numbers are the
+same for any number of processes.
 """
 
 from typing import TypeVar
@@ -16,37 +16,38 @@ from model.config import GPTConfig
 from model.rows import Rows
 from utils.seeds import hash_seed
 
-Model = TypeVar("Model", bound=nn.Module)  # GPT, which is defined above this file
+Model = TypeVar("Model", bound=nn.Module)  # GPT or a subclass; model/gpt.py imports this file
 
-# Rows that one generator draws, a chunk: with fewer, seeding generators would take the time.
+# Rows that one generator draws (a chunk). With fewer rows, seeding generators would take most of
+# the time.
 ROWS_PER_SEED = 64
 
 
 def initial_weights(model: nn.Module, config: GPTConfig, seed: int) -> dict[str, Rows]:
-    """Return a new model's weights by name: matrices from Normal(0, 0.02), biases of 0, gains of 1.
-    Nothing is drawn before rows are read.
+    """Return the weights of a new model by parameter name: matrices from Normal(0, 0.02), biases of
+    0, gains of 1. Numbers are drawn only when rows are read.
 
-    GPT-2 scales the matrices that add to the residual stream, 2 L in number, by 1 / sqrt(2 L).
+    GPT-2 scales the 2 L matrices whose output is added to the residual stream by 1 / sqrt(2 L).
     """
-    weights: dict[str, Rows] = {}
+    weights: dict[str, Rows] = {}  # Rows: weights[name][i:j] draws rows i to j of a tensor
     for name, p in model.named_parameters():
-        # Embeddings of n-grams begin at 0, as if there were none.
+        # The table of n-gram embeddings starts at 0, so it has no effect before it is trained.
         if name.endswith("bias") or "ngrams" in name:
             weights[name] = constant(0.0, p.shape)
         elif p.dim() == 1:  # gain of a norm
             weights[name] = constant(1.0, p.shape)
         else:
             std = 0.02
-            if "c_proj" in name:  # adds to the residual stream
+            if "c_proj" in name:  # its output is added to the residual stream
                 std *= (2 * config.n_layer) ** -0.5
             weights[name] = NormalRows(seed, name, p.shape, std)
     return weights
 
 
 def draw_weights(model: nn.Module, config: GPTConfig) -> None:
-    """Give a new model its weights, in place, by a seed that follows from torch.manual_seed. A
-    model of build_without_weights stays without."""
-    if next(model.parameters()).is_meta:
+    """Initialize the weights of a new model, in place, with a seed that torch.manual_seed
+    determines. Do nothing within build_without_weights."""
+    if next(model.parameters()).is_meta:  # within build_without_weights
         return
     seed = int(torch.randint(2**31, ()))
     for name, rows in initial_weights(model, config, seed).items():
@@ -55,9 +56,12 @@ def draw_weights(model: nn.Module, config: GPTConfig) -> None:
 
 
 class NormalRows:
-    """Matrix of normal numbers with a standard deviation of `std`. A row follows from the seed, the
-    name of the matrix and the index of the row, whoever draws it and whatever is drawn before.
-    Seeds have 32 bits: of the 166,000 chunks of rows of a 175B some three pairs have one seed."""
+    """Matrix of normal random numbers with a standard deviation of `std`, drawn row by row.
+
+    A row depends only on the seed, the name of the matrix and the index of the row, so every
+    process draws the same. Seeds have 32 bits: among the 166,000 chunks of gpt3-175b, about three
+    pairs share a seed.
+    """
 
     def __init__(self, seed: int, name: str, shape: torch.Size, std: float) -> None:
         self.seed = seed
@@ -66,14 +70,14 @@ class NormalRows:
         self.std = std
 
     def __getitem__(self, rows: Tensor | slice) -> Tensor:
-        # device="cpu", because torch's default device may be another one
+        # device="cpu", because torch's default device may be another
         indices = torch.arange(self.shape[0], device="cpu")[rows]  # (r,)
         drawn = torch.empty(len(indices), self.shape[1], device="cpu")
         chunks = indices // ROWS_PER_SEED  # (r,)
         for chunk in chunks.unique().tolist():
             chunk_seed = hash_seed(f"{self.seed} {self.name} {chunk}")
             generator = torch.Generator("cpu").manual_seed(chunk_seed)
-            # draw the whole chunk even for one row, so that a row's numbers follow from its index
+            # draw the whole chunk even for one row, so that a row depends only on its index
             normal = torch.randn(ROWS_PER_SEED, self.shape[1], generator=generator, device="cpu")
             is_here = chunks == chunk  # (r,)
             drawn[is_here] = normal[indices[is_here] % ROWS_PER_SEED]
@@ -81,7 +85,7 @@ class NormalRows:
 
 
 def constant(value: float, shape: torch.Size) -> Rows:
-    """Return a tensor of one value, which takes the memory of one number."""
+    """Return a tensor that repeats one value and takes the memory of one number."""
     return torch.tensor(value, device="cpu").expand(shape)
 
 
@@ -89,27 +93,29 @@ def constant(value: float, shape: torch.Size) -> Rows:
 
 
 class SkipInit(TorchFunctionMode):
-    """Leave new parameters uninitialised: torch.nn.init on the device "meta" would import
+    """Leave new parameters uninitialised. On the device "meta", torch.nn.init would import
     PyTorch's compiler, which takes two seconds."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        """Do nothing for functions of torch.nn.init, whose results no module here uses, and call
-        every other function of PyTorch as usual."""
+        """Skip the functions of torch.nn.init, whose results no module here uses, and call every
+        other function of PyTorch as usual."""
         if getattr(func, "__module__", None) == "torch.nn.init":
             return None
         return func(*args, **kwargs or {})
 
 
 def build_without_weights(model_class: type[Model], config: GPTConfig) -> Model:
-    """Return a model on the device "meta", with shapes and no memory: to count its parameters, or
-    for weights that `load_state_dict(..., assign=True)` or fill_model gives it."""
+    """Return a model on the device "meta", whose parameters have shapes but no memory. Callers
+    count its parameters, or then give it weights by `load_state_dict(..., assign=True)` or by
+    fill_model of training/parallel/own_rows.py."""
     with torch.device("meta"), SkipInit():
         return model_class(config)
 
 
 def rebuild(model: Model, config: GPTConfig) -> Model:
-    """Return a model of `config`, which has fewer tokens than `model` or less padding, with the
-    weights of `model`: embedding and head lose their last rows, and all others are shared."""
+    """Return a model with the weights of `model` and the architecture `config`, which differs only
+    in a smaller vocabulary or less padding. Embedding and head lose their last rows; both models
+    share all other weights."""
     state = model.state_dict()  # the tensors themselves, not copies
     for name in ("transformer.wte.weight", "lm_head.weight"):
         if name in state:  # a tied model has no lm_head

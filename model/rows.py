@@ -1,7 +1,7 @@
-"""Tensors that are read row by row: mapped from a file, computed from two, or drawn.
+"""Rows: tensors that are read row by row, from a file, from two other tensors, or drawn at random.
 
-A run whose state is divided among processes fills in only the rows that a process holds. So what a
-model begins with is a dict of such tensors by parameter name, and none of them has to exist whole.
+The initial weights of a run are a dict of Rows by parameter name. Each process of a sharded run
+reads only the rows that it holds, so no process needs the whole tensor in memory.
 """
 
 from typing import Protocol
@@ -11,17 +11,17 @@ from torch import Tensor
 
 
 class Rows(Protocol):
-    """A matrix or vector of which any rows can be read; a vector has rows of one number. A Tensor
-    on the CPU is one."""
+    """Matrix or vector that can return any of its rows; a row of a vector is one number. Tensors on
+    the CPU, Float32Rows (joined from a checkpoint) and NormalRows (drawn) are Rows."""
 
     @property
     def shape(self) -> torch.Size: ...
 
     def __getitem__(self, rows: Tensor | slice, /) -> Tensor:
-        """Return some rows, by a slice or by their indices, int64 (r,), in this order."""
+        """Return the rows of a slice, or the rows with the indices int64 (r,), in that order."""
 
 
 def is_vector(shape: torch.Size) -> bool:
-    """Return True for a vector, a matrix of one column, and a single number. Checkpoints write
-    these as one row."""
+    """Return True for a vector, a matrix of one column, and a single number. Checkpoints treat each
+    of these tensors as one row."""
     return shape.numel() == shape[:1].numel()  # for the shape () both are 1
