@@ -1,7 +1,7 @@
-"""Sampling from a GPT with a key/value cache.
+"""Sampling from a GPT with a KV cache.
 
-`generate` yields token ids, `complete` returns whole texts. Prompts are lists of token ids; those
-of different lengths are padded on the left, so that all rows end in the same column.
+`generate` yields token ids, `complete` returns whole texts. Prompts are lists of token ids. Shorter
+prompts are padded on the left, so that all rows end in the same column.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,13 +16,14 @@ from model.gpt import GPT
 from model.layers import KVCache
 from utils.seeds import hash_seed
 
-# Tokens of each text that `complete` generates before it looks whether all texts have ended: that
-# waits for the GPU and for other processes.
+# Tokens of each text that `complete` generates between two checks whether all texts have ended. A
+# check waits for the GPU and for other processes.
 TOKENS_PER_CHECK = 16
 
 
 class Sampling(Protocol):
-    """How to continue prompts; config.SamplingConfig, defined above model/, describes it."""
+    """Options for continuing prompts; config.SamplingConfig, in a layer above model/, describes
+    them."""
 
     @property
     def max_new_tokens(self) -> int: ...
@@ -48,18 +49,18 @@ def sample_token(logits: Tensor, uniform: Tensor, sampling: Sampling) -> Tensor:
         logits, ids = logits.topk(min(sampling.top_k or V, V))  # (B, k), likeliest first
     probabilities = (logits.float() / sampling.temperature).softmax(-1)  # (B, V), or (B, k)
     if sampling.top_p is not None:
-        # Keep a token if the likelier tokens sum to less than top_p (Holtzman et al. 2020). The
-        # likeliest always stays.
+        # Keep a token if the likelier tokens sum to less than top_p (Holtzman et al. 2020). This
+        # always keeps the likeliest token.
         sum_before = probabilities.cumsum(-1) - probabilities
         probabilities = probabilities * (sum_before < sampling.top_p)
 
-    # Inverse of the cumulative distribution: unlike torch.multinomial it takes the random numbers
-    # of each row from outside. The sum is below 1 after top_p, and off by rounding otherwise.
+    # Invert the cumulative distribution: unlike torch.multinomial, this takes the random number of
+    # each row from outside. The sum is below 1 after top_p, and otherwise 1 except for rounding.
     cumulative = probabilities.cumsum(-1)
     threshold = uniform.unsqueeze(-1) * cumulative[:, -1:]  # (B, 1)
     # the first column whose cumulative probability is above the threshold
     column = torch.searchsorted(cumulative, threshold, right=True)  # (B, 1)
-    # If rounding lifts the threshold to the sum itself, no column is above it: take the last one.
+    # If rounding lifts the threshold to the sum, no column is above it: take the last column.
     column = column.clamp_(max=logits.size(-1) - 1)
     if ids is None:
         return column.squeeze(-1)
@@ -70,13 +71,13 @@ def sample_token(logits: Tensor, uniform: Tensor, sampling: Sampling) -> Tensor:
 def generate(
     model: GPT, prompts: list[list[int]], sampling: Sampling, first_index: int = 0
 ) -> Iterator[Tensor]:
-    """Yield the next token ids (B,) of B prompts, on the model's device. A prompt has at least one
-    token, and at most the context. Prompt i draws its random numbers from (seed, first_index + i)
-    alone; `first_index` is above 0 where these prompts are some of a longer list (a
-    process's share in grpo).
+    """Yield the next token ids (B,) of B prompts, on the model's device. A prompt has between 1 and
+    block_size tokens.
 
-    Where the context is full, its older half is dropped and the newer one read again. With prompts
-    of one length the loop does not wait for the GPU to finish a token.
+    The random numbers of prompt i depend only on (seed, first_index + i). `first_index` is the
+    index of the first prompt in a longer list, if these prompts are a part of one (as in grpo).
+    When a context is full, its older half is dropped, and the newer half is read again. With
+    prompts of one length the loop does not wait for the GPU to finish a token.
     """
     block_size = model.config.block_size
     device = model.transformer.wte.weight.device
@@ -84,24 +85,24 @@ def generate(
     lengths = [len(prompt) for prompt in prompts]  # tokens of each row, without padding
     longest = max(lengths)
     assert longest <= block_size, f"a prompt of {longest} tokens is too long"
-    # Pad on the left with token 0; any token would do, as the mask hides it.
+    # Pad on the left with token 0. Any token would do, because the mask hides it.
     rows = [[0] * (longest - len(prompt)) + prompt for prompt in prompts]
     context = torch.tensor(rows, device=device)  # (B, S), with padding
     capacity = min(block_size, longest + sampling.max_new_tokens)
-    cache = KVCache(capacity)  # empty: `hidden` allocates it
+    cache = KVCache(capacity)  # keys and values of past tokens; `hidden` allocates its memory
     unread = context  # the tokens that are not in the cache yet
 
     for uniform in uniforms.unbind(1):  # (B,)
-        # drop the older half of each full row
+        # drop the older half of the context of each full row
         if max(lengths) > block_size:
             lengths = [length if length <= block_size else block_size // 2 for length in lengths]
             context = context[:, -max(lengths) :]
-            # positions count from the new beginning, so all keys and values are computed again
+            # positions start again at the new beginning, so all keys and values are recomputed
             unread = context
             cache = KVCache(capacity)
 
-        # Rows of different lengths have padding, which needs a mask, and positions that skip it.
-        # Without them (None) attention is causal, and positions go on from the cache.
+        # Rows of different lengths have padding: they need a mask that hides it, and positions that
+        # skip it. None means causal attention, and positions that continue the cache.
         longest = max(lengths)
         positions: Tensor | None = None
         mask: Tensor | None = None
@@ -114,17 +115,20 @@ def generate(
         hidden = model.hidden(unread, cache, positions=positions, mask=mask)  # (B, unread, C)
         tokens = sample_token(model.logits(hidden[:, -1]), uniform, sampling)  # (B,)
         yield tokens
-        unread = tokens.unsqueeze(1)  # (B, 1); all earlier tokens are in the cache
+        unread = tokens.unsqueeze(1)  # (B, 1), as all earlier tokens are in the cache now
         context = torch.cat([context, unread], dim=1)
         lengths = [length + 1 for length in lengths]
 
 
 def draw_uniforms(num_prompts: int, sampling: Sampling, first_index: int = 0) -> Tensor:
-    """Return random numbers in [0, 1) (num_prompts, max_new_tokens), on the CPU: the same on
-    every device."""
-    # Longer seeds are hashed to 32 bits: PyTorch takes at most 64, those of the product below.
+    """Return random numbers in [0, 1) (num_prompts, max_new_tokens) for sample_token. They are
+    drawn on the CPU, so that they are the same for every device.
+
+    `first_index` is the index of the first prompt in a longer list, from 0.
+    """
+    # Longer seeds are hashed to 32 bits, so that the product below fits into PyTorch's 64 bits.
     seed = sampling.seed if sampling.seed < 2**32 else hash_seed(f"{sampling.seed}")
-    # far apart, so that prompt 0 of seed 1 does not get the numbers of prompt 1 of seed 0
+    # seeds lie far apart, so that prompt 0 of seed 1 gets other numbers than prompt 1 of seed 0
     first_seed = seed * 1_000_003 + first_index
     uniforms: list[Tensor] = []  # (max_new_tokens,) each
     for index in range(num_prompts):
@@ -135,16 +139,16 @@ def draw_uniforms(num_prompts: int, sampling: Sampling, first_index: int = 0) ->
 
 
 def positions_and_mask(first_columns: Tensor, S: int, T: int) -> tuple[Tensor, Tensor]:
-    """Return the positions (B, T) and the attention mask (B, 1, T, S), true where a token may
-    attend, of the last T of S tokens, in rows with left padding up to the columns
-    `first_columns` (B,)."""
+    """Return the positions (B, T) and the attention mask (B, 1, T, S) of the last T of S tokens in
+    rows with left padding. The text of a row begins in its column of `first_columns` (B,). The mask
+    is True where a token may attend."""
     key_columns = torch.arange(S, device=first_columns.device)
     query_columns = key_columns[-T:]
     positions = (query_columns - first_columns[:, None]).clamp(min=0)  # (B, T), 0 for padding
 
     is_past = key_columns <= query_columns[:, None]  # (T, S)
     is_text = key_columns >= first_columns[:, None, None]  # (B, 1, S)
-    # padding attends to itself: a softmax over nothing is NaN
+    # padding attends to itself, because a softmax over no tokens is NaN
     is_itself = key_columns == query_columns[:, None]
     mask = (is_past & is_text) | is_itself  # (B, T, S)
     return positions, mask.unsqueeze(1)
@@ -155,9 +159,9 @@ class GeneratedTokens:
     """Token ids that a model wrote after a prompt."""
 
     tokens: list[int]
-    """Without the one that ended it."""
+    """Token ids before `end_id`."""
     end_id: int | None
-    """The token that ended it; None: it was cut at max_new_tokens."""
+    """Token id that ended the text; None: the text was cut at max_new_tokens."""
 
 
 def complete(
@@ -168,31 +172,32 @@ def complete(
     all_done: Callable[[bool], bool] = bool,
     first_index: int = 0,
 ) -> list[GeneratedTokens]:
-    """Return what follows each prompt up to the first of `end_ids`; `first_index` is that of
-    `generate`.
+    """Return the tokens that the model writes after each prompt, up to the first of `end_ids`.
 
-    `all_done` gets True when all texts have ended and returns True when those of all processes
-    have: under FSDP2 a forward pass needs every process. It raises Stopped after a signal. By
-    default there is one process.
+    `all_done` (Process.all_done) gets True when all texts of this process have ended, and returns
+    True when the texts of all processes have: under FSDP2 a forward pass needs every process. It
+    raises Stopped after a signal. The default is for one process. `first_index` is the index of the
+    first prompt in a longer list: prompt i draws its random numbers from (seed, first_index + i).
     """
     completions: list[list[int]] = [[] for _ in prompts]  # token ids
     new_tokens = generate(model, prompts, sampling, first_index)
     while True:
-        # up to TOKENS_PER_CHECK tensors (B,) of token ids; none after max_new_tokens
+        # up to TOKENS_PER_CHECK tensors (B,) of token ids; empty after max_new_tokens
         columns = list(islice(new_tokens, TOKENS_PER_CHECK))
         if not columns:
             break
         for completion, ids in zip(completions, torch.stack(columns, 1).tolist(), strict=True):
             completion += ids
-        # `all_done` returns the same on all processes: a process whose texts have ended generates
-        # on until the others are done, too
+        # `all_done` returns the same on all processes. A process whose texts have ended goes on
+        # generating until all processes are done.
         if all_done(all(not end_ids.isdisjoint(completion) for completion in completions)):
             break
     return [cut_at_end(completion, end_ids) for completion in completions]
 
 
 def cut_at_end(tokens: list[int], end_ids: frozenset[int]) -> GeneratedTokens:
-    """Return the tokens before the first of `end_ids`, with that id, or all tokens without one."""
+    """Return the tokens before the first of `end_ids`, and that id. If there is none, return all
+    tokens and None."""
     for position, token in enumerate(tokens):
         if token in end_ids:
             return GeneratedTokens(tokens[:position], token)

@@ -259,8 +259,8 @@ class GPT(nn.Module):
     ) -> Tensor:
         """Return the final hidden states (B, T, C) of token ids (B, T), so that a caller can pass
         only some of them to `logits`. Transformer.forward describes the arguments."""
-        # Callers use this method and not `transformer`, because FSDP2 gathers all weights for it
-        # (register_fsdp_forward_method in training/parallel/data_parallel.py).
+        # Callers use this method and not `transformer`, because FSDP2 gathers the embeddings only
+        # for registered methods of the whole model (training/parallel/data_parallel.py).
         return self.transformer(idx, cache, positions, mask)
 
     def logits(self, x: Tensor) -> Tensor:

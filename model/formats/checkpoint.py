@@ -1,16 +1,16 @@
-"""The checkpoint file, in the one place that knows its format, and the checkpoints of a folder.
+"""The format of a checkpoint file, how to read it, and how to find the checkpoints of a folder.
 
-    model         weights in bfloat16, under nanoGPT's names: complete and usable by themselves
-    model_low     float32 bits minus the bfloat16 half, int16: both give the float32 weights
+    model         weights in bfloat16, under nanoGPT's names: enough to use the model
+    model_low     float32 bits minus the bfloat16 half, int16: with model, the float32 weights
     optimizer     optimizer state by parameter name
-    step, tokens, best_loss, run_id, ... (with the seed, all random state there is)
+    step, tokens, best_loss, run_id, ... (step and seed determine all random numbers)
     script, config (options, resolved), model_config, tokenizer, versions
-    init_checksum, data_order, val_checksum (what the run is made of: training/run.py)
+    init_checksum, data_order, val_checksum (checkpoint_entries of train.py and finetune.py)
     checksums     sums of the CRC-32 of the rows of model, model_low and optimizer
 
-Plain containers and tensors: torch.load(path, weights_only=True, mmap=True) reads it. Weights and
-optimizer state are those of the whole model: a file resumes on any number of processes. Writing
-stands in training/writer.py.
+A file has plain containers and tensors: torch.load(path, weights_only=True, mmap=True) reads it.
+It holds the weights and optimizer state of the whole model, so a run resumes on any number of
+processes. training/writer.py writes it.
 """
 
 import re
@@ -19,7 +19,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Literal, TypedDict
+from typing import Any, Literal, TypedDict
 
 import torch
 from torch import Tensor
@@ -35,82 +35,91 @@ FORMAT_VERSION = 6
 LAST = "model_last.pt"
 BEST = "model_best.pt"  # lowest validation loss
 NUMBERED = "model_step_{:06d}.pt"  # with --keep_last
-NUMBERED_NAME = re.compile(r"model_step_(\d{6}|[1-9]\d{6,})\.pt", re.ASCII)  # its names
-# head of a reward model (finetune.py --method reward), in place of the head for logits
+NUMBERED_NAME = re.compile(r"model_step_(\d{6}|[1-9]\d{6,})\.pt", re.ASCII)  # names by NUMBERED
+# The head of a reward model (finetune.py --method reward), which replaces the head for logits.
 REWARD_HEAD = "reward_head.weight"
+
+# A section of a file: leaves by parameter name; in "optimizer", by parameter name, then state name.
+# A leaf is a Tensor, or in training/writer.py an OwnRows: the rows that one process holds.
+Section = Mapping[str, Any]
 
 
 class Checkpoint(TypedDict, total=False):
-    """Content of a file, with the keys of docs/FORMATS.md; {} for a model of another project. Only
-    files of train.py have `recipe` and `corpus`. Files of convert.py have weights, checksums,
-    `script`, `config`, `model_config`, `tokenizer`, and the progress of a run at step 0."""
+    """Content of a checkpoint file; docs/FORMATS.md describes the keys. It is {} for a model of
+    another project. Only files of train.py have `recipe` and `corpus`. Files of convert.py have
+    weights, checksums, `script`, `config`, `model_config`, `tokenizer`, and the progress of a run
+    at step 0."""
 
     format_version: int
     versions: dict[str, str]
     model: dict[str, Tensor]
     """Weights by parameter name: bfloat16, the upper half of their float32 bits."""
     model_low: dict[str, Tensor]
-    """The lower half, int16: see split_float32."""
+    """Lower half of the float32 bits by parameter name, int16: see split_float32."""
     optimizer: dict[str, dict[str, Tensor]]
-    """Optimizer state by parameter name, then by its own name; empty before the first step."""
+    """Optimizer state by parameter name, then by state name ("exp_avg"); {} before step 1."""
     checksums: dict[str, int]
-    """Sum of the CRC-32 of the rows of model, model_low and optimizer each."""
+    """For each of model, model_low and optimizer, the sum of the CRC-32 of its rows."""
     script: str
-    """train.py or finetune.py, which alone resumes it; convert.py, which no script resumes."""
+    """The script that wrote the file. Only train.py and finetune.py resume files, their own."""
     config: dict
-    """Options by name, resolved; of convert.py `init_from` alone, the name of the model."""
+    """Options by name, resolved. convert.py writes only `init_from`, the name of the model."""
     derived: dict
-    """Options that were computed from others, with what was given for them: None or "auto"."""
+    """Options that were computed from others, by name, with the given value: None or "auto"."""
     model_config: dict
     """Fields of GPTConfig."""
     tokenizer: str
-    """Its spec, see data/tokenizer.py."""
+    """Spec of the tokenizer: see data/tokenizer.py."""
     recipe: dict
     """Fields of Recipe."""
     init_checksum: int | None
-    """Checksum of the weights of --init_from; None for random ones."""
+    """Checksum of the weights of --init_from; None for random weights."""
     run_id: str
     parent: dict | None
-    """run_and_step of the checkpoint of another folder that a branch began from; else None."""
+    """For a branch, the run_and_step of the checkpoint in another folder that it resumed; else
+    None."""
     step: int
     tokens: int
     best_loss: float
     """Lowest validation loss at the time of the save; infinite before the first validation."""
     bad_steps: int
+    """Number of non-finite steps in a row, up to this step."""
     scaler: dict
     """State of the GradScaler in float16, else {}."""
     command: list[str]
     data_order: dict
-    """Data and options from which, with the step, its batch follows."""
+    """Data and options that determine the batch of each step."""
     val_checksum: int | None
-    """Identity of the text that best_loss belongs to; None without validation."""
+    """Checksum of the validation data of best_loss; None without validation."""
     corpus: str
 
 
 def split_float32(x: Tensor) -> tuple[Tensor, Tensor]:
     """Split float32 into bfloat16, the upper half of its bits, and an int16 that restores the rest.
+    A reader of a checkpoint may use the bfloat16 half alone.
 
-    The 32 bits, taken as an integer, are rounded half up, so that the difference always fits into
-    the int16, from -2^15 to 2^15 - 1. Every NaN becomes the same one, as rounding would turn some
-    into infinity.
+    The 32 bits, read as an integer, are rounded half up, so that the difference always fits into
+    the int16, from -2^15 to 2^15 - 1. All NaNs become the same NaN, because rounding would turn
+    some of them into infinity.
     """
     # `view` reads the 32 bits of each number as an integer
     bits = x.masked_fill(x.isnan(), torch.nan).contiguous().view(torch.int32)
     high = ((bits + 0x8000) >> 16).to(torch.int16)  # 0x8000: half a unit of the upper half
-    # the remainder: positive where `high` was rounded down, negative where up
+    # the remainder: positive where `high` was rounded down, negative where it was rounded up
     low = (bits - (high.to(torch.int32) << 16)).to(torch.int16)
     return high.view(torch.bfloat16), low
 
 
 def join_float32(high: Tensor, low: Tensor) -> Tensor:
-    """Return the float32 of the two halves of split_float32, bit for bit."""
-    # int32, as int16 is too short for `<< 16`; `low` may be negative
+    """Join the two halves of split_float32 into the same float32, bit for bit."""
+    # int32, because int16 is too short for `<< 16`; `low` may be negative
     bits = (high.contiguous().view(torch.int16).to(torch.int32) << 16) + low.to(torch.int32)
     return bits.view(torch.float32)
 
 
 class Float32Rows:
-    """Float32 weight of a file, which holds its two halves; rows are joined when they are read."""
+    """Rows (model/rows.py) of a float32 weight, whose two halves are in a checkpoint file. Each
+    read of rows joins their halves."""
 
     def __init__(self, high: Tensor, low: Tensor) -> None:
         self.high = high  # bfloat16, mapped from the file
@@ -121,9 +130,9 @@ class Float32Rows:
         return join_float32(self.high[rows], self.low[rows])
 
 
-def flatten(section: Mapping) -> dict:
-    """Return the tensors of a section of a file, or OwnRows of them, by one name: optimizer state
-    has two, the parameter's and its own, such as "exp_avg"."""
+def flatten(section: Section) -> dict:
+    """Return a flat dict of the leaves of a section, for checksums and file offsets, which go
+    tensor by tensor. The key of optimizer state joins two names: "lm_head.weight exp_avg"."""
     flat = {}
     for name, x in section.items():
         if isinstance(x, dict):  # optimizer state of one parameter
@@ -135,11 +144,11 @@ def flatten(section: Mapping) -> dict:
 
 
 def sum_rows(name: str, rows: Sequence[int], content: Tensor) -> int:
-    """Return the sum of the CRC-32 of the rows of a tensor with indices `rows`; `content`
-    (r, columns), on the CPU, has these rows alone. Name and index change the CRC-32 of a row, so
-    that the sum changes if two rows are exchanged."""
+    """Return the sum of the CRC-32 of some rows of a tensor. `rows` are their indices, `content`
+    (r, columns) on the CPU has only these rows. Name and index change the CRC-32 of a row, so that
+    the sum changes if two rows are exchanged."""
     crc_of_name = zlib.crc32(name.encode())
-    # uint8, because NumPy has no bfloat16
+    # viewed as uint8, because NumPy has no bfloat16
     row_bytes = content.contiguous().view(torch.uint8).numpy()  # (r, bytes of a row)
     total = 0
     for index, row in zip(rows, row_bytes, strict=True):
@@ -148,9 +157,9 @@ def sum_rows(name: str, rows: Sequence[int], content: Tensor) -> int:
 
 
 def rows_checksum(tensors: Mapping[str, Rows], process: Process = ALONE) -> int:
-    """Return the sum of the CRC-32 of the rows of whole tensors; those of Rows (model/rows.py) are
-    read from the file when they are sliced; a vector is one row. Of several processes each reads
-    some of the rows, so that all must call it."""
+    """Return the sum of the CRC-32 of the rows of whole tensors; a vector is one row. Slicing Rows
+    (model/rows.py) reads these rows from the file. All processes must call it: each reads a part of
+    the rows."""
     data_rank = process.data_rank
     data_parallel = process.data_parallel
     total = 0
@@ -165,7 +174,8 @@ def rows_checksum(tensors: Mapping[str, Rows], process: Process = ALONE) -> int:
         start = num_rows * data_rank // data_parallel
         end = num_rows * (data_rank + 1) // data_parallel
         total += sum_rows(name, range(start, end), x[start:end])
-    # by data_rank: processes that share one have read the same rows, which count once
+    # by data_rank: processes with the same data_rank (tensor parallelism) have read the same rows,
+    # which count once
     return sum(process.merge({data_rank: total}).values())
 
 
@@ -174,23 +184,24 @@ def verify(
     section: Literal["model", "model_low", "optimizer"],
     process: Process = ALONE,
 ) -> None:
-    """Raise ValueError if the tensors of a section do not have their checksum; reading_checkpoint
-    makes a UserError of it. Of several processes all must call it, as for `rows_checksum`."""
+    """Raise ValueError if the tensors of a section do not have their checksum; the caller's
+    reading_checkpoint makes a UserError of it. All processes must call it: each reads a part of the
+    rows."""
     if checkpoint["checksums"][section] != rows_checksum(flatten(checkpoint[section]), process):
         raise ValueError(f"the tensors of {section!r} do not have their checksum")
 
 
 def reading_checkpoint(path: Path) -> AbstractContextManager:
-    """Return a context in which whatever a damaged or foreign file raises becomes a UserError."""
+    """Return a context in which any error from a damaged or foreign file becomes a UserError."""
     return reading(path, "a checkpoint of this project")
 
 
 def load_checkpoint(path: Path) -> Checkpoint:
-    """Return the checkpoint in a file, with tensors mapped from disk; code in it is never run.
-    Raises OSError for a file that is absent, UserError for one that is damaged or not a checkpoint
-    of this project."""
+    """Return the checkpoint in a file, with tensors mapped from disk. Code in the file never runs.
+    Raises OSError for a missing file, UserError for a damaged file or a file that is not a
+    checkpoint of this project."""
     with reading_checkpoint(path):
-        # weights_only refuses pickled code; with mmap tensors are read when they are used
+        # weights_only refuses pickled code; with mmap, tensors are read when they are used
         checkpoint: Checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         if checkpoint["format_version"] != FORMAT_VERSION:
             raise ValueError(f"its format is {checkpoint['format_version']}, not {FORMAT_VERSION}")
@@ -198,15 +209,16 @@ def load_checkpoint(path: Path) -> Checkpoint:
 
 
 def run_and_step(checkpoint: Checkpoint) -> dict:
-    """Return what identifies a checkpoint wherever its file lies: the run and its step."""
+    """Return the run ID and the step of a checkpoint, which identify it in any folder."""
     return {"run_id": checkpoint["run_id"], "step": checkpoint["step"]}
 
 
 def check_head(path: Path, checkpoint: Checkpoint, is_reward_model: bool) -> None:
-    """Raise UserError for a reward model unless one is expected, and the other way round."""
+    """Raise UserError for a reward model unless `is_reward_model`, and for any other model if
+    `is_reward_model`."""
     has_reward_head = REWARD_HEAD in checkpoint["model"]
     if has_reward_head and not is_reward_model:
-        raise UserError(f"{path} is a reward model, which rates text and writes none")
+        raise UserError(f"{path} is a reward model, which rates text and cannot write it")
     if is_reward_model and not has_reward_head:
         raise UserError(f"{path} is no reward model; finetune.py --method reward trains one")
 
@@ -214,9 +226,9 @@ def check_head(path: Path, checkpoint: Checkpoint, is_reward_model: bool) -> Non
 def open_weights(
     path: Path, checkpoint: Checkpoint, process: Process = ALONE, *, float32: bool = True
 ) -> tuple[GPTConfig, Mapping[str, Rows]]:
-    """Return the architecture in an open file, and its weights by name, mapped from disk: float32,
-    or their bfloat16 half alone. Raises UserError for weights without their checksums. Of several
-    processes all must call it, as for `rows_checksum`."""
+    """Return the architecture of an open checkpoint, and its weights by name, mapped from disk:
+    float32, or only their bfloat16 half. Raises UserError if the weights do not have their
+    checksums. All processes must call it: each verifies a part of the rows."""
     with reading_checkpoint(path):
         config = GPTConfig(**checkpoint["model_config"])
         high = checkpoint["model"]  # bfloat16
@@ -231,16 +243,16 @@ def open_weights(
 def load_model(
     path: Path, model_class: type[GPT] = GPT, *, float32: bool = False
 ) -> tuple[GPT, Checkpoint]:
-    """Return the model of a checkpoint to evaluate, bfloat16 unless `float32`, and the
-    checkpoint. Raises UserError for a reward model unless `model_class` is one, and the other way
-    round."""
+    """Return the model of a checkpoint in eval mode, bfloat16 unless `float32`, and the checkpoint.
+    Raises UserError for a reward model unless `model_class` is RewardModel, and for any other model
+    if it is."""
     checkpoint = load_checkpoint(path)
-    # the only other class is RewardModel
+    # the only class besides GPT is RewardModel
     check_head(path, checkpoint, model_class is not GPT)
     config, weights = open_weights(path, checkpoint, float32=float32)
     with reading_checkpoint(path):
         model = build_without_weights(model_class, config)
-        # assign: a model on the device "meta" has no memory to copy into
+        # assign=True, because a model on the device "meta" has no memory to copy into
         whole = {name: rows[:] for name, rows in weights.items()}
         model.load_state_dict(whole, strict=True, assign=True)
     return model.eval(), checkpoint
@@ -251,72 +263,73 @@ def load_model(
 
 def numbered_checkpoints(folder: Path) -> list[Path]:
     """Return a folder's numbered checkpoints, the newest first. A file of another name, such as
-    model_step_000010_good.pt, is a copy of the user's own."""
+    model_step_000010_good.pt, is the user's own copy and is left out."""
     paths = [path for path in folder.glob("*.pt") if NUMBERED_NAME.fullmatch(path.name)]
-    # by length first: NUMBERED pads steps to six digits, and a longer name is a later step
+    # sort by length first: NUMBERED pads steps to six digits, and a longer name is a later step
     return sorted(paths, key=lambda path: (len(path.name), path.name), reverse=True)
 
 
 def newest_first(folder: Path) -> list[Path]:
-    """Return the checkpoints of a folder in the order in which they are resumed: the last, the
-    numbered ones, the best."""
-    # BEST comes last, as it may be much older than the others
+    """Return the checkpoints of a folder in the order in which a run tries to resume them: the
+    last, the numbered ones, the best."""
+    # BEST comes at the end, because it may be much older than the others
     paths = [folder / LAST, *numbered_checkpoints(folder), folder / BEST]
     return [path for path in paths if path.exists()]
 
 
 def find_newest(folder: Path) -> Path | None:
-    """Return a folder's checkpoint to resume, None without one."""
+    """Return the checkpoint to resume from a folder, or None if the folder has no checkpoint."""
     paths = newest_first(folder)
     return paths[0] if paths else None
 
 
 def find_checkpoint_folder(path: Path) -> Path:
-    """Return the folder of checkpoints that a run's folder holds, or any other folder unchanged."""
+    """Return the folder of checkpoints in a run's folder (--run_dir); return any other folder
+    unchanged."""
     folder = path / "checkpoints"
     return folder if folder.is_dir() else path
 
 
 def is_own(path: Path) -> bool:
-    """Return True for a file that begins as a checkpoint of this project."""
+    """Return True for a file that begins like a checkpoint of this project."""
     with open(path, "rb") as file:
         beginning = file.read(1024)
-    # A zip file that begins with the pickled dict. Pickle writes a string as X, its length (14) in
-    # four bytes, and the text.
+    # The file is a zip file that begins with the pickled dict, whose first key is format_version.
+    # Pickle writes a string as X, its length (14) in four bytes, and the text.
     return b"X\x0e\0\0\0format_version" in beginning
 
 
 def find_checkpoint(model_name: str | Path) -> Path | None:
-    """Return the checkpoint of this project that a file or folder `model_name` stands for; None for
-    a model of another project: a file, a Hugging Face folder, or a name of the hub.
+    """Return the path of the checkpoint that `model_name`, a file or folder, stands for. Return
+    None for a model of another project: a file, a Hugging Face folder, or a name of the hub.
 
-    In a folder it is the best one, else the newest, else a file of any name, such as convert.py
-    writes.
+    A folder stands for its best checkpoint, else the newest, else a checkpoint with any other name,
+    such as a file of convert.py. Raises UserError for a folder without a model.
     """
     path = Path(model_name)
     if path.is_file():
         return path if is_own(path) else None
     if not path.is_dir():
-        # A missing .pt is a misspelt checkpoint and not a name on the hub: load_checkpoint raises
-        # OSError for it.
+        # A missing .pt is a misspelt checkpoint and not a name of the hub: load_checkpoint will
+        # raise OSError for it.
         return path if path.suffix == ".pt" else None
     folder = find_checkpoint_folder(path)
     # in order of preference
     files = [folder / BEST, *newest_first(folder), *sorted(folder.glob("*.pt"))]
     for file in files:
         if file.exists() and is_own(file):
-            # Only the main process prints, and to stderr, as stdout is for results.
+            # Only the main process prints; it prints to stderr, because stdout is for results.
             if is_main_process():
-                step = load_checkpoint(file)["step"]  # 0: of a run that has just begun
+                step = load_checkpoint(file)["step"]  # 0 for a run that has just begun
                 print(f"reading {file}, of step {step:,}", file=sys.stderr)
             return file
-    # a config.json of Hugging Face: a run's own is in its logs/
+    # This config.json is of Hugging Face: a run has its config.json in logs/.
     if (path / "config.json").exists():
         return None
-    # folders of --run_dir runs/NAME
+    # the runs below runs/ (--run_dir runs/NAME) that have checkpoints, to name them in the message
     others = sorted(str(x.parent) for x in Path("runs").rglob("checkpoints") if newest_first(x))
     but_others = f", but {' '.join(others)}," if others else ""
     raise UserError(
-        f"{folder} holds no checkpoint{but_others} and no model of Hugging Face's format; of "
-        "nanoGPT, build-nanogpt and llm.c give the file"
+        f"{folder} holds no checkpoint{but_others} and no model of Hugging Face's format; for a "
+        "model of nanoGPT, build-nanogpt or llm.c, give the path of the file"
     )

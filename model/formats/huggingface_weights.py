@@ -2,9 +2,9 @@
 
 The functions named _from_hf and _to_hf convert a config.json and the tensors of a file. read_model
 reads a folder of transformers, and model_from_hf accounts for each of its tensors. A model that is
-no GPT-2 is a LLaMA, with QK-norm a Qwen3. This file does not know the class GPT, which is passed
-in, as GPT.from_pretrained calls it.
-In each function `hf` in a name stands for transformers' side, everything else is this project's.
+not a GPT-2 is a LLaMA, or with QK-norm a Qwen3. Callers pass in the class GPT, because
+GPT.from_pretrained imports this file.
+A name with `hf` belongs to transformers, and every other name to this project.
 """
 
 import json
@@ -20,7 +20,7 @@ from model.config import SIZED, GPTConfig
 from model.initial_weights import Model, build_without_weights
 from utils.errors import UserError, reading
 
-# Fields of config.json, by the names of the same fields in GPTConfig.
+# Names of the fields of a config.json, by the names of the same fields in GPTConfig.
 GPT2_FIELDS = {
     "vocab_size": "vocab_size",
     "n_layer": "n_layer",
@@ -44,10 +44,10 @@ LLAMA_FIELDS = {
 # Defaults of transformers' GPT2Config and LlamaConfig for fields that a config.json may leave out.
 GPT2_DEFAULTS = {"tie_word_embeddings": True}
 LLAMA_DEFAULTS = {"rms_norm_eps": 1e-6, "rope_theta": 10_000.0, "tie_word_embeddings": False}
-# `activation_function` of a GPT-2's config.json, by GPTConfig.activation.
+# Values of `activation_function` in the config.json of a GPT-2, by GPTConfig.activation.
 GPT2_ACTIVATIONS = {"gelu": "gelu_new", "gelu_exact": "gelu"}
-# Fields of config.json with the one value that this project computes. Exports write them, and a
-# file with another value is refused.
+# Fields of config.json with the only value that this project supports. Exports write this value,
+# and config_from_hf refuses a file with another one.
 GPT2_CONSTANTS = {
     "layer_norm_epsilon": 1e-5,
     "scale_attn_weights": True,
@@ -63,7 +63,7 @@ LLAMA_CONSTANTS = {
 }
 
 # LLaMA's names of weights, by the names of this project. Both leave out ".weight" and the prefix of
-# a block, "model.layers.N." or "transformer.h.N.". Several weights are one fused weight here.
+# a block, "model.layers.N." or "transformer.h.N.". This project fuses the weights of a list.
 LLAMA_WEIGHTS = {
     "transformer.wte": ["model.embed_tokens"],
     "transformer.ln_f": ["model.norm"],
@@ -79,13 +79,13 @@ EMBEDDING = "transformer.wte.weight"
 LLAMA_EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"  # the same name in all formats; files may leave out a tied head
 TABLES = (EMBEDDING, HEAD)  # weights with a row for each token
-# OpenAI's code computes x @ W, so its matrices of a block are (in, out); nn.Linear's are (out, in).
+# OpenAI's code computes x @ W, so these matrices are (in, out) there; in nn.Linear, (out, in).
 TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
 
 
 def differences(config: GPTConfig, other: GPTConfig) -> dict:
-    """Return the fields of an architecture, sizes and dropout aside, that differ from another's, by
-    name with what they are in `config`."""
+    """Return the fields of `config` that differ from `other`, with their values in `config`. Sizes
+    and dropout are not compared."""
     differing = {}
     for name, field in vars(config).items():
         if name not in SIZED and field != getattr(other, name):
@@ -94,8 +94,8 @@ def differences(config: GPTConfig, other: GPTConfig) -> dict:
 
 
 def nearest_gpt2(config: GPTConfig) -> GPTConfig:
-    """Return the GPT-2 of transformers that is most like an architecture, sizes aside: with its
-    GELU, biases and head. What still differs, transformers' GPT-2 lacks."""
+    """Return the architecture of transformers' GPT-2 that is closest to `config`, apart from sizes:
+    with its GELU, biases and head. transformers' GPT-2 does not support any other difference."""
     activation = config.activation
     if activation not in GPT2_ACTIVATIONS:
         activation = "gelu"
@@ -103,23 +103,23 @@ def nearest_gpt2(config: GPTConfig) -> GPTConfig:
 
 
 def as_llama(config: GPTConfig) -> GPTConfig:
-    """Return an architecture with what is the same in every LLaMA. What differs from `config`,
-    transformers' LLaMA lacks."""
+    """Return `config` with the fields that are the same in every LLaMA. transformers' LLaMA does
+    not support any field of `config` that differs."""
     return replace(config, position="rotary", norm="rms", bias=False, activation="swiglu", ngrams=1)
 
 
 def has_gpt2_names(config: GPTConfig) -> bool:
-    """Return True for weights under GPT-2's names, False for those of a LLaMA."""
+    """Return True if the weights have GPT-2's names in transformers, False for LLaMA's names."""
     return config.position == "learned"
 
 
 def config_from_hf(hf_config: dict) -> GPTConfig:
-    """Return the GPTConfig of a config.json; raise ValueError naming a value that would give
-    another config.json if the model was exported again."""
-    # transformers 5 writes fields of RoPE as one dict, transformers 4 beside the others
+    """Return the GPTConfig of a config.json. Raise ValueError, which names the field, if an export
+    of this GPTConfig would give another value."""
+    # transformers 5 writes the fields of RoPE as one dict, transformers 4 beside the other fields
     rope = hf_config.get("rope_parameters") or {}
     if rope.get("rope_type", "default") != "default":
-        # refused below, as LLAMA_CONSTANTS allows only None
+        # refused below, because LLAMA_CONSTANTS allows only None
         hf_config = hf_config | {"rope_scaling": rope}
 
     model_type = hf_config["model_type"]
@@ -131,24 +131,24 @@ def config_from_hf(hf_config: dict) -> GPTConfig:
     if is_llama:
         hf_names = LLAMA_FIELDS
         defaults = LLAMA_DEFAULTS | rope  # with the "rope_theta" of transformers 5
-    # A null stands for transformers' default, like a missing field.
+    # null (None) stands for transformers' default, like a missing field
     not_null = {name: value for name, value in hf_config.items() if value is not None}
     hf_config = defaults | not_null
     # A missing num_key_value_heads gives None, which is also the default of n_kv_head.
     fields: dict = {name: hf_config.get(hf_name) for name, hf_name in hf_names.items()}
     config = GPTConfig(**fields)
     if is_llama:
-        # config.json does not state what all LLaMAs have in common
+        # as_llama sets what all LLaMAs have in common, because config.json does not state it
         config = replace(as_llama(config), qk_norm=model_type == "qwen3")
     elif hf_config.get("activation_function") == GPT2_ACTIVATIONS["gelu_exact"]:
         config = replace(config, activation="gelu_exact")
 
-    # Export the architecture again: a field that differs is one that this project ignores.
+    # Export the architecture again: if a field differs, this project would ignore its value.
     for hf_name, value in config_to_hf(config).items():
-        # the class and the context change no logits, and dropout is for training
+        # the class and the context do not change logits, and dropout is for training
         is_checked = hf_name not in ("architectures", "n_ctx") and "drop" not in hf_name
         if is_checked and hf_config.get(hf_name) not in (value, None):
-            raise ValueError(  # load_pretrained adds the path
+            raise ValueError(  # read_model adds the path
                 f"config.json has {hf_name} {hf_config[hf_name]!r}; only {value} is supported"
             )
     return config
@@ -156,7 +156,7 @@ def config_from_hf(hf_config: dict) -> GPTConfig:
 
 def config_to_hf(config: GPTConfig) -> dict:
     """Return the config.json of transformers' GPT2LMHeadModel, LlamaForCausalLM or
-    Qwen3ForCausalLM; raise UserError naming the fields that none of them supports."""
+    Qwen3ForCausalLM. Raise UserError, which names the fields, if none of them supports `config`."""
     gpt2_misfits = differences(config, nearest_gpt2(config))
     if not gpt2_misfits:
         hf_config = {hf_name: getattr(config, name) for name, hf_name in GPT2_FIELDS.items()}
@@ -182,7 +182,7 @@ def config_to_hf(config: GPTConfig) -> dict:
             "train.py --recipe gpt2, modern or llama (the demo's: bash train.sh demo "
             "--recipe modern --overwrite)"
         )
-    # A LLaMA with QK-norm is called Qwen3 in transformers.
+    # transformers calls a LLaMA with QK-norm Qwen3.
     class_name = "Qwen3" if config.qk_norm else "Llama"
     hf_config = {hf_name: getattr(config, name) for name, hf_name in LLAMA_FIELDS.items()}
     return hf_config | {
@@ -203,14 +203,14 @@ def model_from_hf(
     config: GPTConfig,
     transposed: tuple[str, ...] = TRANSPOSED,
 ) -> Model:
-    """Return the float32 model that transformers' weights of a GPT-2, LLaMA or Qwen3 give. The
-    matrices of a GPT-2 whose names end in `transposed` are stored as (in, out).
+    """Return the float32 model with transformers' weights of a GPT-2, LLaMA or Qwen3. The matrices
+    of a GPT-2 whose names end in `transposed` are stored as (in, out).
 
-    Each tensor fills one parameter, or is redundant: a copy of one, or no weight. All others are
-    named by an error, and so is a parameter without a tensor. A head unlike the embedding makes
-    the model untied, whatever config.json says, as in transformers 5.
+    Each tensor fills one parameter, or is redundant: a copy of a weight, or not a weight. An error
+    names any other tensor, and any parameter without a tensor. If the head differs from the
+    embedding, the model is untied, even if config.json says tied, as in transformers 5.
     """
-    # a copy, from which each tensor that is used is popped; the rest is checked at the end
+    # a copy: each tensor that is used is popped from it, and the others are checked at the end
     hf_weights = dict(hf_weights)
     if config.tied and HEAD in hf_weights:
         embedding_name = EMBEDDING if has_gpt2_names(config) else LLAMA_EMBEDDING
@@ -222,16 +222,16 @@ def model_from_hf(
             config = replace(config, tied=False)
 
     # weight_to_hf, the export, tells which tensors make up each parameter. A failed assert becomes
-    # a UserError: read_model and load_peer call this function within `reading`.
+    # a UserError, because read_model and load_peer call this function within `reading`.
     model = build_without_weights(model_class, config)
     weights: dict[str, Tensor] = {}
     for name, parameter in model.state_dict().items():
         to_fuse: list[Tensor] = []
-        # `parameter` and `expected` are on the device "meta": they have shapes, but no content
+        # `parameter` and `expected` are on the device "meta": they have shapes but no content
         for hf_name, expected in weight_to_hf(name, parameter, config, transposed).items():
             assert hf_name in hf_weights, f"it has no {hf_name}"
             x = hf_weights.pop(hf_name)
-            # Integers would be quantized weights, whose scales are not read.
+            # Integers are refused: they are quantized weights, whose scales would not be read.
             is_expected = x.shape == expected.shape and x.is_floating_point()
             assert is_expected, f"{hf_name} is {x.dtype} {[*x.shape]}, not {[*expected.shape]}"
             to_fuse.append(x.float())
@@ -244,25 +244,25 @@ def model_from_hf(
     # tensors that filled no parameter
     for hf_name, x in hf_weights.items():
         assert is_redundant(hf_name, x, config), f"it has {hf_name}, which this model lacks"
-    model.load_state_dict(weights, assign=True)  # replaces parameters on "meta"
+    model.load_state_dict(weights, assign=True)  # replaces the parameters on "meta"
     return model
 
 
 def is_redundant(hf_name: str, x: Tensor, config: GPTConfig) -> bool:
-    """Return whether a model computes the same without a tensor `x` of its file."""
+    """Return whether a model computes the same without the tensor `x` of its file."""
     if config.qk_norm and hf_name.endswith("_norm.weight"):
-        # Qwen3's QK-norm has gains; this project's has none.
+        # Qwen3's QK-norm has gains, but this project's QK-norm has none: all have to be 1.
         return torch.equal(x.float(), torch.ones(config.head_size))
     # Buffers that nanoGPT and older versions of transformers saved, and newer versions ignore:
-    # causal mask, number for masked logits, rotation in radians per token.
+    # causal mask, value of masked logits, RoPE's radians per token.
     return hf_name.endswith((".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq"))
 
 
 def weight_to_hf(
     name: str, x: Tensor, config: GPTConfig, transposed: tuple[str, ...] = TRANSPOSED
 ) -> dict[str, Tensor]:
-    """Return transformers' weights that are fused in our weight `x`, called `name`, by their names.
-    `x` may be on the device "meta"."""
+    """Return the transformers weights, by name, that are fused in this project's weight `x` with
+    the name `name`. `x` may be on the device "meta", if only shapes are needed."""
     if name in TABLES:
         x = x[: config.vocab_size]  # without padding
     if has_gpt2_names(config):
@@ -287,15 +287,15 @@ def weight_to_hf(
 
 def weights_to_hf(weights: dict[str, Tensor], config: GPTConfig) -> dict[str, Tensor]:
     """Return the state dict of transformers' GPT2LMHeadModel, LlamaForCausalLM or Qwen3ForCausalLM,
-    without padding of the vocabulary."""
+    without the padded vocabulary."""
     hf_weights: dict[str, Tensor] = {}
     for name, x in weights.items():
         hf_weights |= weight_to_hf(name, x, config)
-        # GPT2LMHeadModel has biases in all layers but the head: write zeros for a model without
+        # GPT2LMHeadModel has biases in all layers but the head: zeros for a model without biases
         is_norm_or_linear = name.startswith(("transformer.h.", "transformer.ln_f."))
         if has_gpt2_names(config) and not config.bias and is_norm_or_linear:
             hf_weights[name.removesuffix("weight") + "bias"] = torch.zeros(len(x))
-    if config.qk_norm:  # Qwen3's QK-norm has gains
+    if config.qk_norm:  # Qwen3's QK-norm has gains, this project's QK-norm has none
         for layer in range(config.n_layer):
             for norm in ("q_norm", "k_norm"):
                 gain = torch.ones(config.head_size)
@@ -306,14 +306,14 @@ def weights_to_hf(weights: dict[str, Tensor], config: GPTConfig) -> dict[str, Te
 # cached, because open_pretrained and read_model both ask for the same name
 @cache
 def find_folder(model_name: str) -> Path:
-    """Return the folder or file `model_name`, or the folder of the hub's repository of that name,
-    which is downloaded unless the hub's cache has it."""
+    """Return the folder or file `model_name`. If there is none, return the folder of the Hugging
+    Face hub's repository `model_name`, after a download if the hub's cache does not have it."""
     path = Path(model_name)
     if path.exists():
         return path
-    if path.parent != Path() and path.parent.is_dir():  # runs/demi, and not OWNER/NAME of the hub
+    if path.parent != Path() and path.parent.is_dir():  # runs/demi, not OWNER/NAME of the hub
         raise UserError(f"there is no {model_name}")
-    # imported here, because only names of the hub need it
+    # imported here, because only repositories of the hub need it
     from huggingface_hub import snapshot_download
 
     # skip weights in other formats, which many repositories also hold
@@ -328,12 +328,12 @@ def find_folder(model_name: str) -> Path:
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
-    """Return the tensors of a folder's model.safetensors, or of the files that it is cut into, by
-    transformers' names."""
-    from safetensors.torch import load_file  # here, because training does without it
+    """Return the tensors, by transformers' names, of a folder's model.safetensors, or of the
+    several files that its index names."""
+    from safetensors.torch import load_file  # here, because training does not need it
 
-    # If there are both a single file and an index, as after an export over a larger model,
-    # transformers reads the single file.
+    # A folder may have both a single file and an index, after an export over a larger model. Like
+    # transformers, read the single file then.
     file_names = ["model.safetensors"]
     index = folder / "model.safetensors.index.json"
     if not (folder / file_names[0]).is_file() and index.is_file():
@@ -342,22 +342,24 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
         file_names = sorted(set(file_of_tensor.values()))
     hf_weights: dict[str, Tensor] = {}
     for file_name in file_names:
-        # Also fails for a folder with only pytorch_model.bin, a format that is not read. `reading`
-        # in read_model makes a UserError of it.
-        assert (folder / file_name).is_file(), f"it has no {file_name}"
+        # Also raised for a folder with only pytorch_model.bin, a format that this project does not
+        # read. `reading` in read_model makes a UserError of it, which names the folder.
+        if not (folder / file_name).is_file():
+            raise ValueError(f"it has no {file_name}")
         hf_weights |= load_file(folder / file_name)
     return hf_weights
 
 
 def read_model(model_class: type[Model], model_name: str | Path) -> Model:
-    """Return the model of a Hugging Face name ("gpt2", "user/model") or folder: a GPT-2, LLaMA or
-    Qwen3 that save_pretrained could have written. Raise UserError naming what does not fit."""
+    """Return the float32 model of a Hugging Face name ("gpt2", "user/model") or folder: a GPT-2,
+    LLaMA or Qwen3 as save_pretrained writes it. Raise UserError, which names the reason, for any
+    other model."""
     folder = find_folder(str(model_name))
-    # turns errors in the content of the files into a UserError that names the folder
+    # turns any error in the content of the files into a UserError that names the folder
     with reading(model_name, "a GPT-2, LLaMA or Qwen3 of Hugging Face's format"):
         config = config_from_hf(json.loads((folder / "config.json").read_text(encoding="utf-8")))
         hf_weights = read_weights(folder)
-        # OpenAI's files on the hub are of a GPT2Model, without the prefix of a GPT2LMHeadModel
+        # OpenAI's files on the hub have the names of GPT2Model, without GPT2LMHeadModel's prefix
         has_prefix = any(hf_name.startswith("transformer.") for hf_name in hf_weights)
         if has_gpt2_names(config) and not has_prefix:
             hf_weights = {f"transformer.{hf_name}": x for hf_name, x in hf_weights.items()}

@@ -6,7 +6,7 @@
                     channels, rows of the embedding; then the weights (write_model of its
                     train_gpt2.py)
 
-The head is the embedding, unless the file has another. Optimizer state is not read. The files hold
+The head is the embedding unless the file has its own. Optimizer state is not read. The files have
 no tokenizer: it lies beside them, or data/tokenizer.py chooses one by the number of tokens.
 """
 
@@ -27,16 +27,16 @@ from model.gpt import GPT
 from model.initial_weights import build_without_weights
 from utils.errors import reading
 
-META = "meta.pkl"  # the characters of a data set of nanoGPT, with their ids
+META = "meta.pkl"  # nanoGPT's file of the characters of a data set, with their ids
 LLM_C_MAGIC = 20240326
-# By version of the file. Older versions have no padded rows.
+# Dtype of the weights by version of the file. Older versions have no padded rows.
 LLM_C_DTYPES = {3: torch.float32, 5: torch.bfloat16}
 
 
 def load_peer(path: Path) -> GPT:
-    """Return the float32 model of a file; of nanoGPT and build-nanogpt, its vocabulary includes any
-    rows of padding. Raises UserError for a file of another kind or a damaged one."""
-    # turns errors in the content of the file into a UserError that names the path
+    """Return the float32 model of a file. For nanoGPT and build-nanogpt its vocabulary includes
+    padded rows, if the file has any. Raises UserError for a damaged or foreign file."""
+    # turns any error in the content of the file into a UserError that names the path
     with reading(path, "a checkpoint of this project, nanoGPT, build-nanogpt or llm.c"):
         # uint8 (n,), mapped from disk. Mode "c" is copy on write; torch warns of read-only memory.
         data = torch.from_numpy(np.memmap(path, mode="c"))
@@ -51,27 +51,29 @@ def load_peer(path: Path) -> GPT:
                 config = GPTConfig(**checkpoint["model_args"], activation="gelu_exact")
             else:  # build-nanogpt: attributes with the same names
                 config = GPTConfig(**vars(checkpoint["config"]))
-        # The names are the same as in transformers' GPT-2. The matrices are laid out as (out, in),
-        # like nn.Linear's, so that none is transposed.
+        # The names are the same as in transformers' GPT-2, but no matrix is transposed: all are
+        # (out, in), as in nn.Linear.
         return model_from_hf(GPT, weights, config, transposed=())
 
 
 def read_torch(path: Path) -> dict[str, Any]:
-    """Return the checkpoint in a file of nanoGPT or build-nanogpt."""
-    # With weights_only no code of the file runs. build-nanogpt's script pickles its config as
-    # __main__.GPTConfig, which torch.load would refuse: an empty class replaces it.
+    """Return the checkpoint in a file of nanoGPT or build-nanogpt, a dict with the file's keys."""
+    # With weights_only no code in the file runs. build-nanogpt's script pickles its config as
+    # __main__.GPTConfig, which torch.load would refuse, so an empty class replaces it.
     with safe_globals([(SimpleNamespace, "__main__.GPTConfig")]):
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
 
 
 def find_tokenizer(path: Path) -> Path | None:
-    """Return the tokenizer.json beside a file that `load_peer` reads, or the meta.pkl of nanoGPT's
-    data set: beside the file, or in data/DATASET of a folder that the file lies in, as it does in
-    nanoGPT's checkout. None if there is none of them."""
+    """Return the path of the tokenizer of a file that `load_peer` reads, or None if it has none.
+
+    It is a tokenizer.json or nanoGPT's meta.pkl beside the file, or the meta.pkl in data/DATASET of
+    any folder above the file, as in nanoGPT's checkout.
+    """
     candidates = [path.parent / "tokenizer.json", path.parent / META]
-    # nanoGPT's options are its "config"; llm.c's file is no zip file
+    # "config" has nanoGPT's options; a file of llm.c is not a zip file
     options = read_torch(path).get("config") if is_zipfile(path) else None
-    if isinstance(options, dict):  # nanoGPT; its older files have none
+    if isinstance(options, dict):  # nanoGPT, except for its older files
         folders = path.absolute().parents
         candidates += [folder / "data" / options["dataset"] / META for folder in folders]
     for candidate in candidates:
@@ -81,17 +83,18 @@ def find_tokenizer(path: Path) -> Path | None:
 
 
 def read_llm_c(data: Tensor) -> tuple[GPTConfig, dict[str, Tensor]]:
-    """Return architecture and weights from the bytes of llm.c's file, uint8 (n,)."""
+    """Return the architecture and the weights by name from `data`, uint8 (n,), the bytes of a file
+    of llm.c."""
     # sizes: layers, heads, channels; num_rows: rows of the embedding, with padding
     _, version, block_size, vocab_size, *sizes, num_rows = data[:32].view(torch.int32).tolist()
     assert version in LLM_C_DTYPES, f"version {version} of llm.c"
     # all weights, after a header of 256 int32
     remaining = data[1024:].view(LLM_C_DTYPES[version])
-    # The padded rows of the embedding are cut off at the end.
+    # with the padded rows of the embedding, which are cut off at the end
     config = GPTConfig(block_size, num_rows, *sizes)
 
     # The order of the weights: embeddings, each kind of weight of a block ("ln_1.weight", ...) for
-    # all layers, final norm. The kinds follow each other as in this project's blocks.
+    # all layers, final norm. The kinds have the same order as in this project's blocks.
     model = build_without_weights(GPT, config)
     names = [EMBEDDING, "transformer.wpe.weight"]
     for kind in model.get_submodule("transformer.h.0").state_dict():
@@ -102,7 +105,7 @@ def read_llm_c(data: Tensor) -> tuple[GPTConfig, dict[str, Tensor]]:
         x = model.get_parameter(name)  # on "meta": a shape without content
         weights[name] = remaining[: x.numel()].view_as(x)
         remaining = remaining[x.numel() :]
-    # llm.c's train_gpt2.py writes nothing else; load_peer's `reading` makes a UserError of it
+    # llm.c's train_gpt2.py writes nothing else; `reading` in load_peer makes a UserError of this
     assert len(remaining) == 0, f"{len(remaining):,} values more than the sizes of its header give"
     weights[EMBEDDING] = weights[EMBEDDING][:vocab_size]
     return replace(config, vocab_size=vocab_size), weights
