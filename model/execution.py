@@ -74,9 +74,9 @@ def execute(model: GPT, execution: Execution) -> None:
     """
     block_class = choose_block(execution, model.config.dropout)
     if execution.compiled:
-        # Sets options of the whole process: DDP does not cut graphs, the limit of graphs, and what
-        # the backward pass recomputes. The compiler reads them when it compiles the first block,
-        # in the first forward pass.
+        # Set process-wide options: no cuts of graphs for DDP, the limit of graphs, and what the
+        # backward pass recomputes. The compiler reads them when it compiles the first block, in the
+        # first forward pass.
         configure_compiler(execution)
         # ChunkedCrossEntropy calls it only on GPUs; on a CPU it would be slower than the default
         model.loss.chunk_cross_entropy_ = compile_static(cross_entropy_)

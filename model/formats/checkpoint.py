@@ -61,7 +61,8 @@ class Checkpoint(TypedDict, total=False):
     checksums: dict[str, int]
     """For each of model, model_low and optimizer, the sum of the CRC-32 of its rows."""
     script: str
-    """The script that wrote the file. Only train.py and finetune.py resume files, their own."""
+    """The script that wrote the file. train.py and finetune.py resume only their own files, and no
+    script resumes a file of convert.py."""
     config: dict
     """Options by name, resolved. convert.py writes only `init_from`, the name of the model."""
     derived: dict
@@ -252,8 +253,8 @@ def load_model(
     config, weights = open_weights(path, checkpoint, float32=float32)
     with reading_checkpoint(path):
         model = build_without_weights(model_class, config)
+        whole = {name: rows[:] for name, rows in weights.items()}  # Tensors with all rows
         # assign=True, because a model on the device "meta" has no memory to copy into
-        whole = {name: rows[:] for name, rows in weights.items()}
         model.load_state_dict(whole, strict=True, assign=True)
     return model.eval(), checkpoint
 

@@ -104,7 +104,7 @@ def nearest_gpt2(config: GPTConfig) -> GPTConfig:
 
 def as_llama(config: GPTConfig) -> GPTConfig:
     """Return `config` with the fields that are the same in every LLaMA. transformers' LLaMA does
-    not support any field of `config` that differs."""
+    not support a `config` in which one of these fields differs."""
     return replace(config, position="rotary", norm="rms", bias=False, activation="swiglu", ngrams=1)
 
 
