@@ -364,4 +364,4 @@ def open_data(
 
 
 if __name__ == "__main__":
-    call_and_exit(main, before_exit=finish_writing, explain=distributed.explain)
+    call_and_exit(main, before_exit=finish_writing, explain=distributed.explain_lost_process)

@@ -264,4 +264,4 @@ def checkpoint_entries(
 
 
 if __name__ == "__main__":
-    call_and_exit(main, before_exit=finish_writing, explain=distributed.explain)
+    call_and_exit(main, before_exit=finish_writing, explain=distributed.explain_lost_process)

@@ -67,7 +67,7 @@ class Attention(nn.Module):
         self, x: Tensor, angles: Angles | None, cache: KVCache | None, mask: Tensor | None
     ) -> Tensor:
         """Return the output (B, T, C), which Block adds to the residual stream. x (B, T, C) is the
-        normalised residual stream.
+        normalized residual stream.
 
         `angles` is None with learned positions. The KV cache is None in training. `mask`
         (B, 1, T, S) is True where a token may attend; None means causal attention.
@@ -111,7 +111,7 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the output (B, T, C), which Block adds to the residual stream. x (B, T, C) is the
-        normalised residual stream."""
+        normalized residual stream."""
         x = self.c_fc(x)  # (B, T, num_inputs * inner)
         x = self.activate(x)  # (B, T, inner)
         return self.dropout(self.c_proj(x))  # (B, T, C)

@@ -1,13 +1,13 @@
-"""Processes that train together: who they are, what they exchange, how a signal ends them.
+"""The processes of a distributed run: their ranks, their collectives and their signals.
 
 torchrun starts one process for each device and numbers them in environment variables (RANK,
 WORLD_SIZE, ...). Every process trains the same model and calls the same collectives (all-reduce,
-...) in the same order: a collective waits until all processes have called it. How weights and
-gradients are divided is the subject of training/parallel/data_parallel.py.
+...) in the same order: a collective waits until all processes have called it.
+training/parallel/data_parallel.py divides weights and gradients.
 
-Nothing here watches for lost processes. When one dies, its connections close, the collectives of
-the others fail (of gloo at once; NCCL may wait until torchrun kills the others), and torchrun
-restarts all of them; TIMEOUT is for machines that go silent.
+Nothing here watches for lost processes. When a process dies, its connections close and the
+collectives of the other processes fail: with gloo at once, with NCCL perhaps only when torchrun
+kills these processes. Then torchrun restarts all of them. TIMEOUT is for machines that go silent.
 """
 
 import contextlib
@@ -30,36 +30,36 @@ from utils.errors import UserError
 Item = TypeVar("Item")
 Output = TypeVar("Output")
 
-# A collective fails after this time. Without a limit, a machine that lost its power would stop the
-# run for good. The limit is longer than anything that one process does while the others wait, such
-# as a download. (A checkpoint may take longer: wait_until calls many short collectives.)
+# A collective fails after this time. Without a limit, the run would hang for good when a machine
+# loses its power. The limit is longer than anything that one process does while the others wait,
+# such as a download. A checkpoint may take longer: wait_until calls many short collectives for it.
 TIMEOUT = timedelta(minutes=10)
-POLL_SECONDS = 0.05  # between two collectives of wait_until
+POLL_SECONDS = 0.05  # wait_until sleeps this long between two collectives
 
 STOP_MESSAGE = "\nstopping soon, then saving"
-HURRY_MESSAGE = "; Ctrl-C again to stop now without saving"  # only without a launcher
+HURRY_MESSAGE = "; Ctrl-C again to stop now without saving"  # only without torchrun
 
 
 class Stopped(Exception):
-    """Raised after a signal, on all processes in the same place. The loop of a run catches it and
-    saves; a training step that it interrupts is not counted."""
+    """Raised after a signal, on all processes at the same place. The training loop catches it and
+    saves a checkpoint. A training step that it interrupts is not counted."""
 
 
 class StopSignal:
-    """Remember the first SIGTERM, SIGINT, SIGUSR1 or SIGHUP, and ignore those after it.
+    """Remember the first SIGTERM, SIGINT, SIGUSR1 or SIGHUP, and ignore all later signals.
 
-    `signal` is its number, 0 before one has come; the run looks at it between two batches. On the
-    main process the first signal prints what will happen. Schedulers and torchrun repeat their
-    signals although nobody is in a hurry, and SIGKILL ends a run that takes too long. Only a
-    Ctrl-C that comes second to a process without a launcher is a person's, and exits at once.
+    `signal` is the number of the first signal, 0 before it has come. The run reads it between two
+    batches. The main process prints what will happen. Later signals are ignored because schedulers
+    and torchrun repeat theirs although nobody is in a hurry; SIGKILL ends a run that takes too
+    long. The exception is a second Ctrl-C without torchrun: it is a person's, and exits at once.
     """
 
     def __init__(self) -> None:
-        self.signal = 0
+        self.signal = 0  # no signal yet
         self.is_launched = "RANK" in os.environ  # by torchrun, which forwards its signals
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             signal.signal(number, self.receive)
-        # SIGHUP: the terminal was closed. Under nohup it is ignored, so that the run goes on.
+        # SIGHUP says that the terminal was closed. nohup ignores it: leave that, the run goes on.
         if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
             signal.signal(signal.SIGHUP, self.receive)
 
@@ -70,8 +70,8 @@ class StopSignal:
             self.signal = number
             if is_main_process():
                 # os.write, because the signal may have interrupted a print, which is not reentrant.
-                # It raises OSError if nobody reads standard error any more, for example after
-                # Ctrl-C to `train | tee`.
+                # os.write raises OSError if nobody reads standard error any more, for example
+                # after Ctrl-C to `train | tee`.
                 message = STOP_MESSAGE if self.is_launched else STOP_MESSAGE + HURRY_MESSAGE
                 with contextlib.suppress(OSError):
                     os.write(2, f"{message}\n".encode())
@@ -81,29 +81,30 @@ class StopSignal:
 
 @dataclass(frozen=True)
 class Process:
-    """This process among those that train together.
+    """This process of a distributed run: its ranks, its device and its collectives.
 
-    With tensor parallelism several processes have the same data_rank: they share each block, and
-    read the same data. Methods below "collectives" wait for the other processes: all must call
-    them, in the same order.
+    With tensor parallelism several processes have the same data_rank: they share each transformer
+    block and read the same data. The methods below "collectives" wait for the other processes: all
+    processes must call them, in the same order.
     """
 
     data_rank: int
     """Number of the part of the data that this process reads, from 0."""
     data_parallel: int
-    """Parts of the data; the number of processes without tensor parallelism."""
+    """Number of parts of the data: world_size / tensor_parallel."""
     device: torch.device
-    """Device of this process, with a number if it is a GPU: cuda:0."""
+    """Device of this process; a GPU has its number: cuda:0."""
     dtype: torch.dtype = torch.float32
     """Dtype of matmuls under `autocast`, the same on all processes."""
     replicas: int = 1
-    """Copies of the state under --sharding; the processes of each one divide it."""
+    """Copies of the training state under --sharding (HSDP if there are several). The processes of a
+    copy divide it among them."""
     stop: StopSignal | None = None
-    """Signal handler of a run, which saves before it ends; None in scripts that just end."""
+    """Signal handler of a run, which saves before it ends; None in scripts that a signal ends."""
     tensor_parallel: int = 1
-    """Processes that share each block: training/parallel/tensor_parallel.py."""
+    """Processes that share each block (tensor parallelism, training/parallel/tensor_parallel.py)."""
     tensor_rank: int = 0
-    """Number of this process among them."""
+    """Number of this process in its tensor-parallel group, from 0."""
 
     @property
     def world_size(self) -> int:
@@ -113,12 +114,12 @@ class Process:
     @property
     def rank(self) -> int:
         """Number of this process among all, from 0, as torchrun counts them."""
-        # the processes that share each block have consecutive ranks
+        # the processes of a tensor-parallel group have consecutive ranks
         return self.data_rank * self.tensor_parallel + self.tensor_rank
 
     @property
     def signal(self) -> int:
-        """Number of the signal that told this process to stop; 0 without one."""
+        """Number of the signal that told this process to stop; 0 if there was none."""
         return self.stop.signal if self.stop is not None else 0
 
     @property
@@ -132,34 +133,35 @@ class Process:
             print(message, flush=True)
 
     def autocast(self, *, keep_weights: bool = True) -> torch.autocast:
-        """Return a context in which matmuls run in `dtype`: see utils.devices.autocast."""
+        """Return a context in which matmuls run in `dtype`. `keep_weights` keeps the cast copy of
+        each weight until the context ends, for several forward passes."""
         return autocast(self.device, self.dtype, keep_weights=keep_weights)
 
     def to_device(self, batches: Iterator[tuple]) -> Iterator[tuple]:
-        """Yield batches, tuples of NumPy arrays, as tuples of tensors on the device. The caller
-        runs it in a thread, so that the next batch is copied while a step computes."""
+        """Yield batches, which are tuples of NumPy arrays, as tuples of tensors on the device. The
+        caller iterates in a thread, so that the next batch is copied while a step computes."""
         for arrays in batches:
             yield tuple(self.copy_to_device(torch.from_numpy(array)) for array in arrays)
 
     def copy_to_device(self, cpu_tensor: Tensor) -> Tensor:
-        """Return a tensor on the device; a GPU copies it while the host goes on."""
+        """Return a copy of the tensor on the device. The host does not wait for a copy to a GPU."""
         if self.device.type == "cuda":
             # A copy is asynchronous only from pinned memory. CUDA kernels that use the tensor are
-            # queued behind it.
+            # queued behind the copy.
             return cpu_tensor.pin_memory().to(self.device, non_blocking=True)
         return cpu_tensor.to(self.device)
 
     # collectives
 
     def map(self, function: Callable[[Item], Output], items: Sequence[Item]) -> list[Output]:
-        """Return what `function` returns for each item, which the processes take round-robin. All
-        of them get the same list.
+        """Divide items among the processes, round-robin, and call `function` on each. Return the
+        outputs of all items, in the order of the items, on every process.
 
         Every process calls the function equally often, because a sharded model's forward is a
         collective: in the last round, processes beyond the end do the last item again. Raises
-        Stopped between two items.
+        Stopped between two items after a signal.
         """
-        outputs: dict[int, Output] = {}  # this process's outputs by the index of the item
+        outputs: dict[int, Output] = {}  # of this process; the key is the index of the item
         for round_start in range(0, len(items), self.data_parallel):
             self.end_if_stopped()
             index = min(round_start + self.data_rank, len(items) - 1)
@@ -168,15 +170,17 @@ class Process:
         return [outputs[index] for index in range(len(items))]
 
     def end_if_stopped(self) -> None:
-        """Raise Stopped on every process if one of them got a signal."""
-        # a scheduler may signal one machine alone; the others would wait for it in a collective
+        """Raise Stopped on every process if one of the processes got a signal."""
+        # A scheduler may signal one machine only. If that machine stopped alone, the others would
+        # wait for it in a collective.
         if self.stop is not None and not self.all_agree(self.signal == 0):
             raise Stopped
 
     def all_done(self, is_done: bool) -> bool:
-        """Return whether every process has generated its texts; raise Stopped after a signal.
+        """Return whether `is_done` is True on every process; raise Stopped after a signal.
 
-        Generation calls this every few tokens, so that all processes run equally many forwards.
+        Text generation calls this every few tokens: processes that have finished their texts go on
+        with the forward passes until all have finished, because a sharded forward is a collective.
         """
         self.end_if_stopped()
         return self.all_agree(is_done)
@@ -186,40 +190,42 @@ class Process:
         return self.min(int(condition)) == 1
 
     def wait_until(self, is_done: Callable[[], bool]) -> None:
-        """Wait, without a limit of time, until `is_done` returns True on every process."""
+        """Wait until `is_done` returns True on every process, however long that takes."""
         while not self.all_agree(is_done()):
             time.sleep(POLL_SECONDS)
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """Return a context that raises on every process if its body raises on one: there what it
-        raised, on the others UserError with its text."""
+        """Return a context that raises on every process if its body raises on one of them. The
+        failing process raises its own error, the others a UserError with the same text.
+
+        Without it, the other processes would wait in the next collective for the failed one.
+        """
         error: Exception | None = None
         try:
             yield
         except Exception as local_error:
-            error = local_error  # raised below, once the others know of it
-        # the messages of all errors, by the rank of the process
+            error = local_error  # raised below, after the other processes know of it
+        # the messages of all failing processes by rank; empty if no process failed
         messages = self.merge({} if error is None else {self.rank: str(error)})
         # raise this process's own error, or else the first error of another process
         for message in messages.values():
             raise error or UserError(message)
 
     def read_on_all(self, read: Callable[[], Output]) -> Output:
-        """Return the result of `read` on every process; raise an error on all if one of them
-        cannot. The main process reads first, and the others after it, so that a download happens
-        once and the others find it in the cache."""
+        """Call `read` on every process and return its result; raise on all processes if one fails.
+        The main process reads first and fills the cache, so that a file is downloaded only once."""
         for is_turn_of_main in (True, False):
-            # If one process left alone with an error, the others would wait forever. So each round
-            # ends on all processes together, and raises the error on all.
+            # If one process left alone with an error, the others would wait for ever. So each round
+            # ends on all processes together, and raises an error on all of them.
             with self.together():
                 if self.is_main == is_turn_of_main:
                     content = read()
         return content
 
     def all_equal(self, number: int) -> bool:
-        """Return whether every process has the same number, below 2^63."""
-        # -min(-number) is the maximum, which equals the minimum if all numbers are equal
+        """Return whether every process gives the same number, which must be below 2^63."""
+        # -min(-number) is the maximum; it equals the minimum if all numbers are equal
         return self.min(number) == -self.min(-number)
 
     def min(self, number: int) -> int:
@@ -231,20 +237,20 @@ class Process:
         return int(minimum)
 
     def sum(self, x: Tensor) -> Tensor:
-        """Sum a tensor of floats over all parts of the data, in place, and return it."""
+        """Sum a float tensor over all parts of the data, in place, and return the tensor."""
         if self.world_size > 1:
-            dist.all_reduce(x)
-            # Under tensor parallelism a loss is in the sum once for each process that computed it.
-            # All processes divide the same sum, so they get the same bits.
+            dist.all_reduce(x)  # in place, over all processes
+            # With tensor parallelism, `tensor_parallel` processes add the same number for one part
+            # of the data. All processes divide the same sum, so they get the same bits.
             x /= self.tensor_parallel
         return x
 
     def merge(self, outputs: dict[int, Output]) -> dict[int, Output]:
-        """Return the outputs of all processes in one dict, by the index of an item or a rank.
-        Where two processes have one key, their outputs are equal."""
+        """Return the dicts of all processes merged into one. The keys are indices of items or
+        ranks. If two processes have the same key, they must have equal outputs for it."""
         gathered = [outputs]  # one dict for each process
         if self.world_size > 1:
-            gathered = [{}] * self.world_size  # filled by the next line
+            gathered = [{}] * self.world_size  # placeholders: the next line fills the list
             dist.all_gather_object(gathered, outputs)
         merged: dict[int, Output] = {}
         for process_outputs in gathered:
@@ -252,23 +258,25 @@ class Process:
         return merged
 
 
-# The only process of a script, for functions that scripts share with training runs. Its collectives
-# return at once.
+# Stands for the only process of a script, in calls of functions that scripts share with training
+# runs. Its collectives return at once.
 ALONE = Process(0, 1, torch.device("cpu"))
 
 
 def launched(name: str, default: int = 0) -> int:
-    """Return a number that the launcher has set in the environment, as RANK or WORLD_SIZE."""
+    """Return a number that torchrun has set in the environment, such as RANK or WORLD_SIZE; return
+    `default` without torchrun."""
     return int(os.environ.get(name, default))
 
 
 def is_main_process() -> bool:
-    """Return whether this is the main process, also before `start` has made a Process."""
-    return launched("RANK") == 0  # 0 without a launcher, too
+    """Return whether this is the main process. It works before `start` has made a Process, too."""
+    return launched("RANK") == 0  # also 0 without torchrun
 
 
 def launcher() -> str:
-    """Return the command that starts a script on as many processes as there are now."""
+    """Return the command that starts a script on the present number of processes, for messages that
+    tell the user what to type."""
     per_machine = launched("LOCAL_WORLD_SIZE", 1)
     if launched("WORLD_SIZE", 1) > per_machine:
         return "torchrun, on each machine as before,"
@@ -280,12 +288,12 @@ def launcher() -> str:
 def count_shards(
     world_size: int, per_machine: int, tensor_parallel: int, shard_across: int | None
 ) -> int:
-    """Return the number of parts into which sharding divides what a process of each tensor group
-    holds: --shard_across / --tensor_parallel.
+    """Return the number of shards of one copy of the training state, --shard_across /
+    --tensor_parallel: tensor parallelism has divided the copy already.
 
-    By default the `per_machine` processes of a machine divide one copy of the state; all processes
-    do if each machine has one, or if machines have different numbers of them. Raises UserError for
-    numbers that do not divide.
+    By default the `per_machine` processes of a machine divide one copy (HSDP). All `world_size`
+    processes divide one copy if each machine has one process, or if the machines have different
+    numbers of processes. Raises UserError for numbers that do not divide.
     """
     if per_machine % tensor_parallel:
         raise UserError(
@@ -294,16 +302,16 @@ def count_shards(
         )
     if shard_across is None:
         shard_across = per_machine  # links within a machine are the fastest
-        # Machines of one process each have nothing to divide within a machine, and where their
-        # numbers of processes differ, copies could not be divided alike.
+        # With one process per machine there is nothing to divide within a machine. With different
+        # numbers of processes, the machines could not divide their copies alike.
         if per_machine == 1 or world_size % per_machine:
             shard_across = world_size
     elif world_size % shard_across or shard_across % per_machine:
         raise UserError(
-            f"shard_across {shard_across} has to divide the {world_size} processes, and to be "
-            f"a multiple of the {per_machine} of a machine"
+            f"shard_across {shard_across} must divide the {world_size} processes and be "
+            f"a multiple of the {per_machine} processes of a machine"
         )
-    return shard_across // tensor_parallel  # a tensor group holds one shard
+    return shard_across // tensor_parallel  # a tensor-parallel group holds one shard
 
 
 def start(
@@ -314,35 +322,36 @@ def start(
     tensor_parallel: int = 1,
     shard_across: int | None = None,
 ) -> Process:
-    """Return this process, after joining the process group if a launcher has started several.
+    """Return this process; join the process group first if torchrun has started several processes.
 
-    Both names may be "auto". With `catch_signals` a signal no longer ends it, but is remembered for
-    the run to end itself. `tensor_parallel` processes with consecutive ranks share each block, and
-    `shard_across` divide one copy of the state. The backend is NCCL between GPUs and gloo between
-    CPUs. Raises UserError if the device is not there, lacks the dtype, or is one that several
-    processes cannot share, and if the processes do not divide.
+    Both names may be "auto". With `catch_signals` a signal does not end the process: StopSignal
+    remembers it, and the run saves and ends itself. `tensor_parallel` processes with consecutive
+    ranks share each block (tensor parallelism). `shard_across` processes divide one copy of the
+    training state; None: see count_shards. The backend is NCCL between GPUs and gloo between CPUs.
+    Raises UserError if the device is missing, lacks the dtype or cannot be shared by several
+    processes, and if the numbers of processes do not divide.
     """
-    # RANK and WORLD_SIZE count processes, data_rank and data_parallel the parts of the data.
-    rank = launched("RANK")  # 0 without a launcher
+    # RANK and WORLD_SIZE count processes; data_rank and data_parallel count parts of the data.
+    rank = launched("RANK")  # 0 without torchrun
     local_rank = launched("LOCAL_RANK")
     world_size = launched("WORLD_SIZE", 1)
     per_machine = launched("LOCAL_WORLD_SIZE", world_size)
     num_shards = count_shards(world_size, per_machine, tensor_parallel, shard_across)
     device = pick_device(device_name, local_rank)
-    # "cuda:1" names one GPU; with "cuda" each process takes the GPU of its local rank
+    # "cuda:1" names one GPU. With "cuda" each process takes the GPU of its local rank.
     if world_size > 1 and (device.type == "mps" or ":" in device_name):
-        raise UserError(f"device {device_name} is one device, which several processes cannot share")
+        raise UserError(f"several processes cannot share one device, {device_name}")
     if device.type == "cuda":
         # NCCL and "cuda" without a number use the current device
         torch.cuda.set_device(device)
     if device.type == "cpu":
         keep_freed_memory()
-    # Under tests/fake_gpu a group is initialized already, which counts what would be sent.
+    # tests/fake_gpu has already initialized a process group, which counts the bytes sent.
     if world_size > 1 and not dist.is_initialized():
         if device.type == "cpu":
             dist.init_process_group("gloo", timeout=TIMEOUT)
         else:
-            # device_id: connect now, so that a GPU that cannot be reached fails here
+            # device_id: connect now, so that an unreachable GPU raises its error here
             dist.init_process_group("nccl", timeout=TIMEOUT, device_id=device)
     data_parallel = world_size // tensor_parallel
     process = Process(
@@ -354,28 +363,30 @@ def start(
         tensor_parallel=tensor_parallel,
         tensor_rank=rank % tensor_parallel,
     )
-    # last, as the processes have to agree on a dtype: gradients of two could not be summed
+    # The dtype comes last, because the processes must agree on one: gradients of different dtypes
+    # cannot be summed.
     return replace(process, dtype=pick_dtype(dtype_name, device, process.all_agree))
 
 
 def keep_freed_memory() -> None:
     """Let glibc's malloc keep freed memory for the next allocation.
 
-    By default it returns large allocations, such as activations, to the kernel, which zeroes them
-    again page by page when the next step allocates them.
+    By default malloc returns large allocations, such as activations, to the kernel. When the next
+    step allocates them again, the kernel zeroes them page by page, which takes time.
     """
     libc = ctypes.CDLL(None)  # the C library that Python itself uses
-    if hasattr(libc, "mallopt"):  # other C libraries have none
+    if hasattr(libc, "mallopt"):  # only glibc has it
         libc.mallopt(-4, 0)  # M_MMAP_MAX: no allocation gets a mapping of its own
-        libc.mallopt(-1, -1)  # M_TRIM_THRESHOLD: return nothing
+        libc.mallopt(-1, -1)  # M_TRIM_THRESHOLD: return nothing to the kernel
 
 
-def explain(error: Exception) -> str | None:
-    """Return a sentence for a collective that failed because another process has ended, else None.
+def explain_lost_process(error: Exception) -> str | None:
+    """Return a sentence for a collective that failed because another process has ended. Return None
+    for any other error: utils/cli.py then prints the traceback.
 
-    gloo raises a plain RuntimeError, in whose text only its own name tells where it comes from.
+    gloo raises a plain RuntimeError; only the word "gloo" in its text tells where it comes from.
     """
-    # DistError is raised by NCCL, and by the store where the processes meet
+    # NCCL raises DistError, and so does the store through which the processes find each other
     if dist.is_initialized() and (isinstance(error, dist.DistError) or "gloo" in str(error)):
         return f"another process has ended; its own error says why ({error!s:.200})"
     return None
@@ -383,7 +394,7 @@ def explain(error: Exception) -> str | None:
 
 def stop() -> None:
     """Leave the process group at the normal end of a run."""
-    # NCCL waits for the other processes here. What gloo holds ends with the process, and gloo could
-    # deadlock here: one of its threads may wait for the interpreter lock.
+    # NCCL waits for the other processes here. gloo needs no call, as its resources end with the
+    # process, and could deadlock here: one of its threads may wait for the interpreter lock.
     if dist.is_initialized() and dist.get_backend() == "nccl":
         dist.destroy_process_group()
