@@ -30,9 +30,9 @@ def test_hellaswag_text_is_raw_or_cleaned_as_the_harness_does():
     assert clean.label == 0
     prediction = Prediction(-4.0, 2, *[True] * 3)
     per_unit = {"acc": -4.0, "acc_norm": -2.0, "acc_bytes": -1.0}
-    assert HELLASWAG.choice_metrics("lm-eval", " 中a", prediction) == per_unit
+    assert HELLASWAG.choice_values("lm-eval", " 中a", prediction) == per_unit
     never_taken = {"acc_norm": -math.inf, "acc_bytes": -math.inf}
-    assert HELLASWAG.choice_metrics("lm-eval", " ", prediction) == per_unit | never_taken
+    assert HELLASWAG.choice_values("lm-eval", " ", prediction) == per_unit | never_taken
     short = {k: row[k] for k in ("ctx", "endings", "label")}
     assert HELLASWAG.items([short], "lm-eval")[0].context == " How to. Do it. he"
 
