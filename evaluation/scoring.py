@@ -1,12 +1,12 @@
 """Log-probabilities of continuations, for benchmarks.
 
-All processes take part: each scores its share of the batches, and all of them get the predictions
+All processes take part: each scores its share of the batches, and all processes get the predictions
 of every batch before anything is summed up. So the number of processes changes no metric.
 
-A context and its continuations share one row of a batch, so that the context runs through the model
-once. The attention mask hides the continuations from each other. What is done with the
-predictions is not here: tasks.py chooses; training/evaluator.py and evaluate.py decide what is
-scored.
+A context and its continuations share one row of a batch (sequence packing), so that the context
+runs through the model once. The attention mask hides the continuations from each other. This file
+only computes predictions: tasks.py picks the choices, and training/evaluator.py and evaluate.py
+decide what is scored.
 """
 
 import math
@@ -38,30 +38,30 @@ from utils.errors import UserError
 
 @dataclass(frozen=True)
 class PackedItem:
-    """Token ids of a context and of the continuations that share it in one row of a batch."""
+    """One row of a batch: token ids of a context and of the continuations that share it."""
 
     first_index: int
-    """Index of choices[0] among the continuations of all items; those of the others follow."""
+    """Index of choices[0] among the continuations of all items; choices[1] has the next index."""
     context: list[int]
     choices: list[list[int]]
-    """Ids of each continuation; none is empty."""
+    """Token ids of each continuation. No list is empty."""
 
     @property
     def length(self) -> int:
-        """Inputs of the row, rounded up to a multiple of 8 so that few different shapes occur. The
-        last token of a continuation predicts nothing, so it is no input."""
+        """Number of inputs of the row, rounded up to a multiple of 8 so that few different shapes
+        occur. The last token of a continuation predicts nothing, so it is no input."""
         num_inputs = len(self.context) + sum(len(choice) - 1 for choice in self.choices)
         return -(-num_inputs // 8) * 8
 
 
 def pack_items(items: list[list[Continuation]]) -> list[PackedItem]:
-    """Return the continuations of all items, packed, in order: those of an item that follow the
-    same context share a row."""
+    """Pack the continuations of all items into rows, in order. Continuations of an item share a row
+    if their contexts are equal."""
     packed_items: list[PackedItem] = []
-    index = 0  # of the continuation, counted through all items
+    index = 0  # number of the continuation, counted over all items
     for continuations in items:
         for i, continuation in enumerate(continuations):
-            # as i > 0, packed_items[-1] belongs to this item
+            # i > 0 means that packed_items[-1] belongs to this item
             if i > 0 and continuation.context == packed_items[-1].context:
                 packed_items[-1].choices.append(continuation.ids)
             else:
@@ -72,10 +72,10 @@ def pack_items(items: list[list[Continuation]]) -> list[PackedItem]:
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """Rows of packed items as tensors, and the N targets: tokens whose probability is needed. The
-    targets of a row stand together, choice by choice."""
+    """Rows of packed items as tensors, with N targets: the tokens whose probability is needed. The
+    targets are sorted by row, then by choice."""
 
-    idx: Tensor  # (B, T), with padding of 0 on the right
+    idx: Tensor  # (B, T) token ids, padded with 0 on the right
     positions: Tensor  # (B, T), as if each continuation stood alone after the context
     mask: Tensor | None  # bool (B, 1, T, T), True where a query attends; None: causal
     target_rows: Tensor  # (N,), row of the hidden state that predicts a target
@@ -92,14 +92,14 @@ def make_batch(packed_items: list[PackedItem], device: torch.device) -> PackedBa
         positions  0  1  2  2
         segment    0  0  1  2        0: context; 1, 2, ...: continuations; -1: padding
 
-    The targets are "c" and "e", both predicted at "b", "d" at "c", and "f" at "e".
+    There are four targets: "c" and "e" are predicted at "b", "d" at "c", and "f" at "e".
     """
     B = len(packed_items)
-    T = packed_items[0].length  # that of all: score_items makes batches of equal length
+    T = packed_items[0].length  # score_items makes batches of equal length
     idx = np.zeros((B, T), np.int64)
     positions = np.zeros((B, T), np.int64)
     segment = np.full((B, T), -1)
-    targets: list[tuple[int, int, int]] = []  # row, column and id, as in PackedBatch
+    targets: list[tuple[int, int, int]] = []  # (row, column, id), as in PackedBatch
     for b, packed_item in enumerate(packed_items):
         context_length = len(packed_item.context)
         # the last token of a continuation predicts nothing, so it is no input
@@ -112,19 +112,18 @@ def make_batch(packed_items: list[PackedItem], device: torch.device) -> PackedBa
             segment[b, start:end] = segment_index
             if segment_index > 0:
                 positions[b, start:end] += context_length
-                # the first token is predicted at the end of the context, others at the token before
+                # the last token of the context predicts the first token of the continuation, each
+                # input of the continuation the next token
                 columns = [context_length - 1] + list(range(start, end))
-                # one column for each token: the inputs lack the last token, the context adds a
-                # column
                 choice = packed_item.choices[segment_index - 1]
                 for column, token in zip(columns, choice, strict=True):
                     targets.append((b, column, token))
             start = end
 
-    mask = None  # faster, and enough if each row has one continuation
+    mask = None  # causal attention: faster, and enough if each row has one continuation
     if any(len(packed_item.choices) > 1 for packed_item in packed_items):
-        # A token attends to its own segment and to the context, and not to what comes after it.
-        # Padding is a segment of its own, and is read by no target.
+        # A token attends to its own segment and to the context, but not to later tokens. Padding is
+        # a segment of its own, which no target reads.
         same_segment = segment[:, None, :] == segment[:, :, None]  # (B, queries, keys)
         in_context = segment[:, None, :] == 0  # (B, 1, keys)
         # (B, 1, T, T); tril makes it causal
@@ -143,15 +142,17 @@ def make_batch(packed_items: list[PackedItem], device: torch.device) -> PackedBa
 def score_targets(
     x: Tensor, weight: Tensor, target_ids: Tensor, banned_ids: list[int]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return three tensors (N,) for target ids (N,) after hidden states x (N, C), with a head of
-    weight (V, C): the target's log-probability in nats, whether it is the argmax of all ids, and
-    whether it is the argmax of those that are not banned. The argmax is the first of equal logits.
+    """Score the target ids (N,) that hidden states x (N, C) predict with a head of weight (V, C).
+
+    Return three tensors (N,): the log-probability of each target in nats, whether the target is the
+    argmax of all ids, and whether it is the argmax of the ids that are not banned. The argmax is
+    the first of equal logits.
     """
-    # A slice at a time, as each hidden state has V float32 logits. They take half of chunk_bytes:
-    # logsumexp makes a second tensor of their size.
+    # One slice at a time, because each hidden state has V float32 logits. The logits of a slice
+    # take half of chunk_bytes: logsumexp makes a second tensor of their size.
     num_rows = rows_within(chunk_bytes(x.device) // 2, 4 * len(weight))
-    logprobs, is_argmax, is_allowed_argmax = [], [], []  # (n,) for each slice
-    # In float32: many of V bfloat16 logits are equal, and ties would decide what is greedy.
+    logprobs, is_argmax, is_allowed_argmax = [], [], []  # a tensor (n,) for each slice
+    # In float32: many of V bfloat16 logits are equal, and ties would decide which id is greedy.
     weight = weight.float()
     with torch.autocast(x.device.type, enabled=False):
         slices = zip(x.float().split(num_rows), target_ids.split(num_rows), strict=True)
@@ -169,19 +170,19 @@ def score_targets(
 def score_items(
     scorer: Scorer, tokenizer: Tokenizer, items: list[Item], task: Task
 ) -> list[list[Prediction]]:
-    """Return a Prediction for each choice of each item; `task` encodes them. Raise UserError if one
-    is NaN. Every process must call it."""
-    scorer.model.eval()  # without dropout
-    # These ids make Prediction.is_greedy_filtered. Only a word that is one token can be banned as a
-    # first token.
+    """Return a Prediction for each choice of each item. `task` encodes the items. Raise UserError
+    if a log-probability is NaN. Every process must call this function."""
+    scorer.model.eval()  # no dropout
+    # Ids for Prediction.is_greedy_filtered. A banned word of several tokens cannot be banned by its
+    # first token, which other words have, too.
     banned_ids: list[int] = []
     for word in task.banned_words:
         ids = tokenizer.encode_continuation(f" {word}").tolist()
         if len(ids) == 1:
             banned_ids += ids
 
-    # Batches of rows of equal length (rounded up), the longest first: if memory runs out, it does
-    # so at once and not after an hour.
+    # The rows of a batch have equal lengths (rounded up). The longest rows come first: if memory
+    # runs out, it does so at once and not after an hour.
     block_size = scorer.model.config.block_size
     packed_items = pack_items([task.continuations(item, tokenizer, block_size) for item in items])
     packed_items.sort(key=lambda packed_item: packed_item.length, reverse=True)
@@ -189,17 +190,17 @@ def score_items(
     for _, equal_rows in groupby(packed_items, key=lambda packed_item: packed_item.length):
         batches += batched(list(equal_rows), scorer.batch_size)
 
-    # By index (see PackedItem.first_index). Process.map shares the batches among the processes,
-    # returns the predictions of all, and raises Stopped after a signal.
-    predictions: dict[int, Prediction] = {}
+    # Process.map shares the batches among the processes, returns the predictions of all processes,
+    # and raises Stopped after a signal.
+    predictions: dict[int, Prediction] = {}  # by index, see PackedItem.first_index
     for batch_predictions in scorer.process.map(partial(score_batch, scorer, banned_ids), batches):
         predictions |= batch_predictions
-    scorer.model.train()  # a training step may follow
-    # Comparisons with NaN are all false: no choice would be the best one.
+    scorer.model.train()  # dropout again: a training step may follow
+    # All comparisons with NaN are false, so no choice would be the best one.
     if any(math.isnan(prediction.logprob) for prediction in predictions.values()):
         raise UserError("the model gives NaN (not a number) instead of a probability")
 
-    # back to the order of the items
+    # restore the order of the items, as rows were sorted by length
     predictions_of_items: list[list[Prediction]] = []
     start = 0  # index of the first continuation of the item
     for item in items:
@@ -212,29 +213,30 @@ def score_items(
 def score_batch(
     scorer: Scorer, banned_ids: list[int], packed_items: list[PackedItem]
 ) -> dict[int, Prediction]:
-    """Return a Prediction for each choice of each row, by its index as PackedItem counts them."""
-    # every process scores a batch of about this size at the same time
+    """Score one batch. Return a Prediction for each choice of each row, by the index of the choice
+    (see PackedItem.first_index)."""
+    # for the progress bar: every process scores a batch of about this size at the same time
     scorer.on_batch(len(packed_items) * scorer.process.data_parallel)
     batch = make_batch(packed_items, scorer.process.device)
     with scorer.process.autocast():
         # (B, T, C)
         x = scorer.model.hidden(batch.idx, positions=batch.positions, mask=batch.mask)
-    # Only hidden states that predict a target go through the head: logits of whole rows would be
-    # V / C times as large as their hidden states, 65 times in GPT-2 124M.
+    # Only hidden states that predict a target go through the head. Logits of whole rows would take
+    # V / C times the memory of the hidden states, 65 times in GPT-2 124M.
     predicting = x[batch.target_rows, batch.target_columns]  # (N, C)
     weight = scorer.model.head_weight[: scorer.model.config.vocab_size]  # (V, C)
     outputs = score_targets(predicting, weight, batch.target_ids, banned_ids)
-    # (N,) each, copied at once: every element read from a GPU would be a copy of its own
+    # (N,) each, copied to the CPU at once: reading single elements would copy each one alone
     logprobs, is_argmax, is_allowed_argmax = [values.cpu() for values in outputs]
-    logprobs = logprobs.double()  # sums of hundreds of tokens keep their digits
+    logprobs = logprobs.double()  # keeps the digits of a sum over hundreds of tokens
 
-    # The N targets are in the order of PackedBatch: those of one choice are [start, end).
+    # The N targets are in the order of PackedBatch. [start, end) are the targets of one choice.
     predictions: dict[int, Prediction] = {}
     start = 0
     for packed_item in packed_items:
         for index, choice in enumerate(packed_item.choices, packed_item.first_index):
             end = start + len(choice)
-            # banned words may not come first, but may follow
+            # a banned word may not come first, but may follow
             is_rest_greedy = is_argmax[start + 1 : end].all()
             predictions[index] = Prediction(
                 logprob=logprobs[start:end].sum().item(),
@@ -255,9 +257,9 @@ def open_benchmark(
     tokenizer: Tokenizer,
     protocols: Sequence[str],
 ) -> ScoreBenchmark:
-    """Read a benchmark's file, or download it, and return the function that scores it. Raises
-    UserError for what cannot be read or scored, now and not in the middle of a run."""
+    """Read a benchmark's data from a path, or download it, and return the function that scores it.
+    Raise UserError if the data cannot be read or scored: now, not in the middle of a run."""
     block_size = scorer.model.config.block_size
     read = partial(benchmark.read, path, limit, tokenizer, block_size)
-    loaded = scorer.process.read_on_all(read)  # dicts, or for CORE pairs of a task and its rows
+    loaded = scorer.process.read_on_all(read)  # a dict per example; for CORE (task, rows) per task
     return partial(benchmark.score, loaded, partial(score_items, scorer, tokenizer), protocols)

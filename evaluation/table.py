@@ -6,15 +6,15 @@ from evaluation.tasks import Result
 from model.config import GPT2_SIZES, GPTConfig
 
 # OpenAI did not release its evaluation code, and nobody has reproduced the paper's numbers for
-# LAMBADA and CBT: they are listed under the protocol that is closest to the paper's description.
+# LAMBADA and CBT. The table shows them beside the protocol closest to the paper's description.
 PAPER = "Radford et al. 2019, table 3"
 NANOGPT = "build-nanogpt's hellaswag.py and play.ipynb"
 HARNESS = "lm-evaluation-harness, in build-nanogpt's hellaswag.py and the harness's issue 2159"
 TRANSFORMERS = "transformers issue 13761"
 NANOCHAT = "nanochat's estimate_gpt3_core.ipynb"
 CORE_OF_GPT2 = {"gpt2": 0.1139, "gpt2-medium": 0.1849, "gpt2-large": 0.2146, "gpt2-xl": 0.2565}
-CORE_OF_GPT3 = {"125M": 0.1484, "1.3B": 0.2914, "175B": 0.4272}  # estimated there from its tasks
-ALIGNMENT = "<<<>><<"  # one sign for each column; n and value are aligned to the right
+CORE_OF_GPT3 = {"125M": 0.1484, "1.3B": 0.2914, "175B": 0.4272}  # estimates of the same notebook
+ALIGNMENT = "<<<>><<"  # format sign of each column of the table: n and value are right-aligned
 
 
 @dataclass(frozen=True)
@@ -22,20 +22,21 @@ class Published:
     """Values of one metric for the sizes of OpenAI's GPT-2."""
 
     citation: str
-    """Where they are published, for a line below the table."""
+    """Source of the values, for a line below the table."""
     by_model_type: dict[str, float]
-    """By model type, a key of GPT2_SIZES; those without a published value are missing."""
+    """Value of each model type, a key of GPT2_SIZES. A size without a published value is missing.
+    """
 
 
 def from_paper(*values: float) -> Published:
-    """Return a column of the paper's table, which has all four sizes, the smallest first."""
-    # GPT2_SIZES is in that order, too
+    """Return a column of the paper's table: the values of all four sizes, the smallest first."""
+    # GPT2_SIZES, too, begins with the smallest
     return Published(PAPER, dict(zip(GPT2_SIZES, values, strict=True)))
 
 
-# By task, protocol and metric; for the task "val" the protocol is the corpus.
+# (task, protocol, metric) -> published values. The task "val" has the corpus as its protocol.
 PUBLISHED = {
-    # on the first shard of build-nanogpt's FineWeb-Edu
+    # validation loss on the first shard of build-nanogpt's FineWeb-Edu
     ("val", "FineWeb-Edu", "loss"): Published(NANOGPT, {"gpt2": 3.2924}),
     ("hellaswag", "build-nanogpt", "acc"): Published(NANOGPT, {"gpt2": 0.2859, "gpt2-xl": 0.3842}),
     ("hellaswag", "build-nanogpt", "acc_norm"): Published(
@@ -52,8 +53,8 @@ PUBLISHED = {
     ("core", "nanochat", "centered"): Published(NANOCHAT, CORE_OF_GPT2),
 }
 
-# Validation loss by step of a public run of 124M with build-nanogpt's recipe, the default here, on
-# FineWeb-Edu: gpt-2/log/log.txt of github.com/garg-aayush/building-from-scratch
+# step -> validation loss of a public run of 124M on FineWeb-Edu, with build-nanogpt's recipe, which
+# is the default here. Source: gpt-2/log/log.txt of github.com/garg-aayush/building-from-scratch
 TOKENS_OF_PUBLIC_STEP = 524_288
 PUBLIC_RUN = {
     250: 6.167,
@@ -68,8 +69,8 @@ PUBLIC_RUN = {
 
 
 def openai_model_type(config: GPTConfig) -> str:
-    """Return the type of OpenAI's GPT-2, a key of GPT2_SIZES, that a model is compared with: the
-    one with its layers, heads and width, else the smallest."""
+    """Return the size of OpenAI's GPT-2 to compare a model with, as a key of GPT2_SIZES. It is the
+    size with the same layers, heads and width, or the smallest size if there is none."""
     for model_type, layers_heads_width in GPT2_SIZES.items():
         if layers_heads_width == (config.n_layer, config.n_head, config.n_embd):
             return model_type
@@ -77,15 +78,15 @@ def openai_model_type(config: GPTConfig) -> str:
 
 
 def listed(by_model_type: dict[str, float]) -> str:
-    """Return values by model type as text for one line."""
+    """Return values by model type as one line of text: "gpt2 0.1139, gpt2-medium 0.1849"."""
     return ", ".join(f"{model_type} {value}" for model_type, value in by_model_type.items())
 
 
 def format_table(results: list[Result], model_type: str) -> str:
-    """Format results as an aligned table, beside those published for a type of OpenAI's GPT-2, with
-    the citations of these below it."""
+    """Format results as an aligned table. The last column has the published values of `model_type`,
+    a size of OpenAI's GPT-2, and the lines below the table cite their sources."""
     rows = [["task", "protocol", "metric", "n", "value", "", f"OpenAI's {model_type}"]]
-    marks: dict[str, str] = {}  # "[1]", "[2]", ... by citation
+    marks: dict[str, str] = {}  # citation -> "[1]", "[2]", ...
     for result in results:
         details = []
         if result.stderr is not None:
@@ -95,10 +96,10 @@ def format_table(results: list[Result], model_type: str) -> str:
         published_text = ""
         published = PUBLISHED.get((result.task, result.protocol, result.metric))
         if published and model_type in published.by_model_type:
-            # a citation keeps its mark; a new one gets the next number
+            # a citation that is known keeps its mark, a new one gets the next number
             mark = marks.setdefault(published.citation, f"[{len(marks) + 1}]")
             published_text = f"{published.by_model_type[model_type]:.4f} {mark}"
-        unit = " tokens" if result.task == "val" else ""  # n counts examples otherwise
+        unit = " tokens" if result.task == "val" else ""  # n counts examples in other tasks
         count = f"{result.n:,}{unit}"
         value = f"{result.value:.4f}"
         rows.append(
@@ -114,16 +115,16 @@ def format_table(results: list[Result], model_type: str) -> str:
         )
 
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    # False for a column without text below the heading, which is left out
+    # False: the column has no text below its heading, and is left out
     has_content = [any(column[1:]) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:
         cells = zip(row, ALIGNMENT, widths, has_content, strict=True)
-        # the format {cell:<12} fills a cell up to 12 characters by spaces on the right
+        # {cell:<12} pads a cell with spaces on the right to 12 characters
         line = "  ".join(f"{cell:{side}{width}}" for cell, side, width, kept in cells if kept)
         lines.append(line.rstrip())
     lines += [f"{mark} {citation}" for citation, mark in marks.items()]
-    if results and results[-1].task == "core":  # its mean over the tasks is the last result
+    if results and results[-1].task == "core":  # the last result of CORE is the mean of its tasks
         lines.append(f"CORE of GPT-2, all 22 tasks: {listed(CORE_OF_GPT2)} ({NANOCHAT})")
         lines.append(f"CORE of GPT-3, estimated there: {listed(CORE_OF_GPT3)}")
     return "\n".join(lines)

@@ -1,8 +1,8 @@
-"""Scorer: a model that is scored, and its validation loss, in training and by evaluate.py.
+"""Scorer: a model to score, and its validation loss, for training and evaluate.py.
 
-All processes take part: each scores its share of the batches, and all of them get the sum over
-every batch. So the number of processes changes no metric. Log-probabilities of texts, for
-benchmarks, are the subject of scoring.py; only these need a tokenizer.
+All processes take part: each scores its share of the batches, and all processes get the sum over
+every batch. So the number of processes changes no metric. scoring.py computes log-probabilities of
+texts for benchmarks, which need a tokenizer; the validation loss needs none.
 """
 
 import math
@@ -21,21 +21,21 @@ from utils.distributed import Process
 def weighted_mean(
     corpus_metrics: list[dict[str, float]], corpus_weights: list[float]
 ) -> dict[str, float]:
-    """Return the metrics of a mixture from those that validation_loss gives for its corpora.
+    """Return the metrics of a mixture from the metrics of its corpora (see validation_loss).
 
-    The weights are shares of tokens, which add up to 1: Mixture.corpus_weights. So bits per byte
-    are the mean of bits per token over the mean of bytes per token, not a mean of the corpora's
-    bits per byte.
+    The weights are shares of tokens that add up to 1 (Mixture.corpus_weights). So the bits per byte
+    of the mixture are its mean bits per token divided by its mean bytes per token, not the mean of
+    the corpora's bits per byte.
     """
     loss = 0.0  # nats per token
     bytes_per_token = 0.0
     for weight, metrics in zip(corpus_weights, corpus_metrics, strict=True):
         loss += weight * metrics["loss"]
-        # nats / ln 2 are bits; bits per token / bits per byte = bytes per token
+        # nats / ln 2 = bits; bits per token / bits per byte = bytes per token
         if metrics.get("bits_per_byte"):
             bytes_per_token += weight * metrics["loss"] / math.log(2) / metrics["bits_per_byte"]
     means = {"loss": loss, "n": sum(metrics["n"] for metrics in corpus_metrics)}
-    # left out if the shards of one corpus do not tell the size of their text, or its loss is 0
+    # left out if a corpus has no bits_per_byte, as its manifest lacks the text size, or a loss of 0
     if all(metrics.get("bits_per_byte") for metrics in corpus_metrics):
         means["bits_per_byte"] = loss / math.log(2) / bytes_per_token
     return means
@@ -43,9 +43,11 @@ def weighted_mean(
 
 @dataclass
 class Scorer:
-    """A model, and how to run it. All processes call each method, and the functions of scoring.py,
-    with the same arguments and get the same metrics. A signal ends them between two batches:
-    Process.map raises Stopped."""
+    """A model to score, with the process and batch size to run it.
+
+    All processes call each method, and the functions of scoring.py, with the same arguments and get
+    the same metrics. After a signal Process.map raises Stopped between two batches.
+    """
 
     model: GPT
     """The model itself, not the module that DDP wraps around it."""
@@ -54,12 +56,13 @@ class Scorer:
     batch_size: int
     """Rows of one forward pass on one process."""
     on_batch: Callable[[int], object] = lambda num_rows: None
-    """Called before each batch of a benchmark with its number of rows on all processes: evaluate.py
-    moves its progress bar."""
+    """Called before each batch of a benchmark with the number of rows that all processes score
+    together: evaluate.py moves its progress bar."""
 
     def metrics_by_corpus(self, val: Mixture, tokens: int) -> dict[str, dict[str, float]]:
-        """Return what validation_loss gives for each corpus of a split, by its name, and of several
-        corpora last the "weighted mean", where Evaluator.validate expects it."""
+        """Return the metrics of validation_loss for each corpus of a split, by the corpus's name.
+        Several corpora have a last entry "weighted mean". Evaluator.validate takes the last entry.
+        """
         corpus_metrics = [self.validation_loss(corpus, tokens) for corpus in val.corpus_sequences]
         by_corpus = dict(zip(val.names, corpus_metrics, strict=True))
         if len(corpus_metrics) > 1:
@@ -68,38 +71,38 @@ class Scorer:
 
     @torch.no_grad()
     def validation_loss(self, sequences: Sequences, tokens: int) -> dict[str, float]:
-        """Return the mean loss in nats per token over the first `tokens` targets of a split, and
-        the number n of these.
+        """Return "loss", the mean in nats per token over the first `tokens` targets of a split, and
+        "n", the number of targets.
 
-        Where the shards tell the size of their text, there is also bits_per_byte = loss / ln 2 /
-        (bytes of source text for a token of the whole split), by which runs with different
-        tokenizers can be compared.
+        "bits_per_byte" makes runs with different tokenizers comparable. It is loss / ln 2 / (bytes
+        of source text per token, over the whole split), and is missing if the manifest of the
+        shards does not have the size of their text.
         """
-        self.model.eval()  # without dropout
-        # the first sequences of the split, the same at every evaluation
+        self.model.eval()  # no dropout
+        # every evaluation takes the same sequences, the first ones of the split
         num_sequences = sequences.count_within(tokens)
         # lists of sequence ids; the last list may be shorter
         batches = batched(list(range(num_sequences)), self.batch_size)
 
         def sum_nats(batch: list[int]) -> float:
-            """Return the loss of all targets of a batch of sequences, summed, in nats."""
-            # Sequences that do not count fill up the last batch, as another shape would be compiled
-            # anew. Targets of -1 are left out of the mean.
-            filled = np.resize(batch, len(batches[0]))  # repeats its ids
+            """Return the sum of the loss over all targets of a batch of sequence ids, in nats."""
+            # A shorter last batch would be compiled anew for its shape: repeat its ids up to the
+            # full batch size. The loss ignores the targets of the repeated sequences, -1.
+            filled = np.resize(batch, len(batches[0]))
             inputs, targets = sequences.make_batch(filled)  # int64 (B, T) each
             targets[len(batch) :] = -1
             idx = torch.from_numpy(inputs).to(self.process.device)
             target_ids = torch.from_numpy(targets).to(self.process.device)
             with self.process.autocast():
                 loss = self.model(idx, target_ids)  # mean over the targets that are not -1
-            return loss.item() * targets[: len(batch)].size  # times the number of these targets
+            return loss.item() * targets[: len(batch)].size  # mean times number of these targets
 
-        # each process scores its share of the batches; all get the sums of all batches
+        # each process scores its share of the batches; all processes get the sums of all batches
         total_nats = sum(self.process.map(sum_nats, batches))
-        self.model.train()
-        num_targets = num_sequences * sequences.block_size  # a target for each input
+        self.model.train()  # dropout again: a training step may follow
+        num_targets = num_sequences * sequences.block_size  # one target for each input
         metrics = {"loss": total_nats / num_targets, "n": num_targets}
-        # mean over the split; None if a manifest is missing or does not tell the size of the text
+        # mean over the split; None if a manifest is missing or lacks the size of the text
         bytes_per_token = sequences.stream.bytes_per_token
         if bytes_per_token:
             metrics["bits_per_byte"] = metrics["loss"] / math.log(2) / bytes_per_token
