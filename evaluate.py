@@ -1,14 +1,14 @@
-"""Score a model: validation loss, HellaSwag, LAMBADA, the Children's Book Test, own questions.
+"""Score a model: validation loss, HellaSwag, LAMBADA, Children's Book Test, CORE, own questions.
 
     python evaluate.py --checkpoint checkpoints/model_best.pt --tasks val hellaswag lambada
     python evaluate.py --model gpt2 --tasks hellaswag --data hellaswag_val.jsonl --limit 1000
     torchrun --standalone --nproc_per_node=8 evaluate.py --tasks hellaswag lambada cbt_cn cbt_ne
     python evaluate.py --checkpoint runs/sft --tasks questions.jsonl    # rows of prompt and answer
 
-Prints a table for each task as soon as it is scored, with standard errors, beside published values
+As soon as a task is scored, evaluate.py prints its table, with standard errors and published values
 of OpenAI's GPT-2, and writes its results as JSON beside the checkpoint: model_best_hellaswag.json.
-If several tasks are given, one that cannot be scored is named, and the exit code is 1.
-Batch size changes scores up to rounding, and the number of processes changes none.
+If one of several tasks cannot be scored, the script names it, scores the others and exits with 1.
+The batch size changes scores up to rounding. The number of processes changes no score.
 """
 
 import sys
@@ -42,7 +42,7 @@ from utils.errors import UserError
 from utils.files import to_json
 from utils.ranges import Count
 
-# Approximate number of tokens in a batch, for which oneDNN lays out weights on a CPU.
+# Approximate number of tokens in a batch. On a CPU, oneDNN lays out the weights for it.
 EXPECTED_ROWS = 2048
 
 
@@ -51,66 +51,71 @@ class EvalOptions:
     """Score a model."""
 
     checkpoint: Path | None = None
-    """Checkpoint of train.py, or a folder: its best one, else its newest; default: checkpoints."""
+    """Checkpoint of train.py, or a folder: its best checkpoint, else the newest; default:
+    checkpoints."""
     model: str | None = None
     """Score another model instead: a Hugging Face name (gpt2, gpt2-medium, ...) or folder, or a
     checkpoint of nanoGPT, build-nanogpt or llm.c."""
     tasks: tuple[str, ...] = ("hellaswag", "lambada")
     """Benchmarks, val for the validation loss, .jsonl files of questions (prompt and answer), or
-    folders of tasks, as those of CORE."""
+    folders of tasks in the layout of CORE."""
     data: tuple[Path, ...] = ()
-    """Files in the original formats, for core a folder, one per benchmark of --tasks in order; else
-    they are downloaded."""
+    """Local files in the original formats, for core a folder: one per benchmark, in the order of
+    --tasks; default: download them."""
     data_dir: tuple[Path, ...] = ()
-    """Folders of shards for the task val; default: those the checkpoint was trained on."""
+    """Folders of shards for the task val; default: the folders that the checkpoint was trained on.
+    """
     limit: Count | None = None
-    """Score only so many examples of each benchmark, evenly spread over its file; of core, so many
-    of each task, as nanochat takes them."""
+    """Number of examples to score of each benchmark, evenly spread over its file; for core the
+    number of each task, chosen as nanochat does; default: all."""
     val_tokens: Count = 10_485_760
-    """Validation tokens of each corpus; all if there are fewer."""
+    """Validation tokens to score of each corpus; all if there are fewer."""
     max_new_tokens: Count = 64
     """Longest answer to a question in tokens."""
     chat: bool = False
-    """Ask questions as in a chat; default: of a model that finetune.py taught to."""
+    """Ask questions in the format of a chat; default: only if finetune.py taught the model to chat.
+    """
     batch_size: Count = 16
     """Examples in a forward pass."""
     out: Path | None = None
-    """JSON file for all results; default: one for each task beside the checkpoint, as in
-    model_best_val.json, for a model of another project in logs. Replaced each time."""
+    """JSON file for all results, replaced each time; default: a file for each task beside the
+    checkpoint, such as model_best_val.json, or in logs for a model of another project."""
     dump: Path | None = None
     """JSON lines file with one row per example and protocol, replaced each time."""
     device: str = "auto"
     """auto, cpu, cuda, cuda:1, mps."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Dtype of matmuls. auto, as in training: bfloat16 where it is faster, float16 on old GPUs;
-    float32: all of its bits, also on GPUs (no TF32), to compare with lm-evaluation-harness."""
+    float32: full precision, also on GPUs (no TF32), to compare with lm-evaluation-harness."""
 
 
 def check(options: EvalOptions) -> dict[str, Path]:
-    """Return the path of --data of each benchmark by its name, none without --data. Raise UserError
-    for a wrong option, before anything is read or scored."""
+    """Return the path of --data for each benchmark by its name, {} without --data. Raise UserError
+    for a wrong option, before the script reads or scores anything."""
     if options.checkpoint and options.model:
         raise UserError("give --checkpoint (of train.py) or --model (of others), not both")
-    # a/sums.jsonl and b/sums.jsonl: each would write CHECKPOINT_sums.json
+    # a/sums.jsonl and b/sums.jsonl would both write CHECKPOINT_sums.json
     if len({Path(task_name).stem for task_name in options.tasks}) < len(options.tasks):
         raise UserError(
-            f"--tasks {' '.join(options.tasks)}: two tasks have one name, and so would their "
-            "results; rename one"
+            f"--tasks {' '.join(options.tasks)}: two tasks have one name, so one would "
+            "replace the results of the other; rename one"
         )
-    benchmark_names = []  # of --tasks; each takes one path of --data
+    benchmark_names = []  # the benchmarks in --tasks; each takes one path of --data
     for task_name in options.tasks:
         if is_path(task_name) or task_name == "val":
             continue
         benchmark_names.append(task_name)
         if task_name not in BENCHMARKS:
             names = ", ".join(["val", *BENCHMARKS, "FILE.jsonl"])
-            raise UserError(f"--tasks has no {task_name}: {names} or a FOLDER with core.yaml")
-    # Earlier results are replaced. A checkpoint or a file of questions must not be.
+            raise UserError(
+                f"there is no task {task_name}; --tasks takes {names} or a FOLDER with core.yaml"
+            )
+    # The script replaces earlier results, but must not replace a checkpoint or a questions file.
     if options.out and options.out.exists() and options.out.suffix != ".json":
-        raise UserError(f"--out {options.out} exists, and is no .json file")
+        raise UserError(f"--out {options.out} exists and is not a .json file")
     if options.dump and options.dump.exists():
         if options.dump.suffix != ".jsonl" or str(options.dump) in options.tasks:
-            raise UserError(f"--dump {options.dump} exists, and is no .jsonl file of results")
+            raise UserError(f"--dump {options.dump} exists and is not a .jsonl file of results")
     if options.data and len(options.data) != len(benchmark_names):
         raise UserError(
             f"--data has {len(options.data)} files for {len(benchmark_names)} benchmarks"
@@ -119,19 +124,20 @@ def check(options: EvalOptions) -> dict[str, Path]:
 
 
 def is_path(task_name: str) -> bool:
-    """Return True for one of --tasks that is a file of questions or a folder of tasks. It is what
-    is meant then, also if a benchmark has its name."""
+    """Return True if an entry of --tasks is a file of questions or a folder of tasks. A path takes
+    precedence over a benchmark with the same name."""
     return Path(task_name).is_file() or Path(task_name, "core.yaml").is_file()
 
 
 def output_paths(
     options: EvalOptions, model_name: str, checkpoint_path: Path | None
 ) -> dict[str, Path]:
-    """Return the JSON file of each task: --out, or one of the task's name beside the checkpoint, or
-    in logs for the model `model_name` of another project."""
+    """Return the JSON file for the results of each task by the task's name. It is --out, else a
+    file beside the checkpoint, or in logs if the model `model_name` is of another project
+    (`checkpoint_path` is None)."""
     if options.out:
         return dict.fromkeys(options.tasks, options.out)
-    # "." and ".." have no name before they are resolved
+    # `resolve` gives "." and ".." a name
     stem = Path("logs", Path(model_name).resolve().name)
     if checkpoint_path:
         stem = checkpoint_path.with_suffix("")
@@ -139,24 +145,25 @@ def output_paths(
 
 
 def score_validation(options: EvalOptions, scorer: Scorer, tokenizer: Tokenizer) -> TaskScores:
-    """Return loss, bits per byte and perplexity of each corpus of --data_dir, and of several the
-    weighted mean. The corpus stands in the place of the protocol."""
+    """Return loss, bits per byte and perplexity of each corpus of --data_dir, and the weighted mean
+    of several corpora. Result.protocol is the name of the corpus."""
     if not options.data_dir:
         raise UserError("the task val needs --data_dir, folders of shards")
-    with scorer.process.together():  # one that cannot open the shards must not leave the others
+    # `together`: if one process cannot open the shards, all processes raise an error
+    with scorer.process.together():
         # sequences of the model's context length
         val = Mixture(options.data_dir, "val", scorer.model.config.block_size)
-    # With the ids of another tokenizer the loss would mean nothing.
+    # The loss is meaningless if the shards hold ids of another tokenizer.
     if val.stream.tokenizer_identity != tokenizer.identity:
         raise UserError(
             f"{options.data_dir[0]} holds tokens of {val.stream.tokenizer_identity}, the model "
             f"takes those of {tokenizer.identity}"
         )
-    # for each corpus "loss" in nats per token, the number "n" of targets, perhaps bits_per_byte
+    # for each corpus "loss" in nats per token, "n" (number of targets) and perhaps "bits_per_byte"
     by_corpus = scorer.metrics_by_corpus(val, options.val_tokens)
     results = []
     for corpus, metrics in by_corpus.items():
-        num_tokens = int(metrics.pop("n"))  # each of the others becomes a Result
+        num_tokens = int(metrics.pop("n"))  # each remaining metric becomes a Result
         metrics["perplexity"] = exponential(metrics["loss"])  # per token
         for metric, value in metrics.items():
             results.append(Result("val", corpus, metric, num_tokens, value))
@@ -166,13 +173,14 @@ def score_validation(options: EvalOptions, scorer: Scorer, tokenizer: Tokenizer)
 def score_question_file(
     path: Path, options: EvalOptions, scorer: Scorer, tokenizer: Tokenizer
 ) -> TaskScores:
-    """Ask the questions of a file, and return the share of exact answers."""
-    # prompts are encoded as in fine-tuning, so that the model sees the tokens that it has learned
+    """Ask the model the questions of a file, and return the share of exact answers."""
+    # encodes prompts as fine-tuning does, so that the model sees the tokens that it has learned
     encoder = TextEncoder(tokenizer, options.chat, scorer.model.config.block_size)
-    # Each row becomes a Question, with its prompt as ids. read_examples raises UserError for a row
-    # without an answer to compare with, or whose prompt leaves no room for max_new_tokens.
+    # `encode` turns a row into a Question, whose prompt is ids. read_examples raises UserError for
+    # a row without an answer, and for a prompt that leaves no room for max_new_tokens.
     encode = partial(encoder.question, max_new_tokens=options.max_new_tokens, has_answer=True)
-    with scorer.process.together():  # one that cannot open the file must not leave the others
+    # `together`: if one process cannot open the file, all processes raise an error
+    with scorer.process.together():
         questions = evenly_spread(read_examples(path, encode), options.limit)
     return score_questions(path.stem, questions, encoder, options.max_new_tokens, scorer)
 
@@ -180,8 +188,9 @@ def score_question_file(
 def score_task(
     task_name: str, path: Path | None, options: EvalOptions, scorer: Scorer, tokenizer: Tokenizer
 ) -> TaskScores:
-    """Open the data of one of --tasks and score it. A benchmark's data is at `path`; None: it is
-    downloaded. Raise UserError if the task cannot be scored. Every process must call it."""
+    """Open the data of an entry of --tasks and score it. `path` has a benchmark's data; None:
+    download it. Raise UserError if the task cannot be scored. Every process must call this
+    function."""
     if Path(task_name).is_file():
         return score_question_file(Path(task_name), options, scorer, tokenizer)
     if is_path(task_name):  # a folder of the user's own tasks
@@ -197,7 +206,7 @@ def score_task(
 
 
 def write_file(path: Path, text: str) -> None:
-    """Write a file, in folders that are made if needed."""
+    """Write a file, and make its folders if they are missing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
 
@@ -206,32 +215,32 @@ def main(options: EvalOptions) -> None:
     data_paths = check(options)
     process = distributed.start(options.device, options.dtype)
 
-    # a path, or a name on the hub
+    # a path, or a name on the Hugging Face hub
     model_name = str(options.model or options.checkpoint or "checkpoints")
     checkpoint_path = find_checkpoint(model_name)  # None for a model of another project
-    # float32 keeps all bits of the weights, so that the validation loss equals that of training.
+    # float32 keeps all bits of the weights, so that training has the same validation loss.
     # `checkpoint` is the content of the file, {} for a model of another project.
     model, tokenizer_spec, checkpoint = open_model(checkpoint_path or model_name, float32=True)
-    # The weights of a run that diverged can be NaN. The loss would be NaN, too, which JSON lacks.
+    # A run that diverged can have weights that are NaN. The loss would be NaN, which JSON lacks.
     if any(weights.isnan().any() for weights in model.parameters()):
         raise UserError(f"{checkpoint_path or model_name} has weights that are NaN (not a number)")
-    # The model is changed in place. On a CPU its linear layers may become oneDNN's, whose weights
-    # are no parameters: the check for NaN above would not see them.
+    # prepare_for_inference changes the model in place. On a CPU oneDNN's layers may replace the
+    # linear ones. Their weights are no parameters, so the check for NaN above must come first.
     model.to(process.device)
     prepare_for_inference(model, process.device, process.dtype, num_tokens=EXPECTED_ROWS)
 
-    # folders of training shards; () for a model of another project, of finetune.py or convert.py
+    # folders of training shards; () if finetune.py, convert.py or another project made the model
     trained_on = tuple(map(Path, checkpoint.get("config", {}).get("data_dir", ())))
     options = replace(
         options,
         data_dir=options.data_dir or trained_on,
-        # A model that has learned to chat is asked in the format of its chats, as in training.
+        # A model that has learned to chat gets questions in the format of its chats.
         chat=options.chat or is_chat(checkpoint, tokenizer_spec),
     )
-    # The main process alone shows the bar, and with None only if standard error is a terminal.
+    # Only the main process shows the bar. None: tqdm shows it only if stderr is a terminal.
     bar = tqdm(unit="row", disable=None if process.is_main else True)
     tokenizer = load_tokenizer(tokenizer_spec)
-    # bar.update is called with the number of rows of each forward pass
+    # the scorer calls bar.update with the number of rows of each forward pass
     scorer = Scorer(model, process, options.batch_size, bar.update)
 
     outputs = output_paths(options, model_name, checkpoint_path)
@@ -240,7 +249,7 @@ def main(options: EvalOptions) -> None:
         "model": model_name,
         "dtype": str(process.dtype).removeprefix("torch."),
     }
-    # The results of a task are printed and written at once, as a later task may fail.
+    # Print and write the results of each task at once, because a later task may fail.
     results: list[Result] = []
     dump_rows: list[dict] = []
     failed_tasks: list[str] = []
@@ -248,7 +257,7 @@ def main(options: EvalOptions) -> None:
         bar.reset()
         bar.set_description(task_name)
         try:
-            # Each process scores its share, and all get the same results.
+            # Each process scores its share, and all processes get the same results.
             task_results, task_dump_rows = score_task(
                 task_name, data_paths.get(task_name), options, scorer, tokenizer
             )
@@ -257,8 +266,8 @@ def main(options: EvalOptions) -> None:
                 raise
             bar.clear()
             process.print(f"{task_name} could not be scored: {error}")
-            # A UserError is that of all processes, such as a failed download, or a model that gives
-            # NaN. Of another error the others may not know, and would wait for this process.
+            # All processes raise the same UserError, such as a failed download. Any other error may
+            # be of this process alone: the others would wait for it if it went on.
             if not isinstance(error, UserError):
                 raise
             failed_tasks.append(task_name)
@@ -267,9 +276,9 @@ def main(options: EvalOptions) -> None:
         dump_rows += task_dump_rows
         if process.is_main:
             bar.clear()  # otherwise the table would begin in the line of the bar
-            # printed before it is written, as the disk may be full
+            # print before writing, because the disk may be full
             print(format_table(task_results, openai_model_type(model.config)), flush=True)
-            # --out holds all tasks so far; without it each task has its file
+            # --out gets all tasks so far; without --out each task has its own file
             results_to_write = results if options.out else task_results
             content = {**header, "results": [asdict(result) for result in results_to_write]}
             write_file(outputs[task_name], to_json(content, indent=1))

@@ -1,4 +1,4 @@
-"""Draw the curves of one or more runs over each other, with different tokenizers in bits per byte.
+"""Draw the curves of one or more runs over each other; bits per byte if their tokenizers differ.
 
 python plot.py --log logs runs/other --sz 124M --out plots/log_plot.png
 """
@@ -12,7 +12,7 @@ import utils.environment  # noqa: F401 (first: it says what to type without PyTo
 from evaluation.figure import draw
 from utils.cli import start_script
 
-# OpenAI's names of the models, by build-nanogpt's names of the sizes
+# build-nanogpt's name of a size -> OpenAI's name of the model
 NICKNAMES = {"124M": "gpt2", "350M": "gpt2-medium", "774M": "gpt2-large", "1558M": "gpt2-xl"}
 
 
@@ -23,7 +23,7 @@ class PlotOptions:
     log: tuple[Path, ...] = (Path("logs"),)
     """Folders of runs, folders of their logs, or metrics.jsonl files."""
     sz: Literal["124M", "350M", "774M", "1558M"] | None = None
-    """Size of OpenAI's GPT-2 to draw as dashed lines, where published values are comparable."""
+    """Size of OpenAI's GPT-2 whose published values are drawn as dashed lines, if comparable."""
     out: Path = Path("plots/log_plot.png")
     """Picture to write."""
 

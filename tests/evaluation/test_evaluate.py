@@ -204,13 +204,13 @@ def test_bad_settings_are_sentences(trained, exported, tmp_path):
     for options, message in (
         (
             {"tasks": ("hellaswagg",)},
-            "no hellaswagg: val, hellaswag, lambada, cbt_cn, cbt_ne, core, FILE.jsonl or a FOLDER",
+            "no task hellaswagg; --tasks takes val, hellaswag, lambada, cbt_cn, cbt_ne, core, FILE",
         ),
         ({"tasks": ("a/q.jsonl", "b/q.jsonl")}, "two tasks have one name"),
-        ({"out": trained / "checkpoints/model_last.pt"}, "exists, and is no .json file"),
+        ({"out": trained / "checkpoints/model_last.pt"}, "exists and is not a .json file"),
         (
             {"dump": trained / "checkpoints/model_last.pt"},
-            "exists, and is no .jsonl file of results",
+            "exists and is not a .jsonl file of results",
         ),
         ({"data": (tmp_path / "none",)}, "lambada cannot use"),
         ({"data": (tmp_path, tmp_path)}, "2 files for 1 benchmarks"),
