@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
-# Teach a small model sums, then to answer questions, by fine-tuning and by rewards, in minutes.
+# Teach a small model to add, and then to answer questions, by fine-tuning and rewards, in minutes.
 #
 #   bash train.sh chat_demo [SEED]
 #
-# Training on worked sums teaches to add, but not to answer; 8 questions with answers teach the form of
-# an answer, but few right ones; rewards for right answers do the rest. Everything lies in
-# runs/chat_demo, of another seed in runs/chat_demo_SEED. Killed, it continues where it was.
+# Pre-training on worked sums teaches the model to add, but not to answer. Fine-tuning on 8 questions
+# teaches the form of an answer, but few right answers. Rewards for right answers teach the rest. All
+# files are in runs/chat_demo, or in runs/chat_demo_SEED for another seed than 1. If the demo is
+# killed, the same command continues it.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 seed=${1:-1} out=runs/chat_demo
@@ -20,7 +21,7 @@ trap 'echo "the whole demo continues with: bash train.sh chat_demo $seed"
 
 run() { printf '\n$ python %s\n' "$*"; python "$@"; }
 folders() { echo "--checkpoint_dir $out/$1/checkpoints --seed $seed --resume auto"; }
-score() {  # STAGE [FLAGS]: the share of the held-out questions that is answered exactly
+score() {  # STAGE [FLAGS]: print the share of held-out questions that the model answers exactly
   run evaluate.py --checkpoint "$out/$1" --tasks "$out/data/held_out.jsonl" --max_new_tokens 32 \
     --batch_size 200 --dump "$out/$1_held_out.jsonl" "${@:2}" | tee "$out/$1_held_out.txt"
 }
@@ -34,12 +35,12 @@ run train.py --data_dir "$out/shards" $(folders sums) --recipe modern --n_layer 
   --warmup_steps 50 --beta2 0.99 --eval_every 100 --sample_every 0 --save_every 250 --val_tokens 49152
 score sums --chat
 
-# 2. dialogs: What is 27+58? with the worked sum as the answer
+# 2. dialogs: the question "What is 27+58?" with the worked sum as the answer
 run finetune.py --method sft --init_from "$out/sums" --data "$out/data/dialogs.jsonl" $(folders sft) \
   --batch_size 4 --micro_batch_size 4 --max_steps 40 --max_lr 1e-3
 score sft
 
-# 3. rewards: 1 for a right answer, else 0
+# 3. rewards: 1 for a right answer, 0 for a wrong one
 run finetune.py --method grpo --reward exact --init_from "$out/sft" --data "$out/data/questions.jsonl" \
   $(folders grpo) --batch_size 16 --group_size 8 --micro_batch_size 128 --kl 0.01 --max_steps 60 \
   --max_lr 3e-4 --max_new_tokens 32 --eval_data "$out/data/held_out.jsonl" --eval_every 20
@@ -50,7 +51,7 @@ Ten held-out questions and the model's answers:"
 head -n 10 "$out/grpo_held_out.jsonl"
 run plot.py --log "$out/grpo" --out "$out/grpo/logs/log_plot.png"
 echo "
-Held-out questions that are answered exactly: trained on sums, after 8 dialogs, after rewards
+Held-out questions that the model answers exactly: after sums, after 8 dialogs, after rewards
 $(grep -h "exact match" "$out"/{sums,sft,grpo}_held_out.txt)
 
 The picture of the rewards is $out/grpo/logs/log_plot.png. What to type next:${activate:+

@@ -1,10 +1,10 @@
-"""Check a machine before a long run: loss, resume, speed, memory and a score, by known numbers.
+"""Check a machine against known numbers before a long run: loss, resume, speed, memory, a score.
 
     python scripts/first_hour.py            # a GPU: 250 steps of 124M on FineWeb-Edu
     python scripts/first_hour.py --small    # a CPU, offline: a small model on generated text
 
-Prints a verdict for each check; the exit code is 1 if one fails. On a GPU it downloads 0.5 GB of
-text, HellaSwag and OpenAI's 124M. All files lie under --out.
+The script prints a verdict for each check. The exit code is 1 if a check fails. On a GPU the script
+downloads 0.5 GB of text, HellaSwag and OpenAI's 124M. All files are under --out.
 """
 
 import json
@@ -28,17 +28,17 @@ from utils.cli import start_script
 from utils.errors import UserError
 from utils.logger import read_metrics
 
-# The public run's step 250 lies in its warmup of 715 steps. A warmup takes at most half of a run,
-# which therefore has 1,430 steps.
+# Step 250 is in the 715 warmup steps of the public run (evaluation/table.py). --max_steps is 1430
+# because a warmup takes at most half of a run.
 FLAGS_124M = "--max_steps 1430 --warmup_steps 715 --eval_every 250"
 FLAGS_SMALL = (
     "--device cpu --dtype float32 --n_layer 2 --n_head 2 --n_embd 64 --block_size 64 "
     "--micro_batch_size 8 --total_batch_size 512 --max_lr 3e-3 --val_tokens 8192 "
     "--max_steps 200 --warmup_steps 20 --eval_every 50"
 )
-# A constant learning rate, as the runs that are compared differ in --max_steps.
+# The learning rate is constant because the compared runs differ in --max_steps.
 FLAGS_RESUME = "--resume auto --eval_every 0 --warmup_steps 0 --max_lr 1e-4 --min_lr 1e-4"
-# Validation loss in nats per byte at step 50 of FLAGS_SMALL, on a CPU.
+# Validation loss of FLAGS_SMALL at step 50 on a CPU, in nats per byte.
 SMALL_LOSS = 1.206
 
 
@@ -53,9 +53,9 @@ class FirstHourOptions:
 
 
 def run_script(command: str) -> str:
-    """Run a script of this project and return its standard output; raise UserError if it fails.
-    `command` is its path from the project's folder, and its flags."""
-    # Standard error goes to the console: progress, and why a command failed.
+    """Run a script of this project and return its standard output. `command` is the path of the
+    script from the project's folder, with flags. Raise UserError if the script fails."""
+    # Standard error goes to the console: it has progress, and the reason why a command failed.
     script = subprocess.run([sys.executable, *command.split()], stdout=subprocess.PIPE, text=True)
     if script.returncode:
         raise UserError(f"this command failed: python {command}")
@@ -63,7 +63,7 @@ def run_script(command: str) -> str:
 
 
 def print_verdict(name: str, measured: float, low: float, high: float) -> bool:
-    """Print whether a measured number lies in its range, and return whether it does."""
+    """Return whether low <= measured <= high, and print the verdict."""
     is_right = low <= measured <= high  # False for NaN
     word = "ok   " if is_right else "WRONG"
     print(f"{word} {name}: {measured:.4g}, expected {low:.4g} to {high:.4g}", flush=True)
@@ -71,30 +71,30 @@ def print_verdict(name: str, measured: float, low: float, high: float) -> bool:
 
 
 def check_loss(flags: str, folder: Path, step: int, expected: float, tolerance: float) -> bool:
-    """Train in the new `folder`, stop by SIGTERM at the validation of `step`, and check its loss.
-    `expected` and `tolerance` are in nats per token."""
+    """Train in the new `folder`, stop the run by SIGTERM at the validation of `step`, and check the
+    validation loss. `expected` and `tolerance` are in nats per token."""
     command = [sys.executable, *f"train.py --run_dir {folder} --sample_every 0 {flags}".split()]
-    loss = math.nan  # if the run ends before `step`; print_verdict then says WRONG
+    loss = math.nan  # NaN gives the verdict WRONG if the run ends before `step`
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None  # by stdout=PIPE
+        assert process.stdout is not None  # because of stdout=PIPE
         for line in process.stdout:
             print(line, end="", flush=True)
             if line.startswith(f"step {step}: validation loss "):  # Logger.log_evaluation
                 loss = float(line.split()[4])
-                process.terminate()  # SIGTERM: it saves and ends
+                process.terminate()  # SIGTERM: the run saves and ends
     name = f"validation loss at step {step}"
     return print_verdict(name, loss, expected - tolerance, expected + tolerance)
 
 
 def check_resume(flags: str, out: Path, tolerance: float) -> bool:
-    """Check the largest difference of a training loss between 20 steps at a stretch, and 10 steps
-    and then 10 more."""
+    """Check that a resumed run has the training losses of a run without a pause: train 20 steps at
+    once, and 10 steps and then 10 more. `tolerance` is the largest difference in nats per token."""
     for name, max_steps in (("whole", 20), ("resumed", 10), ("resumed", 20)):
-        # FLAGS_RESUME has --resume auto: "resumed" continues from its checkpoint.
+        # FLAGS_RESUME has --resume auto, so the second "resumed" continues from the first one.
         run_script(
             f"train.py --run_dir {out / name} {flags} {FLAGS_RESUME} --max_steps {max_steps}"
         )
-    # the metrics of each of the 20 steps
+    # lists of the metrics of the 20 steps
     whole = read_metrics(out / "whole")["train"]
     resumed = read_metrics(out / "resumed")["train"]
     difference = max(abs(a["loss"] - b["loss"]) for a, b in zip(whole, resumed, strict=True))
@@ -102,7 +102,7 @@ def check_resume(flags: str, out: Path, tolerance: float) -> bool:
 
 
 def check_small(out: Path) -> list[bool]:
-    """Check a small model on squares of numbers. Return whether each number is right."""
+    """Train a small model on squares of numbers, and return the result of each check."""
     text = "".join(f"The square of {n} is {n * n}.\n" for n in range(20_000))
     (out / "squares.txt").write_text(text)
     input_flags = f"--input {out}/squares.txt --tokenizer bytes"
@@ -115,33 +115,33 @@ def check_small(out: Path) -> list[bool]:
 
 
 def check_124m(out: Path) -> list[bool]:
-    """Check 124M on the GPU. Return whether each number is right."""
+    """Check 124M on the GPU, and return the result of each check."""
     # 250 steps read 131M tokens, and a shard has 100M.
     run_script(f"data/fineweb-edu.py --max_shards 2 --local_dir {out}/shards")
     flags = f"{FLAGS_124M} --data_dir {out}/shards"
-    results = [  # of print_verdict, one for each check
-        # Another data order and another dtype change the loss by less than 0.15.
+    results = [  # True for each check that passes
+        # Another data order or dtype changes the loss by less than 0.15.
         check_loss(flags, out / "run", 250, PUBLIC_RUN[250], tolerance=0.15),
-        # A GPU adds up in another order from run to run.
+        # GPU kernels do not sum in a fixed order, so two runs differ a little.
         check_resume(flags, out, tolerance=2e-3),
     ]
 
-    # speed and peak memory: the last line of bench.py is JSON
+    # speed and peak memory, from the JSON in the last line of bench.py
     bench = run_script("scripts/bench.py --device cuda --use_torch_compile --micro_batch_size 16")
     measured = json.loads(bench.splitlines()[-1])["measured"]["ours"]
     if measured["mfu"] is None:
-        print("not checked: the MFU, as the peak of this GPU is not known")
-    else:  # forecasts assume the constant MFU
+        print("not checked: the MFU, because the peak FLOPS of this GPU are not known")
+    else:  # MFU is the constant that forecasts of the time assume
         results.append(print_verdict("MFU", measured["mfu"], 0.8 * MFU, 1))
     forecast = run_script(f"train.py --dry_run --micro_batch_size 16 --run_dir {out}/forecast")
-    # GB of GPU memory, before "in all"
+    # the forecast prints "X  in all": X is GB of GPU memory
     forecast_gb = float(forecast.partition("  in all")[0].split()[-1])
     peak_gb = measured["peak_bytes"] / 1e9
     results.append(print_verdict("peak GB", peak_gb, 0.85 * forecast_gb, 1.1 * forecast_gb))
 
-    # a published score
+    # HellaSwag of OpenAI's 124M against the published score
     run_script(f"evaluate.py --model gpt2 --tasks hellaswag --out {out}/gpt2.json")
-    accuracies: dict[tuple[str, str, str], float] = {}  # by task, protocol and metric
+    accuracies: dict[tuple[str, str, str], float] = {}  # (task, protocol, metric) -> value
     for entry in json.loads((out / "gpt2.json").read_text())["results"]:
         accuracies[entry["task"], entry["protocol"], entry["metric"]] = entry["value"]
     key = ("hellaswag", "build-nanogpt", "acc_norm")
@@ -154,7 +154,7 @@ def check_124m(out: Path) -> list[bool]:
 def main(options: FirstHourOptions) -> None:
     if not options.small and not torch.cuda.is_available():
         raise UserError("there is no CUDA GPU here; --small checks a CPU")
-    for name in ("run", "whole", "resumed"):  # left by an earlier check
+    for name in ("run", "whole", "resumed"):  # remove the runs of an earlier check
         shutil.rmtree(options.out / name, ignore_errors=True)
     options.out.mkdir(parents=True, exist_ok=True)
     check = check_small if options.small else check_124m

@@ -3,9 +3,9 @@
     python scripts/ladder.py                                            # minutes on two cores
     python scripts/ladder.py --n_layer 12 --n_head 12 --n_embd 768 --block_size 1024    # 124M
 
-Each rung trains this project's model with the changes of its name and of all rungs before it. What
-no option of train.py brings back stands here, written as a tutorial would. docs/LADDER.md
-says what each change does, where it lives, and on which device it pays.
+Each rung trains this project's model with the change of its name and the changes of all rungs
+before it. This file has the plain parts that no option of train.py brings back, written as in a
+tutorial. docs/LADDER.md says what each change does, where its code is, and on which device it pays.
 """
 
 import sys
@@ -38,7 +38,7 @@ from utils.cli import start_script
 from utils.devices import pick_device
 from utils.ranges import Count, NonNegative
 
-# Each name is a change to the rung before it; `build` looks for the name.
+# Each name is a change to the rung before it. `build` tests for the names.
 RUNGS = [
     "start",
     "padded vocabulary",
@@ -79,19 +79,19 @@ class LadderOptions(MeasureOptions, RungOptions):
     micro_batch_size: Count = 2
 
 
-# what the rungs replace
+# the plain parts that later rungs replace
 
 
 class UnpaddedConfig(GPTConfig):
-    """Architecture whose embedding has a row for each token, and no others."""
+    """Architecture whose embedding has one row per token, without padding."""
 
     @property
     def padded_vocab_size(self) -> int:
-        return self.vocab_size  # GPTConfig rounds it up to a multiple of 64
+        return self.vocab_size  # GPTConfig rounds the size up to a multiple of 64
 
 
 class PlainAttention(nn.Module):
-    """softmax(q k^T / sqrt(D)) v, with the weights of all pairs of tokens in memory."""
+    """Attention softmax(q k^T / sqrt(D)) v, with the weights of all pairs of tokens in memory."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         # (B, H, T, D) each; `mask` is None in training
@@ -103,11 +103,11 @@ class PlainAttention(nn.Module):
 
 
 class PlainLoss(nn.Module):
-    """Cross-entropy of the logits of all tokens at once, several times in memory."""
+    """Cross-entropy of the logits of all tokens at once, with several copies in memory."""
 
     def forward(self, x: Tensor, weight: Tensor, targets: Tensor, reduction: str) -> Tensor:
         # x (N, C), the head's weight (padded V, C), targets (N,)
-        # A bias of -inf takes the padding out of the softmax.
+        # A bias of -inf removes the padding of the vocabulary from the softmax.
         bias = weight.new_zeros(len(weight))
         bias[GPT2Tokenizer.vocab_size :] = -torch.inf
         logits = F.linear(x, weight, bias)  # (N, padded V)
@@ -119,17 +119,18 @@ class PlainAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]  # no closure
-        # The groups of torch.optim.AdamW bring its lr, betas, eps and weight_decay.
+        # The parameter groups are of torch.optim.AdamW: they have lr, betas, eps and weight_decay.
         for group in self.param_groups:
             beta1, beta2 = group["betas"]
             for p in group["params"]:
-                # The paper's names: step t, moving averages m of the gradient and v of its square.
-                t, m, v = self.state.get(p, (0, 0, 0))  # m and v have the shape of p
+                # The paper's names: step t, and moving averages of the gradient (m) and its
+                # square (v), both of the shape of p.
+                t, m, v = self.state.get(p, (0, 0, 0))
                 t += 1
                 m = beta1 * m + (1 - beta1) * p.grad
                 v = beta2 * v + (1 - beta2) * p.grad**2
                 self.state[p] = (t, m, v)
-                # Bias correction: the averages begin at 0.
+                # Bias correction, because the averages begin at 0.
                 m = m / (1 - beta1**t)
                 v = v / (1 - beta2**t)
                 direction = m / (v.sqrt() + group["eps"]) + group["weight_decay"] * p
@@ -137,9 +138,9 @@ class PlainAdamW(torch.optim.Optimizer):
 
 
 def build(rung: str, options: LadderOptions) -> Program:
-    """Return the program of a rung: this project's model, with a plain part for each change that
-    comes later. It runs in a process of its own, which scripts/measure.py starts."""
-    changes = RUNGS[: RUNGS.index(rung) + 1]  # this rung's change and all before
+    """Return the program of a rung: this project's model, with a plain part in place of each later
+    change. scripts/measure.py calls this function in a process of its own for each measurement."""
+    changes = RUNGS[: RUNGS.index(rung) + 1]  # this rung's change and all earlier ones
     model_config = GPTConfig(
         block_size=options.block_size,
         n_layer=options.n_layer,
@@ -149,11 +150,13 @@ def build(rung: str, options: LadderOptions) -> Program:
     checkpointing = "block" if "activation checkpointing" in changes else "none"
     model = GPT(model_config)
     if "padded vocabulary" not in changes:
-        # All rungs begin with the same weights, as scripts/measure.py seeds before. Here only the
-        # rows of the padding are missing.
+        # All rungs begin with the same weights, because scripts/measure.py seeds before `build`.
+        # `rebuild` drops only the padding rows.
         model = rebuild(model, UnpaddedConfig(**vars(model_config)))
+    # sets how the blocks run in training: activation checkpointing, torch.compile
     execute(model, Execution(checkpointing, "compile" in changes))
-    # Both take the place of a module of model/gpt.py with the same arguments.
+    # PlainAttention replaces the module `attend` of Attention, PlainLoss the module `loss` of GPT
+    # (model/gpt.py). Both take the same arguments as the modules that they replace.
     if "fused attention" not in changes:
         for block in model.transformer.h:
             block.set_submodule("attn.attend", PlainAttention())
@@ -165,30 +168,30 @@ def build(rung: str, options: LadderOptions) -> Program:
     # The default recipe is GPT-2's: AdamW alone.
     optimizers = make_optimizers(model, OptimizerOptions(weight_decay=0.1), Recipe())
     if "fused AdamW" not in changes:
-        # The groups keep their options; there is no state before the first step.
+        # The parameter groups keep their options. There is no state yet, before the first step.
         optimizers = [PlainAdamW(optimizer.param_groups, {}) for optimizer in optimizers]
     return model, optimizers, dtype
 
 
 def draw_step_times(medians: dict[str, Measurement], out: Path) -> None:
-    """Draw the milliseconds of a step of each rung as bars, from above, into the picture `out`."""
+    """Draw the milliseconds per step of each rung as horizontal bars into the picture `out`."""
     picture = Figure(figsize=(WIDTH, 3), layout="constrained")
     axes = picture.subplots()
     step_ms = [1000 * median.step_seconds for median in medians.values()]
     bars = axes.barh(list(medians), step_ms)
     axes.bar_label(bars, fmt="%.0f")
-    axes.invert_yaxis()  # barh begins at the bottom
+    axes.invert_yaxis()  # the first rung at the top, where barh has the last one
     save(picture, out, "milliseconds per training step")
 
 
 def main(options: LadderOptions) -> None:
-    # a Measurement by rung, in the order of RUNGS
+    # rung -> Measurement (seconds per step, peak bytes, loss), in the order of RUNGS
     medians = measure_in_turn({rung: partial(build, rung) for rung in RUNGS}, options)
-    loss_before = medians["start"].loss  # of the rung before
+    loss_before = medians["start"].loss  # loss of the previous rung
     print("\n| rung | ms a step | peak GB | loss | change of the loss |")
     print("|---|---|---|---|---|")
     for rung, (step_seconds, peak_bytes, loss) in medians.items():
-        # Only rounding may change the loss: each rung trains the same model on the same batch.
+        # All rungs train the same model on the same batch, so only rounding may change the loss.
         loss_cells = f"{loss:.6f} | {loss - loss_before:+.6f}"
         print(f"| {rung} | {1000 * step_seconds:.0f} | {peak_bytes / 1e9:.2f} | {loss_cells} |")
         loss_before = loss

@@ -3,10 +3,10 @@
 python scripts/sweep.py --out runs/rates --grid "recipe gpt2 modern" "max_lr 2e-3 4e-3" \\
   --seeds 1 2 3 --fixed "data_dir data/books"
 
-Each run is a process of train.py with a folder of its own under --out, named after its options. A
-run that fails or is stopped ends the sweep. Started again, the sweep continues: each run goes on
-from its newest checkpoint, and one that is finished ends after a validation. So table and picture
-always hold all seeds. Stop it by Ctrl-C, which the run gets, too; `kill` ends the sweep alone.
+Each run is a process of train.py. Its folder under --out is named after its options. If a run fails
+or is stopped, the sweep ends. Start the same command again to continue the sweep: each run goes on
+from its newest checkpoint, and a finished run ends after a validation. So table and picture always
+have all seeds. Stop a sweep with Ctrl-C, which also stops the run; `kill` ends the sweep alone.
 """
 
 import itertools
@@ -34,7 +34,7 @@ from utils.errors import UserError
 from utils.logger import logged_run
 
 TRAIN = Path(__file__).resolve().parents[1] / "train.py"
-# Options that change no loss but by rounding: how a run is executed, and what it writes.
+# Options that change a loss only by rounding: how a run is executed, and which files it writes.
 NOT_COMPARED = (
     "checkpoint_dir",
     "log_dir",
@@ -57,9 +57,10 @@ class SweepOptions:
     """Train with every combination of options and every seed."""
 
     grid: tuple[str, ...]
-    """Options of train.py with their values: "recipe gpt2 modern" "max_lr 1e-3 2e-3"."""
+    """Options of train.py, each with its values in one word of quotes, "NAME VALUE VALUE ...":
+    "recipe gpt2 modern" "max_lr 1e-3 2e-3"."""
     fixed: tuple[str, ...] = ()
-    """Options that are equal in every run: "data_dir data/books" "use_torch_compile"."""
+    """Options that are the same in every run: "data_dir data/books" "use_torch_compile"."""
     seeds: tuple[int, ...] = (1, 2, 3)
     """Seeds to train each combination with."""
     out: Path = Path("runs/sweep")
@@ -67,70 +68,75 @@ class SweepOptions:
 
 
 def list_groups(grid: tuple[str, ...]) -> list[str]:
-    """Return every combination of the grid's values, such as "recipe=gpt2 max_lr=2e-3".
+    """Return every combination of the values of --grid, such as "recipe=gpt2 max_lr=2e-3".
 
-    The runs of a group differ in their seed alone.
+    A combination is a group of runs that differ only in their seeds.
     """
-    settings_of_options: list[list[str]] = []  # such as ["recipe=gpt2", "recipe=modern"]
-    for option in grid:
+    settings_of_options: list[list[str]] = []  # for each option, as ["max_lr=1e-3", "max_lr=2e-3"]
+    for option in grid:  # "max_lr 1e-3 2e-3"
         name, *choices = option.split()
-        if not choices:  # the shell has split --grid max_lr 1e-3
+        if not choices:  # the user forgot quotes: --grid max_lr 1e-3
             raise UserError(f'{name} has no values; write --grid "NAME VALUE VALUE ..."')
         settings_of_options.append([f"{name}={choice}" for choice in choices])
     return [" ".join(settings) for settings in itertools.product(*settings_of_options)]
 
 
 def train(options: SweepOptions, name: str, *more_flags: str) -> None:
-    """Train the run `name`, such as "recipe=gpt2 max_lr=2e-3 seed=1", or the steps that it lacks;
-    with --dry_run print its forecast. Raises UserError if it fails, or if its folder has a run with
-    other options."""
+    """Train the run `name`, such as "recipe=gpt2 max_lr=2e-3 seed=1", or continue an earlier run of
+    this name. If `more_flags` has "--dry_run", only print its forecast. Raise UserError if the run
+    fails, or if its folder has a run with other options."""
     folder = options.out / name
-    # The last of two flags of one name wins, so that grid and seed override --fixed.
+    # The last of two flags with one name wins: grid and seed override --fixed.
     settings = list(options.fixed) + name.split()
-    # `split`, as a fixed option may have several values: "data_dir data/a:0.7 data/b:0.3".
-    flags = " ".join(f"--{setting}" for setting in settings).split()
+    # `split` because a fixed option may have several values: "data_dir data/a:0.7 data/b:0.3".
+    flags = " ".join(f"--{setting}" for setting in settings).split()  # ["--max_lr=2e-3", ...]
 
-    # The folder's name lacks --fixed: without this check the table would compare a run of an
-    # earlier sweep, on other data or of another length, with new runs.
-    earlier = logged_run(folder / "logs")  # config.json; None without a log
-    if earlier:
-        changes = compare_options(earlier["config"], flags)
-        if changes:
+    # The folder's name does not contain --fixed. Without this check the table could compare a run
+    # of an earlier sweep, with other data or another length, with new runs.
+    logged_config = logged_run(folder / "logs")  # content of config.json; None without a log
+    if logged_config:
+        changes = describe_changes(logged_config["config"], flags)  # "grad_clip 1.0 (here 2.0)"
+        if changes:  # "" if all options are equal
             raise UserError(f"{folder} has a run with {changes}; give another --out")
 
     print(f"--- {name}", flush=True)  # before the output of train.py
-    # Without a checkpoint, "auto" is a new run.
+    # "auto" resumes the newest checkpoint, or begins a new run if there is none.
     folder_flags = ["--resume", "auto", "--run_dir", str(folder)]
     command = [sys.executable, str(TRAIN), *flags, *folder_flags, *more_flags]
-    # Popen: at Ctrl-C the run is signalled by the terminal and saves; subprocess.run would kill it.
+    # Not subprocess.run, which would kill the run at Ctrl-C: the terminal signals the run, and it
+    # saves.
     exit_code = subprocess.Popen(command).wait()
     if exit_code != 0:
-        raise UserError(f"the run {name} has failed: see above; mend it or take it out of --grid")
+        raise UserError(
+            f"the run {name} has failed, see above; mend it or take its values out of --grid"
+        )
 
 
-def compare_options(saved: dict, flags: list[str]) -> str:
-    """Return the options whose values differ between a run, `saved` from its config.json, and a new
-    run with these flags: "grad_clip 1.0 (here 2.0)", "" without any."""
+def describe_changes(saved: dict, flags: list[str]) -> str:
+    """Describe how the options of a new run with these flags differ from `saved`, the options in
+    the config.json of an earlier run: "grad_clip 1.0 (here 2.0)", or "" if they do not differ."""
     given_options, _, _ = read_options(TrainOptions, "train.py", flags)
     options = resolve_from_recipe(given_options, parse_recipe(given_options.recipe)).to_dict()
-    if options["dtype"] == "auto":  # left to the device
+    if options["dtype"] == "auto":  # the device decides; `saved` has its decision
         options["dtype"] = saved["dtype"]
     return list_changes(comparable(saved), comparable(options))
 
 
 def comparable(options: dict) -> dict:
-    """Return the options that a loss depends on, with a folder of shards by its one true path."""
+    """Return the options that a loss depends on, with the real paths of the folders of shards."""
     compared = {name: value for name, value in options.items() if name not in NOT_COMPARED}
     compared["data_dir"] = [os.path.realpath(folder) for folder in options["data_dir"]]
     return compared
 
 
 def to_markdown(groups: list[str], losses: np.ndarray, metric: str) -> str:
-    """Return a Markdown table of losses (groups, seeds), the lowest mean first, with the difference
-    to the best group: the mean over pairs of runs of one seed, which read the same data in the same
-    order."""
+    """Return a Markdown table of losses (groups, seeds), the lowest mean first.
+
+    The last column is the mean difference to the best group over pairs of runs with the same seed,
+    which read the same data in the same order.
+    """
     num_seeds = losses.shape[1]
-    ddof = min(1, num_seeds - 1)  # sample std; 0 for a single seed
+    ddof = min(1, num_seeds - 1)  # 1 for the sample std; 0 for a single seed, whose std is 0
     means = losses.mean(axis=1)  # (groups,)
     order = means.argsort()  # best group first, NaN last
     differences = losses - losses[order[0]]  # (groups, seeds)
@@ -144,37 +150,41 @@ def to_markdown(groups: list[str], losses: np.ndarray, metric: str) -> str:
 def draw_groups(
     runs: list[LoggedRun], groups: list[str], losses: np.ndarray, metric: str, out: Path
 ) -> None:
-    """Draw the validation losses of each group into the picture `out`: the mean over seeds as a
-    line in a band of one standard deviation to each side. `runs` has all seeds of the first group,
-    then of the second, ...; `losses` (groups, seeds) are their last ones, which sort the legend."""
+    """Draw the validation losses of each group into the picture `out`: a line for the mean over
+    seeds, and a band of one standard deviation on each side.
+
+    `runs` has all seeds of the first group, then all seeds of the second, and so on. `losses`
+    (groups, seeds) are the last validation losses of the runs; the legend is sorted by their means.
+    """
     num_seeds = losses.shape[1]
     ddof = min(1, num_seeds - 1)  # as in the table
     picture, panels = figure.make_panels([[metric]])
     axes = panels[metric]
-    # blue for the best group, red for the worst
+    # from blue for the best group to red for the worst
     colors = colormaps["turbo"](np.linspace(0.1, 0.9, len(groups)))
     for color, i in zip(colors, losses.mean(axis=1).argsort(), strict=True):
         # (training tokens, validation losses) of each seed of group i
         curves = [curve(run, "val", metric) for run in runs[num_seeds * i : num_seeds * (i + 1)]]
-        # [1:]: without the untrained models, which lie far above
+        # [1:] drops the untrained model, whose loss is far above the others
         train_tokens = curves[0][0][1:]  # (validations,), the same for all seeds
         val_losses = np.array([curve_losses[1:] for _, curve_losses in curves])
-        mean = val_losses.mean(axis=0)  # over seeds: (validations,) of (seeds, validations)
+        # val_losses is (seeds, validations); mean and std over seeds are (validations,)
+        mean = val_losses.mean(axis=0)
         std = val_losses.std(axis=0, ddof=ddof)
         label = f"{groups[i]}: {losses[i].mean():.4f} ± {losses[i].std(ddof=ddof):.4f}"
         axes.plot(train_tokens, mean, color=color, label=label)
         axes.fill_between(train_tokens, mean - std, mean + std, color=color, alpha=0.2, lw=0)
     if num_seeds > 1:
         label = f"band: one standard deviation of {num_seeds} seeds above and below their mean"
-        axes.plot([], [], " ", label=label)  # a line of the legend alone
+        axes.plot([], [], " ", label=label)  # adds a legend entry, draws no line
     figure.save(picture, out, step_tokens=figure.tokens_per_step(runs))
 
 
 def main(options: SweepOptions) -> None:
     groups = list_groups(options.grid)
-    # all seeds of the first group, then of the next, ...
+    # all seeds of the first group, then all seeds of the next, ...
     names = [f"{group} seed={seed}" for group in groups for seed in options.seeds]
-    for group in groups:  # a flag that train.py refuses is found before the first run trains
+    for group in groups:  # a dry run of each group finds wrong flags before the first run trains
         train(options, f"{group} seed={options.seeds[0]}", "--dry_run")
     for name in names:
         train(options, name)
@@ -182,7 +192,7 @@ def main(options: SweepOptions) -> None:
 
     # nats per token, or bits per byte if the groups' tokenizers differ
     metric = comparable_loss(runs)
-    # NaN for shards made elsewhere, which do not tell the bytes of their text.
+    # NaN if the manifest of the shards lacks the size of their text: then there is no bits_per_byte
     last_losses = [run.log["val"][-1].get(metric, np.nan) for run in runs]
     losses = np.array(last_losses, float).reshape(len(groups), -1)  # (groups, seeds)
     table = to_markdown(groups, losses, metric)

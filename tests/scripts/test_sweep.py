@@ -4,7 +4,7 @@ from conftest import SMALL, script, user_error
 from matplotlib.figure import Figure
 
 from scripts import sweep
-from scripts.sweep import NOT_COMPARED, SweepOptions, compare_options, main, to_markdown
+from scripts.sweep import NOT_COMPARED, SweepOptions, describe_changes, main, to_markdown
 from utils.cli import to_flags
 from utils.logger import logged_run
 
@@ -78,7 +78,7 @@ def test_runs_are_compared_by_the_values_of_their_options(trained, shards, monke
     flags |= {"data_dir": shards.name, "max_steps": 20}
 
     def changes(**others):
-        return compare_options(saved, to_flags(flags | others))
+        return describe_changes(saved, to_flags(flags | others))
 
     assert changes() == ""
     assert changes(max_lr="0.003", data_dir=shards, warmup_steps="05") == ""  # the same values
