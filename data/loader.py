@@ -1,20 +1,20 @@
 """Data order: which sequences a training step reads, as a pure function of (seed, step).
 
-nanoGPT draws random offsets, so that some tokens are seen twice and others never. Here the stream
-of all tokens is cut into sequences: sequence w is tokens [w*T, w*T + T], T inputs and T targets,
-shifted by one; only the last partial one is left out. Epoch e visits every sequence exactly once,
-in an order drawn from (seed, e). Step s takes positions [s*G, (s+1)*G) of that order, G sequences
-in a global batch, and processes and micro-steps slice this range.
+nanoGPT draws random offsets, so that a run reads some tokens twice and others never. Here the
+stream of all tokens is cut into sequences: sequence w is tokens [w*T, w*T + T], T inputs and T
+targets, shifted by one; only the last partial sequence is left out. Epoch e visits every sequence
+exactly once, in an order drawn from (seed, e). Step s takes positions [s*G, (s+1)*G) of that order,
+for a global batch of G sequences. Processes and micro-steps slice this range.
 
 So there is no state to save: a resumed run, with any number of processes and any micro-batch,
-goes on with the very sequences that come next.
+goes on with exactly the sequences that come next.
 
-Where --data_dir names several corpora with weights, positions come in periods. In a period of P
+If --data_dir names several corpora with weights, positions come in periods. In a period of P
 positions each corpus has a whole number of places, P times its weight, which are spread evenly; the
-next period repeats them. With 0.75 and 0.25, P is 4 and the places are a, a, b, a. The
-k-th place of a corpus, counted over all periods, is the k-th sequence of its own order. So any P
-positions in a row hold exactly the share of each corpus, and shorter stretches about that. Drawing
-the corpus of each position by chance would give shares that are right in the mean only.
+next period repeats them. With weights 0.75 and 0.25, P is 4 and the places are a, a, b, a. The
+k-th place of a corpus, counted over all periods, is the k-th sequence of the corpus's own order. So
+any P positions in a row hold exactly the share of each corpus, and shorter stretches about that
+share. A random corpus for each position would give the right shares only in the mean.
 """
 
 import hashlib
@@ -34,30 +34,31 @@ from data.shards import ShardFolder, TokenStream, open_folders
 from utils.errors import UserError
 
 # With ideal hashes, four rounds make a strong pseudorandom permutation (Luby and Rackoff 1988);
-# two more make up for a hash that is only fast. Another number would change the data order of
-# every seed.
+# two more make up for a hash that is fast, not ideal. Another number of rounds would change the
+# data order of every seed.
 FEISTEL_ROUNDS = 6
 
 LONGEST_PERIOD = 1_000_000  # positions; each takes 16 bytes of memory
 
 
 def permute(positions: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
-    """Map positions (any shape, each in [0, n)) of an epoch to sequence ids, each used once.
+    """Map positions of an epoch (any shape, each in [0, n)) to sequence ids in [0, n): a shuffle.
 
-    A shuffled array of n ids would do, but takes 8 bytes a sequence on each process, and seconds at
-    each start: 10 million sequences are 80 MB. A Feistel network computes any element of a shuffle
-    by itself. It splits a number into two halves of bits and in each round XORs one half with a
-    hash of the other and a key. Whatever the hash, a round can be undone, so that the network is a
-    permutation of all numbers of that many bits.
+    A shuffled array of n ids would take 8 bytes a sequence in each process (80 MB for 10 million
+    sequences) and seconds at each start. A Feistel network computes any single element of a
+    shuffle. It splits a number into two halves of bits, and in each round XORs one half with a hash
+    of a key and the other half. A round can be undone with any hash, so that the network is a
+    permutation of all numbers with this many bits.
 
-    These are a power of 4, and n is not. A result outside [0, n) goes through the network again
-    until it lies inside (cycle walking, Black and Rogaway 2002). That stays a permutation, as each
-    cycle of the network only loses its elements outside, and takes below 4 passes in the mean.
+    The count of these numbers is a power of 4, and n is usually not. A result outside [0, n) goes
+    through the network again until it lies inside (cycle walking, Black and Rogaway 2002). The
+    result is still a permutation, because each cycle of the network only loses its elements outside
+    [0, n). It takes fewer than 4 passes in the mean.
     """
     # half of the smallest even number of bits that holds all numbers below n
     half_bits = ((n - 1).bit_length() + 1) // 2
     half_mask = (1 << half_bits) - 1
-    # a uint64 key for each round; the hash is the same on every machine, as Python's hash() is not
+    # a uint64 key for each round; this hash is the same on every machine, unlike Python's hash()
     digest = hashlib.blake2b(f"{seed} {epoch}".encode(), digest_size=8 * FEISTEL_ROUNDS).digest()
     round_keys = np.frombuffer(digest, "<u8")
 
@@ -69,23 +70,23 @@ def permute(positions: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
         left = sequence_ids[outside] >> half_bits
         right = sequence_ids[outside] & half_mask
         for key in round_keys:
-            # multiply and shift, with constants of SplitMix64 (Steele et al. 2014): each bit of
-            # `right` changes half of the bits; the upper 32, which are mixed best, are taken
+            # Multiply and shift with the constants of SplitMix64 (Steele et al. 2014): each bit of
+            # `right` changes half of the bits. Take the upper 32 bits, which are mixed best.
             mixed = (right + key) * 0x9E3779B97F4A7C15
             mixed ^= mixed >> 29
             mixed *= 0xBF58476D1CE4E5B9
             mixed >>= 32
             mixed &= half_mask
-            # the halves change places, so that the next round alters the other one
+            # swap the halves, so that the next round changes the other half
             left, right = right, left ^ mixed
         sequence_ids[outside] = (left << half_bits) | right
         outside = sequence_ids >= n
-    return sequence_ids.astype(np.int64)  # as callers add and subtract
+    return sequence_ids.astype(np.int64)  # callers add and subtract
 
 
 def epoch_order(positions: np.ndarray, n: int, seed: int) -> np.ndarray:
-    """Return the ids (N,) of the sequences, of n in all, at positions (N,) of the data order, epoch
-    after epoch."""
+    """Return the sequence ids (N,), each in [0, n), at positions (N,) of the data order of n
+    sequences: n positions for each epoch, one epoch after the other."""
     sequence_ids = np.empty_like(positions)
     epochs = positions // n  # (N,)
     for epoch in np.unique(epochs):  # a batch may reach into the next epoch
@@ -95,14 +96,14 @@ def epoch_order(positions: np.ndarray, n: int, seed: int) -> np.ndarray:
 
 
 def sequence_ids_of_step(step: int, sequences_per_step: int, n: int, seed: int) -> np.ndarray:
-    """Return the ids (G,) of the sequences, of n in all, in a step of G = `sequences_per_step`;
-    steps count from 0."""
+    """Return the sequence ids (G,), each in [0, n), of a step with G = `sequences_per_step`; steps
+    count from 0."""
     return epoch_order(step * sequences_per_step + np.arange(sequences_per_step), n, seed)
 
 
 class Sequences:
-    """A token stream cut into sequences of T = `block_size` inputs and as many targets. Raises
-    UserError if the stream is too short for one."""
+    """A token stream cut into sequences of T = `block_size` inputs and T targets. Raises UserError
+    if the stream is too short for one sequence."""
 
     def __init__(self, stream: TokenStream, block_size: int) -> None:
         self.stream = stream
@@ -118,14 +119,14 @@ class Sequences:
         return (len(self.stream) - 1) // self.block_size
 
     def count_within(self, num_tokens: int) -> int:
-        """Return how many sequences have the first `num_tokens` targets (--val_tokens): at least 1,
-        at most all."""
+        """Return the number of sequences for the first `num_tokens` targets (--val_tokens): at
+        least 1, at most all."""
         return min(len(self), max(1, num_tokens // self.block_size))
 
     def read(self, sequence_id: int) -> np.ndarray:
         """Return the tokens of a sequence, int64 (T + 1,), T = block_size."""
         start = sequence_id * self.block_size
-        # + 1: the target of the last input, which is the first input of the next sequence
+        # + 1: the target of the last input, also the first input of the next sequence
         return self.stream.read(start, self.block_size + 1)
 
     def make_batch(self, sequence_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -136,38 +137,38 @@ class Sequences:
 def shift(rows: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     """Return inputs and targets, (B, T) each, of B rows (T + 1,): a target is the next token."""
     tokens = np.stack(rows)  # (B, T + 1)
-    # Copies, not views: validation overwrites some targets in place by -1, which must not become
-    # an input.
+    # Copy: validation overwrites some targets by -1 in place, which must not become inputs.
     return tokens[:, :-1].copy(), tokens[:, 1:].copy()
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Folders of token shards that are read as one stream, and their share of the positions."""
+    """Folders of token shards that form one stream, and their weight in the data order."""
 
     folders: list[Path]
     weight: Fraction
-    """Share of all positions."""
+    """Share of all positions, 0 to 1."""
 
 
 def parse_corpora(data_dir: Sequence[Path | str]) -> list[Corpus]:
     """Return the corpora of --data_dir; their weights add up to 1.
 
-    FOLDER:WEIGHT is a corpus, folders without weights are one together. Raises UserError if some
-    folders have a weight and others do not, and for a folder that is named twice.
+    Each FOLDER:WEIGHT is a corpus; folders without weights together are one corpus. Raises
+    UserError if only some of the folders have a weight, or if a folder is named twice.
     """
     corpora: list[Corpus] = []
     for name in data_dir:
-        # a number after the last colon, unless a folder has this very name
+        # a number after the last colon is a weight, unless a folder has this whole name
         match = re.fullmatch(r"(.+):(\d+\.?\d*|\.\d+)", str(name))
         if match and not Path(name).exists():
-            corpora.append(Corpus([Path(match[1])], Fraction(match[2])))  # exact, even 0.1
+            # exact, even 0.1; the last line of this function divides it by the sum of weights
+            corpora.append(Corpus([Path(match[1])], Fraction(match[2])))
     if not corpora:  # no folder has a weight
         corpora = [Corpus([Path(name) for name in data_dir], Fraction(1))]
     folders = [folder for corpus in corpora for folder in corpus.folders]
     if len(set(folders)) < len(folders):
         raise UserError("data_dir names a folder twice, whose text would count twice")
-    # fewer folders than names: the names without a weight were left out above
+    # fewer folders than names: the loop above has left out names without a weight
     if len(folders) < len(data_dir) or min(corpus.weight for corpus in corpora) == 0:
         raise UserError("data_dir: give each folder a weight above 0, as FOLDER:0.7, or none")
     # fractions, not floats: each corpus needs a whole number of places in a period
@@ -176,57 +177,70 @@ def parse_corpora(data_dir: Sequence[Path | str]) -> list[Corpus]:
 
 
 def assign_places(places_per_period: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the corpus of each place in a period of P = sum(places_per_period) places, and its
-    turn, the number of earlier places of the same corpus in the period; int64 (P,) each.
+    """Return the corpus of each place in a period of P = sum(places_per_period) places, and the
+    turn of each place: the number of earlier places of the same corpus in the period. int64 (P,)
+    each.
 
     Take the period as one unit of time. A corpus with s places cuts it into s equal parts, and has
-    a place in the middle of each part, at (turn + 1/2) / s. All places in the order of time are the
-    period. With 3 and 1 places the times are 1/6, 3/6, 5/6 and 1/2: corpora 0, 0, 1, 0.
+    a place in the middle of each part, at (turn + 1/2) / s. All places in the order of time make
+    the period. With 3 and 1 places the times are 1/6, 3/6, 5/6 and 1/2: corpora 0, 0, 1, 0.
 
-    At a time t a corpus has had t * s places, off by at most 1/2. So of the first n places it has
-    n * s / P, off by at most (K - 1) / 2 with K corpora: 1/2 with two.
+    Up to time t a corpus has t * s places, to within 1/2. So it has n * s / P of the first n
+    places, to within (K - 1) / 2 with K corpora: 1/2 with two.
     """
     num_corpora = len(places_per_period)
     corpus_ids = np.repeat(np.arange(num_corpora), places_per_period)  # (P,), corpus by corpus
     turns = np.concatenate([np.arange(num_places) for num_places in places_per_period])  # (P,)
     times = (turns + 0.5) / np.array(places_per_period)[corpus_ids]
-    # stable: of equal times the first corpus comes first, on every machine
+    # stable: at equal times the first corpus comes first, on every machine
     by_time = np.argsort(times, kind="stable")
     return corpus_ids[by_time], turns[by_time]
 
 
+def short_names(names: Sequence[str]) -> list[str]:
+    """Return names or paths of folders, shortened to their last parts: as few parts as tell them
+    apart, ["a/shards", "b/shards"] for ["data/a/shards", "data/b/shards"]."""
+    parts = [Path(name).parts for name in names]
+    for count in range(1, max(map(len, parts))):
+        shortened = [str(Path(*path_parts[-count:])) for path_parts in parts]
+        if len(set(shortened)) == len(names):
+            return shortened
+    return list(names)
+
+
 class Mixture:
-    """The corpora of --data_dir, of one split, cut into sequences. Sequence ids count through the
-    corpora one after the other. A position is one in the data order, a place the position within a
-    period, and a turn counts the earlier places of the same corpus in the period: of the corpora
-    a, a, b, a these are 0, 1, 0, 2. Raises UserError for a damaged folder, or for folders that
-    cannot be read together."""
+    """One split of the corpora of --data_dir, cut into sequences. Sequence ids count through the
+    corpora one after the other. A position is an index in the data order, a place is an index
+    within a period, and the turn of a place is the number of earlier places of its corpus in the
+    period: places a, a, b, a have turns 0, 1, 0, 2. Raises UserError for a damaged folder, or for
+    folders that cannot be read together."""
 
     def __init__(self, data_dir: Sequence[Path | str], split: str, block_size: int) -> None:
         corpora = parse_corpora(data_dir)
         self.corpus_weights = [float(corpus.weight) for corpus in corpora]
-        """Share of each corpus in the positions; they add up to 1."""
+        """Share of each corpus in the positions; the shares add up to 1."""
         self.corpus_sequences: list[Sequences] = []
         """Sequences of each corpus."""
         all_folders: list[ShardFolder] = []
         for corpus in corpora:
-            # only folders that have shards of the split; UserError if none has
+            # only the folders that have the split; UserError if none has it
             folders = open_folders(corpus.folders, split)
             self.corpus_sequences.append(Sequences(TokenStream(folders), block_size))
             all_folders += folders
         # TokenStream refuses corpora that differ in tokenizer or val_fraction.
         self.stream = TokenStream(all_folders)
-        """All tokens, for their number, checksum and tokenizer. Batches read
+        """All tokens, for their number, checksum and tokenizer. Batches come from
         `corpus_sequences`."""
-        # Folders without weights are one corpus, which is named after the first of them.
+        # folders without weights are one corpus, which is named after its first folder
         first_folders = [sequences.stream.folders[0] for sequences in self.corpus_sequences]
         self.names = [folder.name for folder in first_folders]
-        """Name of each corpus, for the log: loss_NAME."""
+        """Name of each corpus, for the log (loss_NAME): the name of its first folder, or the path
+        of the folder if two corpora have the same name."""
         if len(set(self.names)) < len(self.names):  # e.g. a/shards and b/shards
             self.names = [str(folder.path) for folder in first_folders]
         sizes = [len(sequences) for sequences in self.corpus_sequences]
         self.starts = np.cumsum([0, *sizes])
-        """Id of the first sequence of each corpus; last, the number of sequences."""
+        """Id of the first sequence of each corpus, and at the end the number of all sequences."""
         # the smallest number of positions in which each corpus has a whole number of places
         self.period = math.lcm(*(corpus.weight.denominator for corpus in corpora))
         """Positions after which the places of the corpora repeat."""
@@ -241,31 +255,31 @@ class Mixture:
         self.corpus_of_place, self.turn_of_place = assign_places(self.places_per_period)
 
     def sequence_ids_at(self, positions: np.ndarray, seed: int) -> np.ndarray:
-        """Return the ids (N,) of the sequences at positions (N,) of the data order."""
+        """Return the sequence ids (N,) at positions (N,) of the data order."""
         # position 10 of periods of 4 is place 2 of period 2
         num_periods, places = np.divmod(positions, self.period)  # (N,) each
         sequence_ids = np.empty_like(positions)
         for i, sequences in enumerate(self.corpus_sequences):
             in_corpus = self.corpus_of_place[places] == i  # (N,) bool
-            # Positions in the order of this corpus: `places_per_period[i]` for each earlier period,
-            # plus the turn within this period.
+            # A position in the order of this corpus is its turn in this period, plus
+            # `places_per_period[i]` for each earlier period.
             turns = self.turn_of_place[places[in_corpus]]
             corpus_positions = num_periods[in_corpus] * self.places_per_period[i] + turns
-            # each corpus is shuffled by itself, and its ids count from 0
+            # each corpus is shuffled separately, with ids from 0
             ids_in_corpus = epoch_order(corpus_positions, len(sequences), seed)
             sequence_ids[in_corpus] = self.starts[i] + ids_in_corpus
         return sequence_ids
 
     def sequence_ids_of_step(self, step: int, sequences_per_step: int, seed: int) -> np.ndarray:
-        """Return the ids (G,) of the sequences in a step of G = `sequences_per_step`, those of all
-        processes; steps count from 0."""
+        """Return the sequence ids (G,) of a step for all processes, G = `sequences_per_step`; steps
+        count from 0."""
         return self.sequence_ids_at(step * sequences_per_step + np.arange(sequences_per_step), seed)
 
     def make_batch(self, sequence_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return inputs and targets, int64 (B, T) each, of sequences (B,)."""
         rows: list[np.ndarray] = []  # (T + 1,) each
         for sequence_id in sequence_ids:
-            # ids of corpus i are [starts[i], starts[i + 1]): the last start not above the id
+            # corpus i has ids [starts[i], starts[i + 1]): take the last start not above the id
             corpus_id = np.searchsorted(self.starts, sequence_id, side="right") - 1
             id_in_corpus = sequence_id - self.starts[corpus_id]
             rows.append(self.corpus_sequences[corpus_id].read(id_in_corpus))
@@ -273,27 +287,27 @@ class Mixture:
 
     @property
     def checksum(self) -> int:
-        """Identity of the tokens and, of several corpora, of the order of their places: a run that
-        is resumed with another one is told so."""
+        """Checksum of the tokens and, with several corpora, of the order of their places. A resumed
+        run warns if it differs."""
         if len(self.names) == 1:
             return self.stream.checksum
         return zlib.crc32(self.corpus_of_place.tobytes(), self.stream.checksum)
 
     @property
     def title(self) -> str:
-        """Names of the corpora; of several, with their shares."""
+        """Names of the corpora, for logs and checkpoints; with several corpora, their shares, too:
+        "75 % of a, 25 % of b"."""
         if len(self.names) == 1:
             return self.names[0]
-        # .name, as the names are paths where two folders have the same one
         return ", ".join(
-            f"{100 * weight:.4g} % of {Path(name).name}"
-            for weight, name in zip(self.corpus_weights, self.names, strict=True)
+            f"{100 * weight:.4g} % of {name}"
+            for weight, name in zip(self.corpus_weights, short_names(self.names), strict=True)
         )
 
     def describe_epochs(self, num_tokens: int) -> str:
-        """Return how often `num_tokens` tokens of training see their corpus; of several, the one
-        that they see most often, by name."""
-        # for each corpus the tokens that the run draws from it, over the tokens that it has
+        """Return the number of epochs in `num_tokens` training tokens, as text; with several
+        corpora, the epochs and the name of the corpus that is seen most often."""
+        # for each corpus: tokens that the run reads from it / tokens that it has
         epochs = [
             weight * num_tokens / len(sequences.stream)
             for weight, sequences in zip(self.corpus_weights, self.corpus_sequences, strict=True)
@@ -313,10 +327,10 @@ class Slicing:
     micro_batch_size: int
     """Sequences in one forward and backward pass of a process."""
     data_rank: int
-    """Process.data_rank: processes that share a block by tensor parallelism have the same, and read
+    """Process.data_rank. Processes of one tensor-parallel group have the same data rank and read
     the same sequences."""
     data_parallel: int
-    """Number of data ranks; without tensor parallelism the number of processes."""
+    """Number of data ranks; without tensor parallelism, the number of processes."""
 
     @property
     def sequences_per_step(self) -> int:
@@ -324,11 +338,11 @@ class Slicing:
         return self.micro_steps * self.micro_batch_size * self.data_parallel
 
     def local_sequence_ids(self, sequence_ids: np.ndarray) -> np.ndarray:
-        """Return the ids (micro_steps, micro_batch_size) that this process reads, of those of a
-        step, (sequences_per_step,)."""
-        # Micro-step first, rank second: micro-step i of W ranks together is sequences
-        # [i*B*W, (i+1)*B*W) of the step, with B in a micro-batch. So with the same B*W, other
-        # numbers of processes read the same sequences in each micro-step.
+        """Return the ids that this process reads, (micro_steps, micro_batch_size), given all ids of
+        a step, (sequences_per_step,)."""
+        # Micro-step first, rank second: in micro-step i, the W ranks together read sequences
+        # [i*B*W, (i+1)*B*W) of the step, with micro-batches of B. So runs with the same B*W read
+        # the same sequences in each micro-step, with any number of processes.
         by_rank = sequence_ids.reshape(self.micro_steps, self.data_parallel, self.micro_batch_size)
         return by_rank[:, self.data_rank]
 
@@ -336,8 +350,8 @@ class Slicing:
 def train_batches(
     data: Mixture, slicing: Slicing, seed: int, steps: range
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield this process's micro-batches, inputs and targets (B, T), micro_steps of them for each
-    step."""
+    """Yield this process's micro-batches, inputs and targets (B, T): `slicing.micro_steps` of them
+    for each step."""
     for step in steps:
         # every process computes the order of the whole step, and reads only its own sequences
         for sequence_ids in slicing.local_sequence_ids(
@@ -347,13 +361,13 @@ def train_batches(
 
 
 def prefetch(items: Iterator) -> Iterator:
-    """Yield items, none of them None, that a background thread computes four items ahead, so that
-    training does not wait for the disk. An error is raised where its item would come."""
+    """Yield `items`, which a background thread computes four items ahead, so that training does not
+    wait for the disk. No item may be None. An error is raised in place of its item."""
     # one thread: `items` is a generator, which two threads may not advance at once
     worker = ThreadPoolExecutor(1, thread_name_prefix="prefetch")
     try:
-        # Futures in the order of the items. Four bridge a slow read between fast ones; more only
-        # take memory. `next` returns None after the last item.
+        # Futures in the order of the items. Four items bridge a slow read; more only take memory.
+        # `next` returns None after the last item.
         pending: deque[Future] = deque(worker.submit(next, items, None) for _ in range(4))
         while True:
             item = pending.popleft().result()  # waits for the item, and raises its error
@@ -362,5 +376,5 @@ def prefetch(items: Iterator) -> Iterator:
             pending.append(worker.submit(next, items, None))
             yield item
     finally:
-        # Also when the consumer stops early: calls that have not begun are dropped.
+        # also if the consumer stops early: drop calls that have not begun
         worker.shutdown(cancel_futures=True)

@@ -19,7 +19,14 @@ from hypothesis import strategies as st
 from test_fineweb_edu import shard
 
 from data import verify
-from data.loader import Corpus, Mixture, assign_places, epoch_order, parse_corpora
+from data.loader import (
+    Corpus,
+    Mixture,
+    assign_places,
+    epoch_order,
+    parse_corpora,
+    short_names,
+)
 from data.manifest import read_manifest, write_manifest
 from utils.logger import read_metrics
 
@@ -78,6 +85,17 @@ def test_shares_are_exact_and_each_corpus_runs_through_its_own_order(folders):
     checksum = mixture.checksum
     mixture.corpus_of_place = mixture.corpus_of_place[::-1].copy()
     assert mixture.checksum != checksum and Mixture(names, "train", 32).checksum == checksum
+
+
+def test_the_title_tells_folders_of_the_same_name_apart(folders, tmp_path):
+    for name in ("a", "b"):
+        shutil.copytree(folders / name, tmp_path / name / "shards")
+    names = [f"{tmp_path}/a/shards:1", f"{tmp_path}/b/shards:1"]
+    assert Mixture(names, "train", 32).title == "50 % of a/shards, 50 % of b/shards"
+    assert short_names(["x", "y"]) == ["x", "y"]
+    assert short_names(["shards", "a/shards"]) == ["shards", "a/shards"]
+    assert short_names(["a/x/s", "b/x/s", "b/y/s"]) == ["a/x/s", "b/x/s", "b/y/s"]
+    assert short_names(["/1/a/s", "/1/b/s", "/1/b/t"]) == ["a/s", "b/s", "b/t"]
 
 
 @settings(max_examples=40, deadline=None)
