@@ -1,8 +1,8 @@
 """Manifest of a folder of token shards, manifest.json: its settings, shards, and what was read.
 
 data/sharder.py writes it, data/shards.py reads it; docs/FORMATS.md lists its keys, which are the
-fields here. Part of it is a ledger: for each file how many rows and texts it gave, and why other
-rows are no texts. So nothing is lost without a word. data/source.py counts them.
+fields here. Its ledger counts for each file the rows, the texts, and the skipped rows by reason, so
+that no row is lost silently. data/source.py counts them.
 """
 
 import json
@@ -17,17 +17,17 @@ MANIFEST = "manifest.json"
 
 @dataclass
 class FileCounts:
-    """Entry of the ledger: counts of what a file, or a dataset of the hub, has given so far."""
+    """Entry of the ledger: counts of the rows that a file, or a dataset of the hub, gave so far."""
 
     size: int
-    """Bytes of the file, compressed if it is; 0 for a dataset."""
+    """Bytes of the file on disk; 0 for a dataset."""
     rows: int = 0
     texts: int = 0
     """Rows that are texts."""
     bytes: int = 0
     """Bytes of the texts in UTF-8."""
     skipped: dict[str, int] = field(default_factory=dict)
-    """Rows that are no texts, by reason."""
+    """Number of rows that are not texts, by reason."""
 
 
 @dataclass
@@ -46,25 +46,33 @@ class ShardEntry:
 
 @dataclass
 class ResumePoint:
-    """Where the next run continues: in a document, after its first `tokens` tokens."""
+    """Where the next run continues: in a document, after its first `tokens` tokens. ResumePoint()
+    is the beginning of the source."""
 
     source: dict | None = None
     """SourcePosition (data/source.py) of the document's batch, as JSON; None: the source's
     beginning."""
     documents: int = 0
-    """Rows of the batch before the document."""
+    """Rows of the batch before the document, skipped rows included; see `first_row`."""
     tokens: int = 0
     """Tokens of the document that are in the shards."""
     open: dict[str, int] = field(default_factory=dict)
-    """Tokens of each shard that is not full, by split. Its file may hold more, of a killed run."""
+    """Tokens of each shard that is not full, by split. After a killed run its file may hold more
+    tokens."""
     checksums: dict[str, int] = field(default_factory=dict)
-    """CRC-32 of the tokens of `open`; other versions have none."""
+    """CRC-32 of the tokens that `open` counts, by split; {} in manifests of other versions."""
+
+    @property
+    def first_row(self) -> int:
+        """Index in the batch of the row to continue with; its key in the file is `documents`."""
+        return self.documents
 
 
 @dataclass(kw_only=True)
 class Settings:
-    """Settings on which the tokens of a folder depend. With others its next shards would not follow
-    those that it has. Manifests of other versions may lack those with a default."""
+    """Settings on which the tokens of a folder depend. A run with other settings is refused: its
+    shards would not continue the folder's. Manifests of other versions may lack a setting that has
+    a default."""
 
     tokenizer: str
     """Tokenizer.name: "gpt2", "bytes", or "tokenizer-" and a checksum of the tokenizer.json."""
@@ -72,21 +80,21 @@ class Settings:
     eot: int | None = None
     """Id of the end-of-text token."""
     end_of_text: str | None = None
-    """The token of that id; None without a tokenizer.json."""
+    """Text of the end-of-text token; None without a tokenizer.json."""
     shard_size: int = 0
     """Tokens of a full shard."""
     format: str = "npy"
     """"npy" or "bin", the suffix of the shards."""
     val_fraction: float | None = None
-    """Share of documents for validation."""
+    """Share of documents for validation, 0 to 1; None in manifests of older versions."""
     dataset: str = "HuggingFaceFW/fineweb-edu"
     remote_name: str | None = None
-    """Configuration of the hub's dataset, as "sample-10BT"."""
+    """Configuration of the hub's dataset, such as "sample-10BT"."""
     text_column: str | None = None
     worker_index: int = 0
     worker_count: int = 1
     files: list[str] = field(default_factory=list)
-    """Names of all files, those of other workers included; [] of a dataset."""
+    """Names of all files, other workers' files included; [] for a dataset."""
     sizes: list[int] = field(default_factory=list)
     """Bytes of each of `files`."""
 
@@ -105,26 +113,27 @@ class Manifest(Settings):
     documents: int = 0
     """Documents written so far."""
     ledger: dict[str, FileCounts] = field(default_factory=dict)
-    """Counts of each file that was read, up to `state`."""
+    """Counts of each file that was read, by name, up to `state`."""
     skipped: dict[str, int] = field(default_factory=dict)
-    """Rows that are no documents, by reason: the sum over the ledger."""
+    """Number of skipped rows, by reason: the sum over the ledger."""
     bytes: dict[str, int] = field(default_factory=lambda: {"train": 0, "val": 0})
     """Bytes of the source text in UTF-8, by split; 0 if they were not counted."""
     lost_bytes: int = 0
     """Bytes of the text that the tokenizer does not give back; 0 without --allow_loss."""
     held_out: int = 0
-    """Tokens of the last document, or of the last short ones, that are held out for validation. 0
-    where hashes gave both splits enough, and where nothing is divided."""
+    """Tokens of the last document, or of the last short documents, that are held out for
+    validation; 0 if the hashes gave both splits enough text, or if nothing is divided."""
     state: ResumePoint = field(default_factory=ResumePoint)
+    """Where the next run continues."""
 
 
 def read_manifest(folder: Path) -> Manifest | None:
-    """Return the manifest of a folder, None if it has none, as folders of other projects. Raises
-    UserError if it is damaged."""
+    """Return the manifest of a folder; None if there is none, as in folders of other projects.
+    Raises UserError if the manifest is damaged."""
     path = folder / MANIFEST
     if not path.exists():
         return None
-    # An error within becomes a UserError that names the file.
+    # `reading` turns an error in this block into a UserError that names the file.
     with reading(path, "a manifest of shards"):
         content = json.loads(path.read_text(encoding="utf-8"))
         # `asdict` has turned these dataclasses into dicts.
@@ -132,7 +141,7 @@ def read_manifest(folder: Path) -> Manifest | None:
         ledger = content.get("ledger", {})
         content["ledger"] = {name: FileCounts(**counts) for name, counts in ledger.items()}
         content["state"] = ResumePoint(**content.get("state", {}))
-        # Keys of other versions are dropped; their defaults stand for keys that are missing.
+        # Drop keys of other versions; a missing key gets the default of its field.
         names = {field.name for field in fields(Manifest)}
         return Manifest(**{name: content[name] for name in names & content.keys()})
 
@@ -140,6 +149,6 @@ def read_manifest(folder: Path) -> Manifest | None:
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Replace the manifest of a folder atomically."""
     with atomic_write(folder / MANIFEST) as file:
-        # An entry a line. `indent` would take five times as long, which counts where there are many
-        # files and a save for each full shard; so would asdict, which copies all entries.
+        # Write one entry a line. `indent` would take five times as long, and so would asdict, which
+        # copies all entries: it matters for many files, with a save for each full shard.
         file.write(json.dumps(manifest, default=vars, separators=(",\n", ": ")).encode())

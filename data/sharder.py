@@ -1,12 +1,12 @@
 """Sharder: resumable writing of documents to the shards of a folder.
 
-The one idea: whenever a shard gets full, and at the end of the source, the manifest is saved with
-all that it takes to continue from this moment, its "state", a ResumePoint. A run that is killed
-later has written more than that; the next one cuts the open shards back to that point and writes
-the same tokens again. So the shards are those of a run that was never killed, whenever that
-happens.
+The one idea: whenever a shard gets full, and at the end of the source, the sharder saves the
+manifest with a ResumePoint, its "state": all that a later run needs to continue from this moment. A
+run that is killed later has written more tokens than the resume point counts. The next run cuts the
+open shards back to the resume point and writes the same tokens again. So the shards equal the
+shards of a run that was never killed.
 
-Where the documents come from, and in which order, is decided in data/source.py.
+data/source.py decides where the documents come from, and in which order.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ from data.source import Source, SourcePosition
 from utils.errors import UserError
 from utils.files import atomic_write, replace_file
 
-# spans of the last text; where it is divided, validation gets the end of each span
+# number of spans of the last text, if it is divided: validation gets the end of each span
 HELD_OUT_SPANS = 10
 ADVICE = "give another folder or empty that one"
 MIN_VAL_TOKENS = 1_025  # a sequence of GPT-2's context, and the target of its last token
@@ -34,38 +34,39 @@ MIN_VAL_TOKENS = 1_025  # a sequence of GPT-2's context, and the target of its l
 
 @dataclass
 class Document:
-    """Text as it is written to the shards, and where it came from."""
+    """Tokens of a text, as the shards hold them, and the place of the text in the source."""
 
     tokens: np.ndarray
     """Token ids, uint32 (n,), Tokenizer.start_ids first."""
     num_start: int
-    """Number of these start_ids, which stand before the text."""
+    """Number of start_ids, which stand before the text."""
     num_train: int
-    """The first `num_train` tokens go to the train shards, the rest to validation. All or none,
-    but for a text of which a part is held out."""
+    """The first `num_train` tokens go to the train shards, the rest to validation: all or none,
+    except for a text with a held-out part."""
     num_bytes: int
     """Size of the text in UTF-8, before a normalizer of the tokenizer changes it."""
     lost_text: str = ""
     """Characters of the text that the tokens do not give back."""
     position: SourcePosition = field(default_factory=SourcePosition)
-    """Where to read its batch again (data/source.py), for the next resume point."""
+    """Where to read the document's batch again (data/source.py), for the next resume point."""
     row: int = 0
-    """Number of rows before it in the batch."""
+    """Index of the document's row in the batch."""
     num_written: int = 0
-    """Number of its first tokens that an earlier run has written."""
+    """Number of the first tokens that an earlier run has written (ResumePoint.tokens): above 0 only
+    for the first document of a run. Set by data/fineweb-edu.py; `write` skips these tokens."""
     num_texts: int = 1
-    """Texts that it is made of: several where divide_last has joined the last short ones."""
+    """Number of texts in the document: several if divide_last has joined the last short texts."""
 
 
 def hold_out(document: Document, num_held_out: int) -> Document:
-    """Divide a document into train and validation tokens. The end of each of HELD_OUT_SPANS equal
-    spans is held out, so that both splits have some of each chapter, as of one in another language.
-    The start_ids, which stand before a text, stand before the beginning and before the held-out end
-    of each span. `num_held_out`: tokens, at least 1, at most half of the document's."""
+    """Divide a document into train and validation tokens. Hold out the end of each of
+    HELD_OUT_SPANS equal spans, so that both splits get a part of each chapter, which may be in
+    another language. start_ids precede the beginning of each span, and its held-out end.
+    `num_held_out` counts tokens: at least 1, at most half of the document's tokens."""
     start_ids, text_ids = np.split(document.tokens, [document.num_start])
-    # fewer tokens than HELD_OUT_SPANS are held out one by one, so that no end is empty
+    # at most as many spans as held-out tokens, so that each span has an end
     num_spans = min(HELD_OUT_SPANS, num_held_out)
-    # tokens at the end of each span; the division's remainder is trained on
+    # tokens at the end of each span; training gets the remainder of the division
     end_size = num_held_out // num_spans
     train: list[np.ndarray] = []  # start_ids and the beginning of a span in turn
     val: list[np.ndarray] = []  # start_ids and the end of a span in turn
@@ -87,8 +88,9 @@ def sha256(path: Path) -> str:
 
 
 class ShardWriter:
-    """Appends tokens of `dtype`, "<u2" or "<u4", to a temporary file, whose first `num_written`
-    tokens an earlier run has written; `finish` gives it its final name, `path` (.npy or .bin)."""
+    """Appends tokens of `dtype`, "<u2" or "<u4", to a temporary file; `finish` renames the file to
+    its final name, `path` (.npy or .bin). An earlier run has written the first `num_written`
+    tokens."""
 
     def __init__(self, path: Path, split: str, dtype: str, num_written: int = 0) -> None:
         self.path = path
@@ -98,9 +100,9 @@ class ShardWriter:
         # read by Sharder.reopen, which removes a copy that does not hold the expected tokens
         self.is_copy = num_written > 0 and not self.temporary.exists()
         if self.is_copy:
-            # The earlier run ended before the shard was full, or was killed after the rename and
-            # before the manifest. A copy, as training may read the shard under its name meanwhile;
-            # written aside, so that a kill leaves no half of it.
+            # The earlier run ended before the shard was full, or was killed between the rename and
+            # the save of the manifest. Copy the shard, because training may be reading it. The copy
+            # is atomic, so that a kill leaves no half copy.
             with open(path, "rb") as shard, atomic_write(self.temporary) as temporary_file:
                 shutil.copyfileobj(shard, temporary_file, 2**20)  # in chunks of 1 MiB
         # "r+b" keeps the tokens of the earlier run, "w+b" empties the file
@@ -108,19 +110,19 @@ class ShardWriter:
         self.num_tokens = num_written
         self.write_header()  # leaves the file at the first token
         tokens = np.fromfile(self.file, self.dtype, num_written)  # ends after the last one
-        self.num_tokens = len(tokens)  # fewer than `num_written` in an older copy of the file
-        # CRC-32 of all tokens, which the manifest's state keeps and Sharder.reopen compares
+        self.num_tokens = len(tokens)  # below `num_written` if the file is an older copy
+        # CRC-32 of all tokens; the manifest's state keeps it, and Sharder.reopen compares it
         self.checksum = zlib.crc32(tokens.tobytes())
         self.file.truncate()  # what the earlier run wrote after its last resume point
 
     def write_header(self) -> None:
-        """Write the header of the tokens so far at the beginning of the file, in place of an
-        earlier one: its length does not depend on their number."""
+        """Write the header for the current number of tokens at the beginning of the file, in place
+        of an earlier header. All headers of a format have the same length."""
         self.file.seek(0)
         if self.path.suffix == ".bin":
             self.file.write(bin_header(self.dtype.str, self.num_tokens))
             return
-        # numpy pads the text of the header to a multiple of 64 bytes, here 128 for any number
+        # NumPy pads a header to a multiple of 64 bytes: here to 128 for any number of tokens
         description = {
             "descr": self.dtype.str,
             "fortran_order": False,
@@ -129,7 +131,7 @@ class ShardWriter:
         np.lib.format.write_array_header_1_0(self.file, description)
 
     def append(self, tokens: np.ndarray) -> None:
-        """Append token ids (n,), none too large for `dtype`."""
+        """Append token ids (n,), which must fit `dtype`."""
         content = tokens.astype(self.dtype, copy=False).tobytes()
         self.checksum = zlib.crc32(content, self.checksum)
         self.file.write(content)
@@ -147,18 +149,18 @@ class ShardWriter:
         self.sync()
         self.file.close()
         digest = sha256(self.temporary)
-        # After the sync, so that the final name never stands for a partial shard.
+        # rename after the sync, so that a file with the final name is never a partial shard
         replace_file(self.temporary, self.path)
         return ShardEntry(self.path.name, self.split, self.num_tokens, digest)
 
 
 class Sharder:
-    """Appends documents to the train and val shards of a folder, `max_shards` full train shards at
-    most (None: no limit).
+    """Appends documents to the train and val shards of a folder, up to `max_shards` full train
+    shards (None: no limit).
 
-    The manifest is `settings` and the progress. Its state is where the next run continues.
-    `source` keeps the ledger of what it has read. Raises UserError for a folder with shards of
-    other settings.
+    The manifest holds `settings`, and the progress with the point where the next run continues.
+    `source` gives the ledger of the rows that it has read. Raises UserError for a folder with
+    shards of other settings.
     """
 
     def __init__(
@@ -169,23 +171,24 @@ class Sharder:
         self.max_shards = max_shards
         self.shard_size = settings.shard_size  # tokens
         self.min_val_tokens = min(MIN_VAL_TOKENS, max(1, self.shard_size // 4))
-        """Validation tokens below which `divide_last` holds out more. Less than a shard, so that
-        once a validation shard is full, a run that continues never finds too few."""
-        # the smallest dtype that holds all ids; little-endian on any machine, as the headers say
+        """`divide_last` holds out more if validation has fewer tokens. Below the size of a shard,
+        so that a run which continues after a full validation shard never finds too few."""
+        # the smallest dtype for all ids; little-endian on any machine, as the headers say
         self.dtype = "<u2" if settings.vocab_size <= 2**16 else "<u4"
         self.writers: dict[str, ShardWriter] = {}
-        """Open shard of each split that has one."""
+        """Writer of the open shard, by split; a split without an open shard has no entry."""
         self.num_tokens = {"train": 0, "val": 0}
-        """Tokens in the full shards of each split; from `reopen` on in its open shard, too."""
+        """Tokens of each split in the folder: in the full shards, and after `reopen` also in the
+        open shard. (ShardWriter.num_tokens counts those of the open shard alone.)"""
         manifest = read_manifest(folder)
         if manifest is None and shard_paths(folder):
             raise UserError(f"{folder} holds shards without a manifest; {ADVICE}")
-        # a run that was killed before its first shard was full has left nothing to continue
+        # a run that was killed before its first shard was full has left nothing to continue from
         if manifest is None or not manifest.shards:
             manifest = Manifest(**vars(settings), shards=[])
             write_manifest(folder, manifest)
         for setting, value in vars(settings).items():
-            # Manifest inherits the fields of Settings.
+            # Manifest inherits the fields of Settings
             value_of_shards = getattr(manifest, setting)
             if value_of_shards != value:
                 raise UserError(
@@ -193,15 +196,15 @@ class Sharder:
                 )
         self.manifest = manifest
         for entry in manifest.shards:
-            # Reading its header raises an error if the file is missing, cut, or not the one that is
-            # listed.
+            # `layout` reads the header: it raises an error if the file is missing, cut, or another
+            # than the manifest lists
             layout = Shard(folder / entry.file, entry.tokens).layout
             if entry.tokens == self.shard_size:
                 self.num_tokens[entry.split] += layout.num_tokens
 
     def num_full(self, split: str) -> int:
         """Return the number of shards of a split that have shard_size tokens."""
-        return self.num_tokens[split] // self.shard_size  # only the last shard has fewer
+        return self.num_tokens[split] // self.shard_size  # only the last shard has fewer tokens
 
     @property
     def is_full(self) -> bool:
@@ -209,21 +212,21 @@ class Sharder:
         return self.max_shards is not None and self.num_full("train") >= self.max_shards
 
     def reopen(self) -> None:
-        """Open the unfinished shards after the tokens that the manifest's state counts. Those that
-        `end` of an earlier run has listed stay in the manifest until they are longer. Raise
-        UserError if one does not hold these tokens."""
+        """Open the unfinished shards, each after the tokens that the manifest's state counts. A
+        short shard that an earlier run listed in `end` stays listed until its longer successor is
+        finished. Raise UserError if a shard does not hold the counted tokens."""
         # Neither complete nor stopped: until `end`, training warns that the folder is not finished.
         self.manifest.stopped = False
         write_manifest(self.folder, self.manifest)
         for split, num_tokens in self.manifest.state.open.items():
             self.open_shard(split, num_tokens)
             self.num_tokens[split] += num_tokens
-            # The file may be another one by now, as from a backup. Without a checksum of an older
-            # version, only the number is compared.
+            # The file may have been replaced, for example from a backup. State of an older version
+            # has no checksum: then only the number of tokens is compared.
             writer = self.writers[split]
             checksum = self.manifest.state.checksums.get(split, writer.checksum)
             if (num_tokens, checksum) != (writer.num_tokens, writer.checksum):
-                if writer.is_copy:  # else the next start would take it for the file of a killed run
+                if writer.is_copy:  # the next run would take it for the file of a killed run
                     writer.temporary.unlink()
                 raise UserError(
                     f"{writer.temporary} does not hold the {num_tokens:,} tokens that the "
@@ -231,97 +234,99 @@ class Sharder:
                 )
 
     def open_shard(self, split: str, num_written: int = 0) -> None:
-        """Open the next shard of a split, after its first `num_written` tokens."""
-        # Shards are numbered from 0; all before this one are full and in the manifest.
+        """Open the next shard of a split, after the `num_written` tokens that it has already."""
+        # Shards are numbered from 0; all earlier shards are full and in the manifest.
         index = self.num_full(split)
         path = self.folder / f"{split}_{index:06d}.{self.manifest.format}"
         self.writers[split] = ShardWriter(path, split, self.dtype, num_written)
 
     def finish_shard(self, split: str) -> None:
-        """Finish the open shard of a split, and list it instead of a shorter one of its name, which
-        `end` of an earlier run has listed."""
+        """Finish the open shard of a split and list it in the manifest. It replaces a shorter shard
+        of the same name, which an earlier run may have listed in `end`."""
         entry = self.writers.pop(split).finish()
         other_entries = [other for other in self.manifest.shards if other.file != entry.file]
         self.manifest.shards = [*other_entries, entry]
 
     def hold_back(self, documents: Iterator[Document]) -> Iterator[Document]:
-        """Yield documents to write, and the last ones of the source only at its end: if
-        --val_fraction is above 0, a part of them may have to be held out for validation."""
+        """Yield the documents to write. Hold back the last documents until the end of the source:
+        if --val_fraction is above 0, a part of them may have to be held out for validation."""
         held_back: list[Document] = []  # read, but not yet yielded
         num_tokens = 0  # sum over `held_back`
         for document in documents:
             held_back.append(document)
             num_tokens += len(document.tokens)
-            # Keep just enough documents for twice the tokens that validation needs, as divide_last
-            # holds out at most half of them.
+            # Keep just enough documents for twice the tokens that validation needs, because
+            # divide_last holds out at most half of the tokens.
             while num_tokens - len(held_back[0].tokens) >= 2 * self.min_val_tokens:
                 num_tokens -= len(held_back[0].tokens)
                 yield held_back.pop(0)
-        # One of several workers may go without validation text: another one may have some.
+        # One of several workers may have no validation text: other workers may have some.
         if held_back and self.manifest.val_fraction and self.manifest.worker_count == 1:
             held_back = self.divide_last(held_back, self.manifest.val_fraction)
         yield from held_back
 
     def divide_last(self, documents: list[Document], val_fraction: float) -> list[Document]:
-        """Return the last documents of the source, to be written instead of `documents`. Where
-        hashes leave no text to train on, or too little for validation, as of one book or a few
-        short notes, those that are in the other split become one document, with the ends of its
-        spans held out: a tenth of it, `val_fraction` of all tokens or min_val_tokens, whichever is
-        most, but at most half."""
-        # So far each document is in one split as a whole: num_train is 0 in validation.
+        """Return the documents to write instead of `documents`, the last of the source. If hashes
+        leave no text to train on, or too little for validation (one book, a few short notes), join
+        the documents of the split that has text, and hold out the ends of the spans of the joined
+        document: a tenth of it, `val_fraction` of all tokens or min_val_tokens, whichever is most,
+        but at most half."""
+        # so far each whole document is in one split: num_train is 0 in validation
         to_divide = [document for document in documents if document.num_train]
         in_val = [document for document in documents if not document.num_train]
-        # validation tokens: written so far, and in `documents`
+        # validation tokens that are written so far or in `documents`
         num_val = self.num_tokens["val"] + sum(len(document.tokens) for document in in_val)
-        if not to_divide:  # hashes put all of them into validation
+        if not to_divide:  # hashes put all of these documents into validation
             to_divide, in_val = in_val, []
         tokens = np.concatenate([document.tokens for document in to_divide])  # (n,)
-        # If an earlier run has written a part of these tokens, manifest.held_out stays as it is:
-        # computed again it would differ, as num_tokens has grown.
+        # If an earlier run has written a part of these tokens, keep its manifest.held_out: a new
+        # result would differ, because self.num_tokens has grown since.
         if documents[0].num_written == 0:
             self.manifest.held_out = 0
-            # false if hashes put every text of the source into validation
+            # False if hashes put every text of the source into validation
             has_train = to_divide[0].num_train > 0 or self.num_tokens["train"] > 0
             if num_val < self.min_val_tokens or not has_train:
-                # val_fraction of the tokens written so far and of these
+                # val_fraction of all tokens: those written so far and `tokens`
                 num_by_fraction = int(val_fraction * (sum(self.num_tokens.values()) + len(tokens)))
                 num_held_out = max(self.min_val_tokens, len(tokens) // 10, num_by_fraction)
                 self.manifest.held_out = min(num_held_out, len(tokens) // 2)
         if self.manifest.held_out == 0:  # both splits have enough
             return documents
         joined = replace(
-            # with the first position: a later run reads all of `documents` again from there
-            documents[0],
+            documents[0],  # its position: a later run reads all of `documents` again from there
             tokens=tokens,
             num_bytes=sum(document.num_bytes for document in to_divide),
             lost_text="".join(document.lost_text for document in to_divide),
             num_texts=len(to_divide),
         )
-        # The joined document comes first: a run that is killed within it reads all of these again.
+        # The joined document comes first: after a kill within it, the next run reads all of
+        # `documents` again.
         return [hold_out(joined, self.manifest.held_out)] + in_val
 
     def write(self, document: Document) -> bool:
-        """Append the tokens of a document that are not written yet; return False once the folder is
-        full. Saves the manifest each time a shard gets full."""
-        num_tokens = len(document.tokens)
-        start = document.num_written  # tokens [start, num_tokens) are not written yet
+        """Append the tokens of a document that no earlier run has written. Return False once
+        `max_shards` train shards are full, else True. Saves the manifest each time a shard gets
+        full."""
+        num_tokens = len(document.tokens)  # of this document; self.num_tokens counts by split
+        # tokens [start, num_tokens) are not written yet
+        start = document.num_written  # by an earlier run (ResumePoint.tokens); usually 0
         if start == 0:  # else an earlier run has counted the document
             self.manifest.documents += document.num_texts
             self.manifest.lost_bytes += len(document.lost_text.encode())
         while start < num_tokens:
-            # tokens [0, num_train) are for train, [num_train, num_tokens) for validation
+            # tokens [0, num_train) go to train, [num_train, num_tokens) to validation
             split, split_end = "train", document.num_train
             if start >= document.num_train:
                 split, split_end = "val", num_tokens
             if split not in self.writers:  # none yet, or the last one is full
                 self.open_shard(split)
             writer = self.writers[split]
-            # As much as fits: a document may go on in the next shard, or in the other split.
+            # Write what fits: the document may go on in the next shard, or in the other split.
             end = min(split_end, start + self.shard_size - writer.num_tokens)
             writer.append(document.tokens[start:end])
             self.num_tokens[split] += end - start
-            # Bytes of a divided text are counted by the share of its tokens, as a normalizer may
-            # have changed the text. Differences of rounded sums add up to all of the bytes.
+            # A part of a text counts bytes in proportion to its tokens, because a normalizer may
+            # have changed the text. Differences of rounded sums add up to exactly num_bytes.
             bytes_before = document.num_bytes * start // num_tokens
             bytes_after = document.num_bytes * end // num_tokens
             self.manifest.bytes[split] += bytes_after - bytes_before
@@ -337,18 +342,19 @@ class Sharder:
     def save_resume_point(
         self, position: SourcePosition, row: int = 0, num_written: int = 0
     ) -> None:
-        """Save the manifest, to continue after `num_written` tokens of the document in a row of the
-        batch at a position. Tokens of the open shards are on disk before it counts them."""
+        """Save the manifest with a resume point: the batch at `position`, in it the document of
+        row `row`, after its first `num_written` tokens. The tokens of the open shards are synced to
+        disk before the manifest counts them."""
         # tokens of each open shard, by split; `sync` forces them to disk
         open_tokens = {split: writer.sync() for split, writer in self.writers.items()}
         self.manifest.state = ResumePoint(
             source=asdict(position),
-            documents=row,
+            documents=row,  # ResumePoint.first_row
             tokens=num_written,
             open=open_tokens,
             checksums={split: writer.checksum for split, writer in self.writers.items()},
         )
-        # Rows that were read ahead do not count yet.
+        # up to `position`: rows that are read but not yet written do not count
         self.manifest.ledger = self.source.ledger_at(position)
         skipped: Counter[str] = Counter()  # rows by reason
         for counts in self.manifest.ledger.values():
@@ -357,11 +363,11 @@ class Sharder:
         write_manifest(self.folder, self.manifest)
 
     def end(self, complete: bool) -> None:
-        """Finish the shards that are not full; a later run can still continue them. `complete`: the
-        source is read to its end; otherwise max_shards are full."""
+        """Finish the shards that are not full; a later run can still continue them. `complete` is
+        True if the source is read to its end, False if `max_shards` train shards are full."""
         for split in sorted(self.writers):
             self.finish_shard(split)
-        # An interrupted run never comes here: both stay false.
+        # an interrupted run does not get here: `complete` and `stopped` stay False
         self.manifest.complete = complete
         self.manifest.stopped = not complete
         write_manifest(self.folder, self.manifest)

@@ -5,7 +5,7 @@
 A .npy shard is a 1-D array that numpy.load reads: uint16, or uint32 for a vocabulary of more than
 65,536 tokens. Folders of build-nanogpt, llm.c, modded-nanogpt and datatrove work without
 conversion: a file name contains its split, and a folder without a manifest or tokenizer.json holds
-GPT-2 tokens. Their layouts:
+GPT-2 tokens. The layouts of these folders:
 
     NAME.bin           256 little-endian int32 (magic, version, token count, zeros), then the tokens
                        (llm.c, dev/data/data_common.py)
@@ -13,8 +13,8 @@ GPT-2 tokens. Their layouts:
     NAME.ds.metadata   lines of text: the tokenizer, "|" and the bytes of a token; number of tokens
     NAME.ds.index      ends of the documents, which training does not need
 
-This file reads folders, as the one TokenStream that all of their tokens are. Which tokens make a
-batch is decided in data/loader.py; data/sharder.py writes shards.
+This file reads one or several folders as one TokenStream. data/loader.py decides which tokens make
+a batch; data/sharder.py writes shards.
 """
 
 import json
@@ -36,18 +36,18 @@ from utils.errors import UserError, reading
 SUFFIXES = (".npy", ".bin", ".ds")  # other files of a folder are ignored
 # magic, version, token count, and zeros up to 1,024 bytes
 BIN_HEADER = struct.Struct("<3i1012x")
-MAX_BIN_TOKENS = 2**31 - 1  # of a shard, as the count is an int32
+MAX_BIN_TOKENS = 2**31 - 1  # most tokens of a .bin shard: its header counts in int32
 # magic and version by dtype: llm.c writes GPT-2's tokens as uint16 and Llama 3's as uint32
 BIN_VERSIONS = {"<u2": (20240520, 1), "<u4": (20240801, 7)}
 GPT2_NAMES = ("gpt2", "openai-community/gpt2")  # names on the Hugging Face hub
 
 
 class MissingShards(UserError):
-    """Error for folders that hold no shards of a split: their sharding may not have begun."""
+    """Error for folders without shards of a split, for example before their sharding begins."""
 
 
 class Layout(NamedTuple):
-    """Where the tokens of a file stand, by its header, which agrees with the file's size."""
+    """Where the tokens of a file are, by its header, which agrees with the size of the file."""
 
     offset: int
     """Bytes before the first token."""
@@ -59,7 +59,7 @@ class Layout(NamedTuple):
 def inspect_shard(path: Path) -> Layout:
     """Return the layout of a file of tokens; raise UserError if its header is wrong or contradicts
     the file's size."""
-    with reading(path, "a shard of tokens"):  # names the file in each error
+    with reading(path, "a shard of tokens"):  # makes each error a UserError that names the file
         if path.suffix == ".npy":
             array = np.load(path, mmap_mode="r")  # an np.memmap: only the header is read
             if array.dtype.str not in ("<u2", "<u4") or array.ndim != 1:
@@ -83,7 +83,7 @@ def bin_header(dtype: str, num_tokens: int) -> bytes:
 
 
 def inspect_bin(path: Path) -> Layout:
-    """Return the layout of a .bin file; raise ValueError if llm.c does not know it."""
+    """Return the layout of a .bin file; raise ValueError if its header is not llm.c's."""
     with open(path, "rb") as file:
         magic, version, num_tokens = BIN_HEADER.unpack(file.read(BIN_HEADER.size))
     for dtype, magic_and_version in BIN_VERSIONS.items():
@@ -93,48 +93,47 @@ def inspect_bin(path: Path) -> Layout:
 
 
 def inspect_datatrove(path: Path) -> Layout:
-    """Return the layout by the metadata of a .ds file. Raise UserError if they name another
-    tokenizer than GPT-2's, and no tokenizer.json stands in the folder."""
+    """Return the layout of a .ds file by its metadata. Raise UserError if the metadata name another
+    tokenizer than GPT-2's and the folder has no tokenizer.json."""
     metadata = path.with_name(path.name + ".metadata").read_text(encoding="utf-8")
     first_line, num_tokens = metadata.splitlines()[:2]
     tokenizer, _, token_size = first_line.rpartition("|")  # e.g. "gpt2|2"
-    # A tokenizer.json at a local path is not looked for there, as this may be another machine.
-    # Without this check, ids of another vocabulary of that size would be taken for GPT-2's.
+    # Do not look for a tokenizer at a local path in the metadata: this may be another machine.
+    # Without this check, ids of another vocabulary would be taken for GPT-2's.
     if tokenizer not in GPT2_NAMES and not path.with_name(TOKENIZER_FILE).exists():
         raise UserError(f"{path} holds tokens of {tokenizer}: put its {TOKENIZER_FILE} beside it")
     return Layout(0, int(num_tokens), np.dtype(f"<u{token_size}"))  # 0: no header
 
 
 def shard_paths(folder: Path) -> list[Path]:
-    """Return the paths of a folder's .npy, .bin and .ds files in name order; [] if there is no such
-    folder."""
+    """Return the paths of a folder's .npy, .bin and .ds files in name order; [] if the folder does
+    not exist."""
     return sorted(path for path in folder.glob("*") if path.suffix in SUFFIXES)
 
 
 @dataclass(frozen=True)
 class Shard:
-    """Shard of a folder, whose file is opened when it is first read: 15 trillion tokens are 150,000
-    files, which a thousand processes would open at once."""
+    """Shard of a folder. Its file is opened at the first read: else a thousand processes would open
+    the 150,000 files of 15 trillion tokens at once."""
 
     path: Path
     num_tokens: int
-    """Tokens that the manifest lists, or without one those that the file has."""
+    """Tokens that the manifest lists; without a manifest, the tokens in the file."""
     sha256: str | None = None
-    """SHA-256 of the file in the manifest; None without one."""
+    """SHA-256 of the file, by the manifest; None without a manifest."""
 
     @cached_property
     def layout(self) -> Layout:
-        """The layout of the file. Raises UserError if the file is damaged, or not the one that the
-        manifest lists. It may have become longer since, if sharding goes on: its first tokens
-        stay."""
+        """Layout of the file. Raises UserError if the file is damaged, or has fewer tokens than the
+        manifest lists. It may have more, if sharding goes on; its first tokens stay."""
         layout = inspect_shard(self.path)  # FileNotFoundError if it is missing
         if layout.num_tokens < self.num_tokens:  # replaced by another sharding
             raise UserError(f"{self.path} is not as {MANIFEST} lists it; make or copy it again")
         return layout
 
     def read(self, start: int, count: int) -> np.ndarray:
-        """Return tokens [start, start + count), uint16 or uint32 (count,); fewer where the shard
-        ends.
+        """Return tokens [start, start + count), uint16 or uint32 (count,); fewer at the end of the
+        shard.
 
         The file is opened each time: 350 billion tokens are 3,500 shards, more files than a process
         may hold open.
@@ -145,8 +144,8 @@ class Shard:
 
     @property
     def checksum(self) -> str:
-        """Changes with the tokens: the SHA-256, or the CRC-32 of the first tokens, as reading whole
-        files would take minutes at each start."""
+        """Checksum by which a resumed run notices other tokens: the SHA-256 of the manifest, or the
+        CRC-32 of the first 1,000 tokens, because whole files would take minutes at each start."""
         return self.sha256 or f"{zlib.crc32(self.read(0, 1000).tobytes())}"
 
 
@@ -158,7 +157,7 @@ class ShardFolder:
     split: str
     """"train" or "val"."""
     shards: list[Shard]
-    """Shards of the split, in the order of the stream; may be empty."""
+    """Shards of the split, in the order of the stream; [] if the folder lacks the split."""
     tokenizer: str
     """Spec of the tokenizer (data/tokenizer.py)."""
     manifest: Manifest | None
@@ -166,13 +165,13 @@ class ShardFolder:
 
     @property
     def name(self) -> str:
-        """Name of the corpus: FineWeb-Edu for GPT-2 tokens of that dataset, else the folder's."""
+        """Name of the corpus: FineWeb-Edu for its GPT-2 tokens, else the name of the folder."""
         origin = self.path.name  # e.g. "edu_fineweb10B", of build-nanogpt
         if self.manifest:
             # e.g. "['HuggingFaceFW/fineweb-edu', 'sample-10BT']"
             origin = str(self.manifest.source)
-        # Published losses, which evaluation/figure.py draws beside a run's, hold for this corpus
-        # and these tokens only.
+        # evaluation/figure.py draws published losses beside the losses of a run with this name;
+        # they hold only for this corpus with GPT-2's tokens.
         edu_match = re.search("fineweb-edu|edu_?fineweb", origin.lower())
         if edu_match and self.tokenizer == "gpt2":
             return "FineWeb-Edu"
@@ -180,24 +179,24 @@ class ShardFolder:
 
 
 def open_folder(folder: Path, split: str) -> ShardFolder:
-    """Open a split, "train" or "val": the shards that the manifest lists, in its order. Without a
-    manifest, all files of the split in name order. There may be none: see open_folders.
+    """Open a split, "train" or "val", of a folder: the shards that the manifest lists, in its
+    order; without a manifest, all files of the split in name order. A folder may lack the split.
 
-    Raises UserError if there are no shards of any split, or if their tokenizer is not known. A
-    shard that is missing, damaged or not the one that the manifest lists raises an error when it is
-    first read; without a manifest all are inspected now.
+    Raises UserError if the folder has no shards of any split, or if their tokenizer is unknown. A
+    shard that is missing, damaged or not as the manifest lists it raises an error at its first
+    read. Without a manifest all shards are inspected now.
     """
     manifest = read_manifest(folder)
     paths = shard_paths(folder)  # files of all splits
     shards: list[Shard] = []
     if manifest:
-        # Not `paths`: while sharding goes on, there are files that the manifest does not list yet.
+        # not `paths`: while sharding goes on, some files are not in the manifest yet
         for entry in manifest.shards:
             if entry.split == split:
                 shards.append(Shard(folder / entry.file, entry.tokens, entry.sha256))
     else:  # made by another project
         for path in paths:
-            # the last of these words in a name counts, as in retrieval_train_000001.npy
+            # the last "train" or "val" in the name counts, as in retrieval_train_000001.npy
             if re.findall("train|val", path.stem.lower())[-1:] == [split]:
                 shards.append(Shard(path, inspect_shard(path).num_tokens))
     if not paths and not shards:  # no split at all: a mistyped folder
@@ -207,8 +206,9 @@ def open_folder(folder: Path, split: str) -> ShardFolder:
 
 
 def open_folders(paths: list[Path], split: str) -> list[ShardFolder]:
-    """Open a split of folders that are one stream: those that have some of it, as of several
-    workers only some may have validation text. Raises UserError if none has."""
+    """Open a split, "train" or "val", of folders that form one stream. Skip folders without this
+    split: only some workers may have written validation text. Raises UserError if no folder has
+    the split."""
     folders = [open_folder(path, split) for path in paths]
     folders_with_split = [folder for folder in folders if folder.shards]
     if not folders_with_split:
@@ -217,7 +217,7 @@ def open_folders(paths: list[Path], split: str) -> list[ShardFolder]:
 
 
 def missing_shards_error(paths: list[Path], split: str) -> MissingShards:
-    """Return the error for folders that hold no shards of a split."""
+    """Return the error for folders without shards of a split; its text says how to make them."""
     names = " ".join(map(str, paths))
     command = f"python data/fineweb-edu.py --input YOUR_TEXT --local_dir {paths[0]}"
     if len(paths) == 1 and not paths[0].is_dir():
@@ -229,14 +229,14 @@ def missing_shards_error(paths: list[Path], split: str) -> MissingShards:
 
 
 def find_tokenizer_spec(folder: Path, manifest: Manifest | None, shards: list[Shard]) -> str:
-    """Return the spec of the tokenizer of a folder's shards; raise UserError if it is missing, or
-    if the tokenizer.json in the folder is another."""
+    """Return the spec of the tokenizer of a folder's shards. Raise UserError if the tokenizer.json
+    is missing, or is not the tokenizer that the manifest names."""
     path = folder / TOKENIZER_FILE
     if manifest is None:  # made by another project
         if path.exists():
             return read_tokenizer(path)
-        # In practice 1,000 tokens of GPT-2 hold an id above 2**15. Ids of a smaller vocabulary,
-        # such as characters, would train without an error, but as another text.
+        # In practice 1,000 tokens of GPT-2 hold an id of 2**15 or above. Training would accept ids
+        # of a smaller vocabulary, such as characters, but the tokens would mean another text.
         first_ids = shards[0].read(0, 100_000) if shards else np.zeros(0)
         if len(first_ids) >= 1_000 and first_ids.max() < 2**15:
             raise UserError(
@@ -246,12 +246,12 @@ def find_tokenizer_spec(folder: Path, manifest: Manifest | None, shards: list[Sh
         return "gpt2"
     if manifest.tokenizer in TOKENIZERS:  # "gpt2" or "bytes", which is also the spec
         return manifest.tokenizer
-    # else it is "tokenizer-" and a checksum of the file that data/fineweb-edu.py has copied here
+    # else "tokenizer-" and a checksum of the tokenizer.json that data/fineweb-edu.py copied here
     if not path.exists():
         raise UserError(f"{path}, the tokenizer of these shards, is missing")
     spec = read_tokenizer(path, manifest.end_of_text)
-    # FileTokenizer.name has the checksum: with another file, the ids would be other tokens. Shards
-    # of earlier versions have that of the whole file.
+    # Compare the checksum in FileTokenizer.name: with another file, the ids would be other tokens.
+    # Manifests of earlier versions have a checksum of the whole file instead.
     content = json.dumps(json.loads(path.read_text(encoding="utf-8")), sort_keys=True)
     file_name = f"tokenizer-{zlib.crc32(content.encode()):08x}"
     if manifest.tokenizer not in (load_tokenizer(spec).name, file_name):
@@ -262,18 +262,18 @@ def find_tokenizer_spec(folder: Path, manifest: Manifest | None, shards: list[Sh
 
 
 class TokenStream:
-    """All tokens of one or several folders of a split as one array, read from disk when asked for.
+    """All tokens of a split of one or several folders as one array, read from disk on demand.
 
-    Raises UserError if the folders cannot be read together: they have several tokenizers, or were
-    split by different --val_fraction, so that one may train on the validation text of another.
+    Raises UserError if the folders have different tokenizers, or a different --val_fraction, so
+    that one may train on the validation text of another.
     """
 
     def __init__(self, folders: list[ShardFolder]) -> None:
         self.folders = folders
-        self.split = folders[0].split  # the same in all
+        self.split = folders[0].split  # "train" or "val", the same in all folders
         self.tokenizer = folders[0].tokenizer
-        """Spec. training/summary.py puts that of a pre-trained or resumed model here instead, which
-        has the same tokens and may have a chat template."""
+        """Spec of the tokenizer. training/summary.py replaces it by the spec of a pre-trained or
+        resumed model, which has the same tokens and may have a chat template."""
         self.vocab_size = count_tokens(self.tokenizer)  # without the model's padding
         self.shards: list[Shard] = []
         for folder in folders:
@@ -285,7 +285,7 @@ class TokenStream:
         self.tokenizer_identity = identities[0]
         fractions: set[float] = set()
         for folder in folders:
-            # not known for folders of other projects and of older versions
+            # unknown for folders of other projects and of older versions
             if folder.manifest and folder.manifest.val_fraction is not None:
                 fractions.add(folder.manifest.val_fraction)
         if len(fractions) > 1:
@@ -295,24 +295,25 @@ class TokenStream:
             )
         sizes = [shard.num_tokens for shard in self.shards]
         self.starts = np.cumsum([0, *sizes])
-        """Index in the stream of the first token of each shard; last, the length of the stream."""
+        """Index in the stream of the first token of each shard, and at the end the length of the
+        stream: int64 (shards + 1,)."""
 
     def __len__(self) -> int:
         return self.starts[-1]
 
     def read(self, start: int, length: int) -> np.ndarray:
         """Return tokens [start, start + length), int64 (length,), across the borders of shards.
-        Raises UserError for an id that the tokenizer does not have."""
-        # Sequences.__len__ counts only whole sequences, and data/verify.py ends at len(stream)
+        Raises UserError for an id outside the tokenizer's vocabulary."""
+        # Callers stay inside: Sequences counts only whole sequences, data/verify.py ends at len()
         assert 0 <= start and start + length <= len(self)
-        tokens_by_shard: list[np.ndarray] = []  # one from each shard in the range
+        tokens_by_shard: list[np.ndarray] = []  # one array from each shard in the range
         # the last shard that begins at `start` or before
         index = np.searchsorted(self.starts, start, side="right") - 1
         while length > 0:
             shard = self.shards[index]
             # at most to the end of the shard, whose first read opens and checks the file
             tokens = shard.read(start - self.starts[index], length)
-            # On a GPU, an id beyond the embedding fails an assertion that names no file.
+            # Check ids here: on a GPU, an id beyond the embedding fails without naming a file.
             highest = tokens.max(initial=0)  # initial: an empty shard has no maximum
             if highest >= self.vocab_size:
                 raise UserError(
@@ -328,11 +329,11 @@ class TokenStream:
 
     @property
     def bytes_per_token(self) -> float | None:
-        """Mean bytes of source text for a token, by which bits per byte are computed; None if a
-        folder of another project does not tell."""
+        """Mean number of bytes of source text per token, to compute bits per byte; None if the
+        bytes of a folder are unknown."""
         num_bytes = 0
         for folder in self.folders:
-            # 0: the bytes of the text were not counted
+            # 0: an older version did not count the bytes
             if folder.manifest is None or folder.manifest.bytes[self.split] == 0:
                 return None
             num_bytes += folder.manifest.bytes[self.split]
@@ -340,16 +341,16 @@ class TokenStream:
 
     @property
     def checksum(self) -> int:
-        """Checksum of the lengths and checksums of the shards, in their order. It tells other data
-        from the same data in another place."""
-        # Cheap, as it runs at each start of a training run; data/verify.py reads all tokens.
+        """Checksum of the lengths and checksums of the shards, in their order, by which a resumed
+        run notices other data. It does not depend on where the folders are."""
+        # Cheap, because each training run computes it; data/verify.py reads all tokens.
         contents = [(shard.num_tokens, shard.checksum) for shard in self.shards]
         return zlib.crc32(f"{contents}".encode())
 
     @property
     def unfinished(self) -> list[Path]:
-        """Folders whose sharding was interrupted, or still runs: they hold a part of their text, as
-        neither its end nor --max_shards ended it."""
+        """Paths of the folders whose sharding was interrupted or still runs, for a warning: neither
+        the end of the text nor --max_shards has ended it, so that they hold a part of the text."""
         return [
             folder.path
             for folder in self.folders

@@ -150,7 +150,7 @@ def test_a_folder_is_read_in_name_order_and_tells_what_it_leaves_out(tmp_path, c
     with user_error("empty holds none of .parquet, .*, but nothing"):
         list_files((str(tmp_path / "empty"),))
     (tmp_path / "empty/a.md").touch()
-    with user_error("but 1 .md; other files are read if .* one by one, as .*/empty/[*]$"):
+    with user_error("but 1 .md; to read other files, name them one by one, such as .*/empty/[*]$"):
         list_files((str(tmp_path / "empty"),))
 
 
