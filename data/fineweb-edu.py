@@ -3,12 +3,13 @@
     python data/fineweb-edu.py                                 # sample-10BT -> data/edu_fineweb10B
     python data/fineweb-edu.py --input books/ more.parquet --local_dir data/books
 
-Machines divide the source files, each with its own output folder, and train.py reads all of them:
+Several machines can share the source files, each with its own output folder. train.py reads all of
+the folders:
 
     python data/fineweb-edu.py --worker_index 0 --worker_count 4 --local_dir data/worker0
     python train.py --data_dir data/worker?
 
-A run that is killed at any moment continues from the last whole shard when it is started again.
+If a run is killed at any moment, the same command continues after the last full shard.
 """
 
 import hashlib
@@ -42,12 +43,12 @@ from utils.files import atomic_write, lock_folder
 from utils.ranges import BelowOne, Count, Natural
 
 CHUNK = 2**18  # characters of a text that are tokenized at once
-MARGIN = 1_000  # characters on each side of a cut that are tokenized with and without it
+MARGIN = 1_000  # characters on each side of a cut; split_text tokenizes them with and without it
 
 
 @dataclass
 class ShardOptions:
-    """Turn any text into token shards. Killed and started again, it continues where it was."""
+    """Turn any text into token shards. After a kill, the same command continues where it was."""
 
     local_dir: Path | None = None
     """Folder for the shards; default: data/edu_fineweb10B, or data/ and the name of the input."""
@@ -56,17 +57,17 @@ class ShardOptions:
     remote_name: str = "sample-10BT"
     """Configuration of the dataset: sample-10BT, sample-100BT, sample-350BT, default, ..."""
     input: tuple[str, ...] = ()
-    """Files, or folders of .parquet, .jsonl, .txt and .py, to read instead, also as .gz, .bz2, .xz,
-    .zst; a file may also be .json, .csv, .tsv or other text."""
+    """Read these files, or folders of .parquet, .jsonl, .txt and .py, instead of the dataset; also
+    compressed as .gz, .bz2, .xz or .zst. A file may also be .json, .csv, .tsv or other text."""
     text_column: str = "text"
     """Column of parquet, JSON or CSV that holds the text."""
     tokenizer: str = "gpt2"
-    """gpt2: 50,257 tokens through tiktoken; bytes: one token a byte, no download; or a
-    tokenizer.json (data/train_tokenizer.py makes one for your text) or meta.pkl of nanoGPT."""
+    """gpt2: 50,257 tokens, by tiktoken; bytes: one token a byte, no download; or the path of a
+    tokenizer.json (data/train_tokenizer.py makes one for your text) or of nanoGPT's meta.pkl."""
     end_of_text: str | None = None
-    """Token of the tokenizer.json that precedes every document, if it has no usual name."""
+    """Token of the tokenizer.json that precedes every document, if its name is not a usual one."""
     allow_loss: bool = False
-    """Shard also what the tokenizer.json deletes or has no token for; the share is printed."""
+    """Accept text that the tokenizer.json deletes or has no token for; prints the lost share."""
     shard_size: Count = 100_000_000
     """Tokens per shard."""
     max_shards: Count | None = None
@@ -74,26 +75,27 @@ class ShardOptions:
     format: Literal["npy", "bin"] = "npy"
     """npy: numpy.load reads it; bin: llm.c's format."""
     val_fraction: BelowOne = 0.01
-    """Share of documents for validation, chosen by a hash of their text; where it chooses too few,
-    as of one book, a tenth or more of the last texts is held out."""
+    """Share of documents for validation, chosen by a hash of their text. If the hashes choose too
+    little text (of one book, for example), a tenth or more of the last texts is held out."""
     num_workers: Count = os.cpu_count() or 1
-    """Tokenizer threads; the shards do not depend on it."""
+    """Tokenizer threads; the shards do not depend on their number."""
     worker_index: Natural = 0
     """Index of this machine, from 0 to --worker_count - 1; each needs its own --local_dir."""
     worker_count: Count = 1
-    """Machines that share the work: machine i reads every n-th source file, beginning with i."""
+    """Number of machines that share the work: machine i of n reads every n-th file, from i on."""
 
 
 def split_text(tokenizer: Tokenizer, text: str) -> Iterator[str]:
-    """Yield chunks of a text, which together have the ids of the whole text: the first one by
-    `encode`, those after it by encode_continuation. The library `tokenizers` takes 100 bytes of
-    memory and more for each byte that it is given, too much for a file of gigabytes at once.
+    """Yield chunks of a text whose token ids together are the ids of the whole text: encode the
+    first chunk with `encode`, all others with encode_continuation. The library `tokenizers` takes
+    over 100 bytes of memory for each byte of a text, too much for a file of gigabytes at once.
 
-    A cut is made before white space that follows another character, as tokenizers do. Whether this
-    one does is tried on the characters around it; if not, or without any, the chunk gets longer.
+    Cut a text before white space that follows another character, as tokenizers do. First tokenize
+    the characters around a cut with and without it: if the ids differ, or if there is no such white
+    space, the chunk gets longer.
     """
     start = 0
-    for position in range(CHUNK, len(text), CHUNK):  # all in characters
+    for position in range(CHUNK, len(text), CHUNK):  # start, position and end count characters
         space = re.compile(r"(?<=\S)\s").search(text, position, position + CHUNK)
         if space is None:
             continue
@@ -107,11 +109,11 @@ def split_text(tokenizer: Tokenizer, text: str) -> Iterator[str]:
 
 
 def tokenize(tokenizer: Tokenizer, val_fraction: float, text: str) -> Document:
-    """Return the document of a text, in train or validation.
+    """Return the document of a text, for train or for validation.
 
-    A hash of the text chooses the split. Unlike a random number or every n-th document, it does not
-    depend on the order of the source, on workers or on where a run continues, and a copy of a
-    validation document is never trained on.
+    A hash of the text chooses the split. Unlike a random number or every n-th document, the hash
+    does not depend on the order of the source, on workers or on where a run continues, and no copy
+    of a validation document gets into train.
     """
     utf8 = text.encode()
     num_bytes = len(utf8)
@@ -119,7 +121,8 @@ def tokenize(tokenizer: Tokenizer, val_fraction: float, text: str) -> Document:
     digest = hashlib.blake2b(utf8, digest_size=8).digest()
     is_val = int.from_bytes(digest, "big") / 2**64 < val_fraction
     del utf8  # may be a gigabyte
-    content = bytearray()  # of the token ids; grows in place, while np.concatenate holds them twice
+    # bytes of the token ids; a bytearray grows in place, np.concatenate would hold them twice
+    content = bytearray()
     lost_text = ""
     encode = tokenizer.encode_document  # for the first chunk: start_ids, then the text
     for chunk in split_text(tokenizer, text):
@@ -138,31 +141,29 @@ def tokenize(tokenizer: Tokenizer, val_fraction: float, text: str) -> Document:
 
 
 def read_documents(
-    options: ShardOptions, source: Source, tokenizer: Tokenizer, resume_point: ResumePoint
+    options: ShardOptions, source: Source, tokenizer: Tokenizer, first_point: ResumePoint
 ) -> Iterator[Document]:
-    """Yield the documents of the source in order, from where an earlier run stopped, or from the
-    beginning on; threads tokenize them. `resume_point` is the manifest's, ResumePoint() in a new
-    one."""
+    """Yield the documents of the source in order, tokenized by threads, from `first_point` on: the
+    manifest's state, which is ResumePoint(), the beginning of the source, in a new manifest."""
 
-    def tokenize_batch(row_batch: RowBatch, resume_point: ResumePoint) -> list[Document]:
-        """Return the documents of a batch from row `resume_point.documents` on. Rows before it, and
-        the first `resume_point.tokens` tokens of the document in this row, are in the shards
-        already."""
+    def tokenize_batch(row_batch: RowBatch, point: ResumePoint) -> list[Document]:
+        """Return the documents of a batch from row `point.first_row` on. The shards already hold
+        earlier rows, and the first `point.tokens` tokens of the first document."""
         documents: list[Document] = []
         for row, text in enumerate(row_batch.rows):
             # a Skipped row is only counted
-            if row >= resume_point.documents and isinstance(text, str):
+            if row >= point.first_row and isinstance(text, str):
                 document = tokenize(tokenizer, options.val_fraction, text)
-                # from where a later run would read the document again
+                # where a later run would read the document again
                 document.position = row_batch.position
                 document.row = row
                 documents.append(document)
-        # in place, also in the loop below, which still holds the batch: a text may be as large as
-        # memory
+        # Clear in place, because the loop below still holds the batch: a text may be as large as
+        # memory.
         row_batch.rows.clear()
         if documents:
-            # 0 after the first batch; Sharder.write skips these tokens
-            documents[0].num_written = resume_point.tokens
+            # point.tokens is 0 except for the first batch; Sharder.write skips these tokens
+            documents[0].num_written = point.tokens
         return documents
 
     # documents of each batch, in the order of the source
@@ -170,27 +171,28 @@ def read_documents(
     # threads, not processes: tokenizers release the interpreter lock, and nothing is copied
     workers = ThreadPoolExecutor(options.num_workers)
     try:
-        # resume_point.source is a SourcePosition as JSON; None: from the beginning
-        for row_batch in source.batches(resume_point.source):
-            pending.append(workers.submit(tokenize_batch, row_batch, resume_point))
-            resume_point = ResumePoint()  # nothing of the next batches is in the shards
-            # three batches a thread keep all threads busy, and memory small
+        point = first_point  # of the first batch
+        # first_point.source is a SourcePosition as JSON; None: from the beginning
+        for row_batch in source.batches(first_point.source):
+            pending.append(workers.submit(tokenize_batch, row_batch, point))
+            point = ResumePoint()  # the shards hold nothing of the next batches
+            # three batches per thread keep all threads busy, and memory small
             if len(pending) > 3 * options.num_workers:
                 yield from pending.popleft().result()  # waits for the oldest batch
         while pending:
             yield from pending.popleft().result()
     finally:
-        # Also when max_shards or an error ends the run: waiting batches are not tokenized.
+        # also if max_shards or an error ends the run: drop the batches that still wait
         workers.shutdown(cancel_futures=True)
 
 
 def write_shards(
     options: ShardOptions, source: Source, sharder: Sharder, tokenizer: Tokenizer
 ) -> bool:
-    """Write shards; return True at the end of the source, False once max_shards are full."""
-    # all that earlier runs have not written, in the order of the source
+    """Write shards. Return True if the source was read to its end, False if max_shards are full."""
+    # the documents that earlier runs have not written, in the order of the source
     documents = read_documents(options, source, tokenizer, sharder.manifest.state)
-    # seconds between updates of the bar; in a log file each update is a line
+    # seconds between updates of the bar; each update of a log file is a line of its own
     bar_seconds = 0.1 if sys.stderr.isatty() else 60
     bar = tqdm(
         initial=sum(sharder.num_tokens.values()),  # tokens of earlier runs
@@ -199,21 +201,20 @@ def write_shards(
         delay=bar_seconds,  # a short run shows no bar
         mininterval=bar_seconds,
     )
-    # hold_back yields the same documents, but may hold out a part of the last ones for validation.
+    # hold_back yields the same documents, but may hold out a part of the last documents.
     for document in sharder.hold_back(documents):
         # e.g. tabs, for a tokenizer.json whose pre-tokenizer drops white space
         if document.lost_text and not options.allow_loss:
             characters = "".join(dict.fromkeys(document.lost_text))  # without repeats
             raise UserError(
-                f"{tokenizer.name} loses {len(document.lost_text):,} characters of a text, as "
-                f"{characters[:20]!r}; take another --tokenizer, or shard what is left by "
-                "--allow_loss"
+                f"{tokenizer.name} loses {len(document.lost_text):,} characters of a text, such as "
+                f"{characters[:20]!r}; take another --tokenizer, or accept the loss by --allow_loss"
             )
         bar.update(len(document.tokens) - document.num_written)
         if not sharder.write(document):  # max_shards are full, and the resume point is saved
             return False
     sharder.save_resume_point(SourcePosition(len(source.names)))  # after the last file
-    # Every byte of text that was read, by earlier runs too, is in the shards.
+    # the shards must hold every byte of text that this run and earlier runs have read
     num_bytes = sum(counts.bytes for counts in source.ledger.values())
     assert num_bytes == sum(sharder.manifest.bytes.values()), "text was lost"
     return True
@@ -221,14 +222,14 @@ def write_shards(
 
 def continue_sharding(options: ShardOptions, folder: Path) -> tuple[Manifest, int]:
     """Write the shards that the folder lacks; return its manifest and the number of new tokens."""
-    # bytes of each file, by its name, of all workers; {} if the dataset is read
+    # bytes of each file by its name, other workers' files included; {} to read the dataset
     sizes = list_files(options.input) if options.input else {}
     tokenizer_spec = options.tokenizer
-    is_file = Path(tokenizer_spec).is_file()  # a tokenizer.json, whatever its name
+    is_file = Path(tokenizer_spec).is_file()  # a tokenizer.json of any name, or meta.pkl
     if tokenizer_spec not in TOKENIZERS and not is_file:
         raise UserError(
-            f"--tokenizer {tokenizer_spec} is none of {', '.join(TOKENIZERS)}, and no file: "
-            "data/train_tokenizer.py makes one for your text"
+            f"--tokenizer {tokenizer_spec} is neither {' nor '.join(TOKENIZERS)}, nor a file: "
+            "data/train_tokenizer.py makes a tokenizer.json for your text"
         )
     if is_file:
         try:
@@ -244,7 +245,7 @@ def continue_sharding(options: ShardOptions, folder: Path) -> tuple[Manifest, in
         worker_index=options.worker_index,
         worker_count=options.worker_count,
     )
-    # what the tokens depend on: a folder with shards of other settings is refused
+    # the tokens depend on these: Sharder refuses a folder with shards of other settings
     settings = Settings(
         tokenizer=tokenizer.name,
         vocab_size=tokenizer.vocab_size,
@@ -262,15 +263,15 @@ def continue_sharding(options: ShardOptions, folder: Path) -> tuple[Manifest, in
     )
     if isinstance(tokenizer, FileTokenizer):
         settings.end_of_text = tokenizer.end_of_text
-    # Two processes would overwrite each other's shards. The lock is a file descriptor; UserError if
-    # another process holds it.
+    # Two processes would overwrite each other's shards. The lock is a file descriptor. Raises
+    # UserError if another process holds the lock.
     lock = lock_folder(folder, "sharding into")
     try:
         sharder = Sharder(folder, settings, source, options.max_shards)
         if isinstance(tokenizer, FileTokenizer):  # the file travels with the shards
             with atomic_write(folder / TOKENIZER_FILE) as file:
                 file.write(tokenizer.tokenizer_json.encode())
-        # the manifest of an earlier run, or a new one; the sharder updates it in place
+        # the manifest of an earlier run, or a new manifest; the sharder updates it in place
         manifest = sharder.manifest
         source.ledger.update(manifest.ledger)  # rows that earlier runs have sharded
         manifest.source = list(options.input) or [options.dataset, options.remote_name]
@@ -278,8 +279,8 @@ def continue_sharding(options: ShardOptions, folder: Path) -> tuple[Manifest, in
             return manifest, 0
         sharder.reopen()
         num_tokens_before = sum(sharder.num_tokens.values())
-        is_complete = False
-        if not sharder.is_full:  # else an earlier run has written all of --max_shards already
+        is_complete = False  # whether the source is read to its end
+        if not sharder.is_full:  # else an earlier run has written --max_shards already
             is_complete = write_shards(options, source, sharder, tokenizer)
         sharder.end(is_complete)
     finally:
@@ -288,8 +289,8 @@ def continue_sharding(options: ShardOptions, folder: Path) -> tuple[Manifest, in
 
 
 def print_summary(manifest: Manifest) -> None:
-    """Print what a folder of shards holds: documents written, rows skipped by reason, tokens, bytes
-    of source text."""
+    """Print what a folder of shards holds: documents, skipped rows by reason, tokens and shards of
+    each split, bytes of source text per token."""
     print(f"documents: {manifest.documents:,}; skipped: {join_reasons(manifest.skipped)}")
     print(f"tokenizer: {manifest.tokenizer}")
     for split in ("train", "val"):
@@ -301,17 +302,17 @@ def print_summary(manifest: Manifest) -> None:
         print(line)
         if 0 < num_tokens < MIN_VAL_TOKENS and manifest.worker_count == 1:
             print(
-                f"note: {num_tokens:,} tokens of {split} hold no context of GPT-2's, which takes "
+                f"note: {split} has {num_tokens:,} tokens, and GPT-2's context takes "
                 f"{MIN_VAL_TOKENS:,}: shard more text, or train.py needs --block_size below "
                 f"{num_tokens}"
             )
     if manifest.lost_bytes:
         share = manifest.lost_bytes / sum(manifest.bytes.values())
-        print(f"lost: {share:.2%} of the bytes, which {manifest.tokenizer} does not give back")
+        print(f"lost: {share:.2%} of the bytes, which {manifest.tokenizer} cannot restore")
     if manifest.held_out:  # hashes gave a split too little text, or none
         print(
             f"validation: the ends of {HELD_OUT_SPANS} spans of the last text, or of the last "
-            "texts if that is short"
+            "texts if the last text is short"
         )
 
 
@@ -329,7 +330,7 @@ def main(options: ShardOptions) -> None:
     try:
         manifest, num_new = continue_sharding(options, folder)
     except KeyboardInterrupt:
-        print("the same command continues after the last whole shard", file=sys.stderr)
+        print("the same command continues after the last full shard", file=sys.stderr)
         raise
     seconds = time.time() - start_seconds
     print(f"{folder}: {'complete' if manifest.complete else 'stopped at --max_shards'}")
@@ -337,7 +338,7 @@ def main(options: ShardOptions) -> None:
     if num_new:
         print(f"{num_new:,} new tokens in {seconds:.1f} s ({num_new / seconds / 1e6:.2f} M/s)")
     else:
-        print("nothing to do: the shards were all there")
+        print("nothing to do: all shards are there already")
 
 
 if __name__ == "__main__":

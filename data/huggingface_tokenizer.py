@@ -1,8 +1,8 @@
-"""Tokenizers and chats of Hugging Face folders, as transformers reads, renders and writes them.
+"""Tokenizers and chats of Hugging Face folders: transformers reads, renders and writes them.
 
-The only file that imports transformers, and only within functions: the import takes seconds, and
-runs with tokenizers of this project do without it. data/tokenizer.py makes a spec of what is read
-here, once; nobody looks into the folder again.
+For tokenizers, only this file imports transformers, and only within functions: the import takes
+seconds, and runs with tokenizers of this project do not need it. data/tokenizer.py turns the
+content of a folder into a spec once; later code reads only the spec.
 """
 
 import json
@@ -16,7 +16,7 @@ from data.named_tokenizer import END_OF_TEXT, TOKENIZER_FILE, ChatTemplate
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-# the only inputs of a GPT-2 or LLaMA: transformers 4 would give them token_type_ids, too
+# all inputs of a GPT-2 or LLaMA: transformers 4 would add token_type_ids
 MODEL_INPUTS = ["input_ids", "attention_mask"]
 
 
@@ -25,20 +25,21 @@ class ModelTokens:
     """Statements of a Hugging Face model about its tokens, beside its tokenizer.json."""
 
     template_tokens: dict[str, str] = field(default_factory=dict)
-    """Special tokens by the names that templates have for them: bos_token, eos_token, ..."""
+    """Special tokens by their names in templates: bos_token, eos_token, ..."""
     chat_template: ChatTemplate | None = None
     end_ids: list[int] = field(default_factory=list)
     """Ids at which transformers' `generate` ends a text."""
 
 
 def read_folder(folder: Path, num_rows: int) -> tuple[str, ModelTokens]:
-    """Return what transformers says of a folder: the content of a tokenizer.json, with every added
-    token, whatever file it stands in; and the rest. Left out are tokens that classes add to any
-    vocabulary, and for which an embedding of `num_rows` rows has none. Raise ValueError for a
-    tokenizer that has no tokenizer.json, and for other folders whatever transformers raises."""
+    """Return the tokenizer of a folder, as transformers reads it: the content of a tokenizer.json,
+    with the added tokens of all files, and the other statements about tokens. Leaves out tokens
+    beyond the `num_rows` rows of the embedding, which classes of transformers add to any
+    vocabulary. Raise ValueError for a tokenizer without a tokenizer.json, and any error of
+    transformers for other unusable folders."""
     from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
-    # never the code of a folder
+    # trust_remote_code=False: never run the code of a folder
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise ValueError(f"a {type(tokenizer).__name__} has no {TOKENIZER_FILE}")
@@ -46,7 +47,7 @@ def read_folder(folder: Path, num_rows: int) -> tuple[str, ModelTokens]:
     added_tokens = [entry for entry in content["added_tokens"] if entry["id"] < num_rows]
     content["added_tokens"] = added_tokens
     token_names = [entry["content"] for entry in added_tokens]
-    # Leaves out tokens that were cut off above, and additional_special_tokens, which is a list.
+    # without tokens that were left out above, and without additional_special_tokens, a list
     special_tokens = tokenizer.special_tokens_map.items()
     template_tokens = {name: token for name, token in special_tokens if token in token_names}
 
@@ -61,20 +62,21 @@ def read_folder(folder: Path, num_rows: int) -> tuple[str, ModelTokens]:
         end_id = config_class.from_pretrained(folder).eos_token_id
         if isinstance(end_id, list):
             end_ids += end_id
-        # A number may be the default of a class, as GPT-2's 50256, which is a word in other
+        # A number may be the default of its class. GPT-2's default, 50256, is a word in other
         # vocabularies.
         elif end_id in tokenizer.added_tokens_decoder:
             end_ids.append(end_id)
     return json.dumps(content), ModelTokens(template_tokens, tokenizer.chat_template, end_ids)
 
 
-def says_no_more(folder: Path, eot: int) -> bool:
-    """Return whether transformers would say nothing of a folder beside its tokenizer.json, which
-    has one special token, END_OF_TEXT with the id `eot`."""
+def tokenizer_json_says_all(folder: Path, eot: int) -> bool:
+    """Return True if the other files of a folder add nothing to its tokenizer.json, so that
+    read_folder, and the slow import of transformers, are not needed. The tokenizer.json has one
+    special token, END_OF_TEXT with the id `eot`."""
     for pattern in ("added_tokens.json", "special_tokens_map.json", "**/*.jinja"):
         if any(folder.glob(pattern)):
             return False
-    # values that add nothing to a tokenizer.json whose one special token is END_OF_TEXT
+    # values that add nothing if END_OF_TEXT is the only special token
     without_effect = (None, END_OF_TEXT, eot, "PreTrainedTokenizerFast")
     for path in folder.glob("*config.json"):
         for name, value in json.loads(path.read_text(encoding="utf-8")).items():
@@ -89,15 +91,16 @@ def to_transformers(
     chat_template: ChatTemplate | None,
     block_size: int | None = None,
 ) -> "PreTrainedTokenizerFast":
-    """Return transformers' tokenizer of a tokenizer.json, which renders dialogs and writes folders.
-    It warns of texts longer than `block_size` tokens."""
+    """Return a tokenizer of transformers from the content of a tokenizer.json, to render dialogs
+    and to write folders. `special_tokens` are keyed by name: bos_token, eos_token, ... It warns of
+    texts longer than `block_size` tokens; None: it does not warn."""
     from tokenizers import Tokenizer as Backend
     from transformers import PreTrainedTokenizerFast
 
-    arguments: dict[str, Any] = dict(special_tokens)  # bos_token="<s>", ...
+    arguments: dict[str, Any] = dict(special_tokens)  # {"bos_token": "<s>", ...}
     pre_tokenizer = json.loads(tokenizer_json)["pre_tokenizer"] or {}
     if pre_tokenizer.get("add_prefix_space"):
-        arguments["add_prefix_space"] = True  # transformers 4 would switch it off otherwise
+        arguments["add_prefix_space"] = True  # else transformers 4 switches it off
     return PreTrainedTokenizerFast(
         tokenizer_object=Backend.from_str(tokenizer_json),
         chat_template=chat_template,

@@ -1,6 +1,6 @@
-"""What every tokenizer has, and the two that have a name: GPT-2's byte pairs, and plain bytes.
+"""Interface of all tokenizers, and the two named tokenizers: GPT-2's byte pairs, and plain bytes.
 
-data/tokenizer.py has those that come from a file, and chooses one of them all.
+data/tokenizer.py has the tokenizers of files, and makes the tokenizer of a spec.
 """
 
 from abc import ABC, abstractmethod
@@ -11,38 +11,38 @@ import tiktoken
 from utils.errors import UserError
 
 ChatTemplate = str | dict[str, str]  # Jinja, or several templates by name: "default", "tool_use"
-END_OF_TEXT = "<|endoftext|>"  # of GPT-2, and of tokenizers trained here
+END_OF_TEXT = "<|endoftext|>"  # token of GPT-2, and of tokenizers that are trained here
 TOKENIZER_FILE = "tokenizer.json"  # Hugging Face's file name, and the key in a spec
 
 
 class Tokenizer(ABC):
-    """Interface of all tokenizers. "Special" tokens, as end of text, are ids of their own."""
+    """Interface of all tokenizers. A "special" token, such as end of text, has an id of its own."""
 
     name: str
     """Name in manifests: a key of TOKENIZERS, or "tokenizer-" and a checksum."""
     identity: str
-    """Equal only if two tokenizers give the same tokens and the same end of text."""
+    """Equal for two tokenizers only if they give the same tokens and the same end of text."""
     vocab_size: int
     """Number of ids: the highest one + 1."""
     eot: int
     """Id of the end-of-text token. It ends a completion and, without a chat template, an answer."""
     end_ids: frozenset[int]
-    """Ids that end a generated text: end of text, what begins the next text in the shards, what
-    ends an answer of a chat model, and each eos_token_id of a Hugging Face model. Empty for a
-    vocabulary of characters, whose `eot`, a line break, is text."""
+    """Ids that end a generated text: end of text, the id that begins the next text in the shards,
+    the id that ends an answer of a chat model, and each eos_token_id of a Hugging Face model. Empty
+    for a vocabulary of characters, whose `eot`, a line break, is text."""
     bos_ids: tuple[int, ...] = ()
-    """Ids that the tokenizer itself writes before a text, as BOS of LLaMA; GPT-2's writes none.
-    Benchmarks put them before a context. All else uses start_ids."""
+    """Ids that the tokenizer itself writes before a text, such as LLaMA's BOS; GPT-2's writes none.
+    Benchmarks put bos_ids before a context. All other code uses start_ids."""
     is_of_chats: bool = False
     """True for the tokenizer of a Hugging Face model with a chat template: the model has learned
-    chats, and finetuning/chat.py treats it so."""
+    chats, and finetuning/chat.py treats it as a chat model."""
     chat_template: ChatTemplate | None = None
-    """Template of these chats; None: the format of finetuning/chat.py."""
+    """Template of the model's chats; None: the format of finetuning/chat.py."""
 
     @abstractmethod
     def encode(self, text: str) -> np.ndarray:
-        """Return token ids, uint32 (n,). A special token that is spelled out in the text is text:
-        documents about tokenizers must not be able to end a document."""
+        """Return token ids, uint32 (n,). The name of a special token in the text is encoded as
+        text: a document about tokenizers must not end a document."""
 
     @property
     def start_ids(self) -> tuple[int, ...]:
@@ -52,24 +52,24 @@ class Tokenizer(ABC):
         return (self.eot,)
 
     def encode_document(self, text: str) -> np.ndarray:
-        """Return start_ids and the ids of a text, uint32 (n,): a document of the shards, or the
-        beginning of one, which a model continues."""
-        # uint32 is given, as NumPy's default, int64, would make the whole document int64.
+        """Return start_ids and the ids of a text, uint32 (n,): a document of the shards, or a
+        prompt that a model continues."""
+        # uint32, because NumPy's default, int64, would make the whole document int64
         return np.concatenate([np.array(self.start_ids, np.uint32), self.encode(text)])
 
     def encode_continuation(self, text: str) -> np.ndarray:
-        """Return the ids, uint32 (n,), of a text that follows another one: without the space, or
-        the mark for one, that some tokenizers put before a text."""
-        # GPT-2's and byte tokenizers put no space there; FileTokenizer overrides this.
+        """Return the ids, uint32 (n,), of a text that follows another text: without the space, or
+        the mark for a space, that some tokenizers put before a text."""
+        # GPT-2's and byte tokenizers put no space there; FileTokenizer overrides this method
         return self.encode(text)
 
     @abstractmethod
     def decode_bytes(self, ids: list[int]) -> bytes:
-        """Return the UTF-8 bytes of token ids. Bytes, not a string, because one token may hold a
-        part of a character. End of text decodes to nothing."""
+        """Return the UTF-8 bytes of token ids: bytes, not a string, because a token may hold a part
+        of a character. End of text decodes to nothing."""
 
     def lost_text(self, text: str, ids: np.ndarray) -> str:
-        """Return the characters of a text that its ids (n,) do not give back."""
+        """Return the characters of a text that decoding its ids (n,) does not restore."""
         return ""  # only a FileTokenizer may lose text
 
 
@@ -92,7 +92,7 @@ class ByteTokenizer(Tokenizer):
 
 
 class GPT2Tokenizer(Tokenizer):
-    """GPT-2's 50,257 tokens. tiktoken downloads them once and keeps a copy."""
+    """GPT-2's 50,257 tokens. tiktoken downloads the vocabulary once and keeps a copy."""
 
     name = "gpt2"
     identity = "gpt2"
@@ -106,8 +106,8 @@ class GPT2Tokenizer(Tokenizer):
         except OSError as error:  # also the base class of the errors of `requests`
             raise UserError(
                 f"the GPT-2 vocabulary could not be downloaded ({type(error).__name__}); go online "
-                "once, set TIKTOKEN_CACHE_DIR to a folder that holds tiktoken's copy of it, or "
-                "take the tokenizer bytes"
+                "once, set TIKTOKEN_CACHE_DIR to a folder that holds tiktoken's copy of the "
+                "vocabulary, or take the tokenizer bytes"
             ) from error
 
     def encode(self, text: str) -> np.ndarray:
@@ -115,11 +115,11 @@ class GPT2Tokenizer(Tokenizer):
         return self.encoding.encode_to_numpy(text, disallowed_special=())
 
     def decode_bytes(self, ids: list[int]) -> bytes:
-        # tiktoken would write end of text as "<|endoftext|>"
+        # without end of text, which tiktoken would decode to "<|endoftext|>"
         return self.encoding.decode_bytes([token_id for token_id in ids if token_id != self.eot])
 
 
-# Classes, not instances: their attributes are known without the download of GPT-2's vocabulary.
+# classes by spec; not instances, because GPT2Tokenizer() may download its vocabulary
 TOKENIZERS: dict[str, type[GPT2Tokenizer] | type[ByteTokenizer]] = {
     "gpt2": GPT2Tokenizer,
     "bytes": ByteTokenizer,

@@ -1,7 +1,7 @@
 """Open a model of any format, together with its tokenizer.
 
-model/formats/ knows what is in a file of weights, data/tokenizer.py what is in one of a tokenizer.
-This file stands above both: model/ knows no tokenizers.
+model/formats/ reads files of weights, data/tokenizer.py reads files of tokenizers. This file joins
+the two, because model/ does not know tokenizers.
 """
 
 from dataclasses import replace
@@ -18,11 +18,10 @@ from utils.errors import UserError
 
 
 def open_pretrained(name: str | Path) -> tuple[GPT, str]:
-    """Return the model of a file, or of a Hugging Face folder or name, and the spec of its
-    tokenizer. Raises UserError for a model of another kind, or whose tokenizer does not fit or is
-    not known."""
-    # A local path, or the folder of a download from the hub. A file is of nanoGPT, build-nanogpt or
-    # llm.c. The model is float32, on the CPU.
+    """Return a model, in float32 on the CPU, and the spec of its tokenizer. `name` is a file of
+    nanoGPT, build-nanogpt or llm.c, or a Hugging Face folder or name. Raises UserError for a model
+    of another kind, or if its tokenizer does not fit or is unknown."""
+    # a local file or folder, or the folder of a download from the hub
     path = find_folder(str(name))
     model = load_peer(path) if path.is_file() else load_pretrained(name)
     num_rows = model.config.vocab_size  # rows of the embedding, padding included
@@ -36,22 +35,24 @@ def open_pretrained(name: str | Path) -> tuple[GPT, str]:
         raise UserError(
             f"{name} has a tokenizer of {num_tokens:,} tokens, its model only {num_rows:,}"
         )
-    # nanoGPT pads no vocabulary of characters, but its prepare.py may have read another text since.
+    # nanoGPT does not pad a vocabulary of characters. Fewer characters mean that its prepare.py has
+    # read another text since the training.
     if num_tokens < num_rows and tokenizer_path is not None and tokenizer_path.suffix == ".pkl":
         raise UserError(
             f"{tokenizer_path} has {num_tokens:,} characters, the model of {name} {num_rows:,}"
         )
-    # Cut off padding, which sampling could draw: some models have 50,304 rows for 50,257 tokens.
+    # Cut off rows of padding, because sampling could draw their ids: some models have 50,304 rows
+    # for 50,257 tokens.
     if num_tokens < num_rows:
         model = rebuild(model, replace(model.config, vocab_size=num_tokens))
     return model, tokenizer_spec
 
 
 def open_model(name: str | Path, *, float32: bool = False) -> tuple[GPT, str, Checkpoint]:
-    """Return a model in evaluation mode, its tokenizer's spec, and the content of its checkpoint,
-    {} for a model of another project. `name` is a checkpoint of ours, of nanoGPT, build-nanogpt or
-    llm.c, a run's folder, or a Hugging Face folder or name. Of our checkpoints only the bfloat16
-    half is read, with `float32` all bits.
+    """Return a model in evaluation mode, the spec of its tokenizer, and the content of its
+    checkpoint ({} for a model of another project). `name` is a checkpoint of this project, nanoGPT,
+    build-nanogpt or llm.c, the folder of a run, or a Hugging Face folder or name. From a checkpoint
+    of this project, read only the bfloat16 half of the weights, or with `float32` all bits.
     """
     path = find_checkpoint(name)
     if path is not None:

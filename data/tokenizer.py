@@ -1,12 +1,13 @@
 """Tokenizers by their spec: text to token ids and back.
 
-A tokenizer travels in manifests and checkpoints as a string, its spec: a key of TOKENIZERS, or JSON
-that holds a whole tokenizer.json, so that no other file is needed. data/named_tokenizer.py has the
-interface and the tokenizers with a name, data/export_tokenizer.py writes files for other programs.
+The spec of a tokenizer is a string: a key of TOKENIZERS, or JSON with a whole tokenizer.json, so
+that no other file is needed. Checkpoints hold the spec; manifests hold only Tokenizer.name.
+data/named_tokenizer.py has the interface and the named tokenizers, data/export_tokenizer.py writes
+files for other programs.
 
-The library `tokenizers` reads a tokenizer.json, and transformers what a Hugging Face folder says
-beside it (data/huggingface_tokenizer.py). Files are untrusted: what cannot be used is refused with
-a sentence that names the file.
+The library `tokenizers` reads a tokenizer.json. transformers reads the other files of a Hugging
+Face folder (data/huggingface_tokenizer.py). Files are untrusted: an unusable file is refused with a
+sentence that names it.
 """
 
 import json
@@ -21,28 +22,33 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from tokenizers import Tokenizer as Backend
+from tokenizers import Tokenizer as Backend  # the library's class; Tokenizer is our interface
 from tokenizers.decoders import Fuse
 from tokenizers.models import BPE
 from tokenizers.processors import TemplateProcessing
 
-from data.huggingface_tokenizer import ModelTokens, read_folder, says_no_more, to_transformers
+from data.huggingface_tokenizer import (
+    ModelTokens,
+    read_folder,
+    to_transformers,
+    tokenizer_json_says_all,
+)
 from data.named_tokenizer import TOKENIZER_FILE, TOKENIZERS, ChatTemplate, Tokenizer
 from utils.errors import UserError, reading
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-# Checksums, as of `definition_checksum`, of the tokenizers that have a name here.
+# Names in TOKENIZERS by definition_checksum, to recognize GPT-2's and byte tokenizers in files.
 CHECKSUMS = {"a22cd1e0": "gpt2", "be59d73d": "bytes"}
-# A text that tells tokenizers apart: a normalizer would change U+FB01, a pre-tokenizer cut digits.
+# A text that tells tokenizers apart: a normalizer changes U+FB01, a pre-tokenizer cuts digits.
 PROBE = "Hello naïve  \ufb01 天🐍 it's 2026\r\n\tX"
 # a folder without these has no tokenizer
 TOKENIZER_FILES = (TOKENIZER_FILE, "vocab.json", "tokenizer.model", "tokenizer_config.json")
-# names of end of text in published tokenizers, the most telling first
+# end-of-text tokens of published tokenizers, the most specific first
 ENDS_OF_TEXT = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>")
-# The chats of finetuning/chat.py as a template, for exports: the role is capitalized, and end of
-# text precedes each turn, but BOS the first one, and closes the last one.
+# The chat format of finetuning/chat.py as a template, for exports. BOS precedes the first turn, end
+# of text precedes each other turn and ends the last turn. Roles are capitalized.
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{{ (bos_token if loop.first else eos_token) + message['role'] | capitalize + ': ' "
@@ -50,15 +56,15 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}Assistant:{% endif %}"
 )
 SPACE = "\u2581"  # SentencePiece (LLaMA) writes this for a space
-# messages that show what a chat template writes after an answer
+# messages to find out what a chat template writes after an answer
 SYSTEM = {"role": "system", "content": "Be kind."}
 QUESTION = {"role": "user", "content": "Hi"}
 ANSWER = {"role": "assistant", "content": "An answer."}
 
 
 def check_rendered(text: str, messages: list[dict[str, Any]]) -> None:
-    """Raise ValueError if a template has left out the content of a message, or written a list of
-    parts as Python does. finetuning/template.py checks answers."""
+    """Raise ValueError if `text`, rendered by a template, lacks the content of a message, or has a
+    list of parts as Python prints it. finetuning/template.py checks answers."""
     for message in messages:
         content = message.get("content") or ""
         content_texts = [content]
@@ -67,7 +73,7 @@ def check_rendered(text: str, messages: list[dict[str, Any]]) -> None:
             if str(content) in text:
                 raise ValueError("it takes content as a text, not as parts")
         for content_text in content_texts:
-            # a result of a tool may be written as JSON, within quotes
+            # a template may write the result of a tool as JSON, in quotes
             plain = content_text.strip()
             in_json = json.dumps(plain, ensure_ascii=False)[1:-1]
             if message["role"] != "assistant" and plain not in text and in_json not in text:
@@ -80,70 +86,69 @@ class FileTokenizer(Tokenizer):
     """Tokenizer of a tokenizer.json, run by the library `tokenizers`.
 
     Its spec is `spec_fields` as JSON, which `make_spec` writes: "tokenizer.json" is the content of
-    the file and "eot" the end-of-text token; "name" is a key of TOKENIZERS that has the same
-    tokens, if there is one. "end_ids", "chat_template", "template_tokens" and "turn_end" are those
-    of the Hugging Face model that it came with.
+    the file, "eot" the end-of-text token, and "name" the key of TOKENIZERS with the same tokens, if
+    there is one. "end_ids", "chat_template", "template_tokens" and "turn_end" come from the Hugging
+    Face model of the tokenizer.
     """
 
     def __init__(self, spec_fields: dict[str, Any]) -> None:
-        content = spec_fields[TOKENIZER_FILE]
-        # Text again, for the library; ensure_ascii would write \u escapes in place of characters.
+        content = spec_fields[TOKENIZER_FILE]  # a dict
+        # a string for the library; ensure_ascii would write \u escapes in place of characters
         self.tokenizer_json = json.dumps(content, ensure_ascii=False)
         backend = make_backend(self.tokenizer_json)
         self.backend = backend
         self.bos_ids = find_bos_ids(backend)  # () if there is no BOS
         self.end_of_text = spec_fields["eot"]  # the token; self.eot is its id
 
-        # Two files with the same definition are the same tokenizer, wherever they lie.
+        # two files with the same definition are the same tokenizer and get the same name
         self.name = spec_fields.get("name", f"tokenizer-{definition_checksum(content)}")
         self.identity = self.name
         if self.name not in TOKENIZERS:
-            # with another end of text, other tokens separate the documents
+            # with another end-of-text token, other tokens separate the documents
             self.identity = f"{self.name} with {self.end_of_text}"
 
         vocab = backend.get_vocab()  # ids by token, added tokens included
         self.vocab_size = max(vocab.values()) + 1  # not len(vocab): ids may have gaps
         self.eot = vocab[self.end_of_text]
         self.added_ids = set(backend.get_added_tokens_decoder())
-        """Ids of added tokens, which are not made of the pieces of the vocabulary: special tokens
-        and others."""
+        """Ids of added tokens, special and others: plain text, not pieces of the vocabulary."""
 
         template: ChatTemplate | None = spec_fields["chat_template"]
         self.is_of_chats = template is not None
-        # `finetuning/chat.py` writes this format by itself.
+        # finetuning/chat.py writes CHAT_TEMPLATE's format without a template
         self.chat_template = None if template == CHAT_TEMPLATE else template
         self.template_tokens: dict[str, str] = spec_fields["template_tokens"]
-        """Special tokens by the names that templates and transformers have for them."""
+        """Special tokens by their names in templates and transformers: bos_token, eos_token, ..."""
         self.turn_end = vocab[spec_fields["turn_end"]]
         """Id of the token that ends an answer of a chat."""
-        # start_ids[0]: the model has learned that a document ends where the next one begins
+        # start_ids[0]: the model has learned that a document ends where the next document begins
         end_ids = [self.eot, self.turn_end, self.start_ids[0]]
         self.text_ids = {self.eot} if has_characters_alone(backend) else set()
-        """The id of end of text in a vocabulary of characters: it separates documents, but is text,
-        too, and ends no text."""
+        """Only in a vocabulary of characters: the id of end of text, a character. It separates
+        documents, but it is also text, and so does not end a generated text."""
         self.end_ids = frozenset(end_ids + spec_fields["end_ids"]) - self.text_ids
 
-        # A pre-tokenizer or decoder of type ByteLevel tells that tokens are bytes. No token looks
-        # like this, as json.dumps writes \" for a quote within a token.
+        # With a pre-tokenizer or decoder of type ByteLevel, tokens are bytes. No token can contain
+        # this string, because json.dumps writes \" for a quote within a token.
         is_byte_level = '"type": "ByteLevel"' in self.tokenizer_json
         self.bytes_of_id = self.find_bytes(vocab, is_byte_level)
-        """Bytes that each id decodes to; none for end of text and BOS."""
+        """Bytes that each id decodes to; b"" for end of text and BOS."""
 
     def find_bytes(self, vocab: dict[str, int], is_byte_level: bool) -> dict[int, bytes]:
-        """Return the bytes of each id. Raise KeyError for a byte-level token with a character that
-        stands for none.
+        """Return the bytes of each id, given `vocab`, the ids by token. Raise KeyError for a
+        byte-level token with a character that stands for no byte.
 
-        The decoder of the file is not asked: it gives strings, in which a character that spans two
-        tokens is lost, and some files have none.
+        The file's own decoder does not serve: it returns strings, which lose a character that spans
+        two tokens. Some files have no decoder.
         """
-        # The inverse of byte_characters: "Ġ" stands for a space, byte 32.
+        # the inverse of byte_characters: "Ġ" stands for a space, byte 32
         byte_of_character = {character: i for i, character in enumerate(byte_characters())}
         bytes_of_id: dict[int, bytes] = {}
         for token, token_id in vocab.items():
             if is_byte_level and token_id not in self.added_ids:
-                # one character stands for each byte; added tokens are plain text
+                # each character stands for one byte; added tokens are plain text
                 token_bytes = bytes(byte_of_character[character] for character in token)
-            elif token.startswith("<0x") and len(token) == 6:  # byte fallback, as <0x0A>
+            elif token.startswith("<0x") and len(token) == 6:  # byte fallback: <0x0A>
                 token_bytes = bytes([int(token[3:5], 16)])
             else:  # plain text, or a token of SentencePiece
                 token_bytes = token.replace(SPACE, " ").encode()
@@ -154,7 +159,7 @@ class FileTokenizer(Tokenizer):
 
     @cached_property
     def continuing_backend(self) -> Backend:
-        """`backend` without what puts a space, or a mark for one, before a text."""
+        """Backend that puts no space, and no mark for a space, before a text."""
         # json.loads calls the hook for each object, however deep in a sequence of components
         content = json.loads(self.tokenizer_json, object_hook=without_prefix)
         return make_backend(json.dumps(content))
@@ -166,26 +171,27 @@ class FileTokenizer(Tokenizer):
         return encode_with(self.continuing_backend, text)
 
     def encode_with_special_tokens(self, text: str) -> list[int]:
-        """Return the token ids of a text of `render`: a special token's name is this token."""
+        """Return the token ids of a rendered dialog: the name of a special token in `text` becomes
+        the token."""
         return self.renderer.encode(text, add_special_tokens=False)
 
     def decode_bytes(self, ids: list[int]) -> bytes:
-        # A model may have ids that its tokenizer lacks, such as rows of padding.
+        # a model may give ids that its tokenizer lacks, such as rows of padding
         return b"".join(self.bytes_of_id.get(token_id, b"") for token_id in ids)
 
     @cached_property
     def renderer(self) -> "PreTrainedTokenizerFast":
-        """The tokenizer of transformers, for dialogs."""
+        """The tokenizer as a class of transformers, which renders dialogs by the chat template."""
         return to_transformers(self.tokenizer_json, self.template_tokens, self.chat_template)
 
     def render(
         self, messages: list[dict[str, Any]], open_turn: bool = False, tools: list | None = None
     ) -> str:
-        """Return a dialog as text by the chat template; with `open_turn`, up to the place where
-        the assistant's next answer begins. `tools` are functions that the assistant may call, as
-        JSON schemas. Raise UserError where the template cannot write it."""
-        assert self.chat_template  # callers ask for it before: else finetuning/chat.py writes it
-        # "weight" is for the loss alone
+        """Return a dialog as text by the chat template; with `open_turn`, up to the beginning of
+        the assistant's next answer. `tools` are JSON schemas of functions that the assistant may
+        call. Raise UserError if the template cannot write the dialog."""
+        assert self.chat_template  # callers check: without it finetuning/chat.py writes the dialog
+        # without "weight", which only the loss reads
         written: list[dict[str, Any]] = []
         for message in messages:
             written.append({name: value for name, value in message.items() if name != "weight"})
@@ -193,9 +199,9 @@ class FileTokenizer(Tokenizer):
             text = self.renderer.apply_chat_template(
                 written, tools=tools, add_generation_prompt=open_turn, tokenize=False
             )
-            assert isinstance(text, str)  # by `tokenize`
+            assert isinstance(text, str)  # because of tokenize=False
             check_rendered(text, messages)
-            if tools and text == self.render(messages, open_turn):  # without them
+            if tools and text == self.render(messages, open_turn):  # the same without tools
                 raise ValueError("it writes no tools")
             return text
         except Exception as error:  # untrusted code can raise anything
@@ -203,14 +209,15 @@ class FileTokenizer(Tokenizer):
             raise UserError(f"the chat template of {self.name} fails: {reason}") from error
 
     def find_turn_end(self) -> str:
-        """Return the token, as <|im_end|>, that the chat template writes after an answer; end of
-        text if it writes no special token there. Raise UserError if it writes no dialog."""
+        """Return the token that the chat template writes after an answer, such as <|im_end|>; the
+        end-of-text token if it writes no special token there. Raise UserError if the template
+        cannot write a dialog."""
         try:
             text = self.render([QUESTION, ANSWER])
         except UserError:  # some templates demand a system message, others refuse one
             text = self.render([SYSTEM, QUESTION, ANSWER])
         after_answer = text.rpartition(ANSWER["content"])[2]  # e.g. "<|im_end|>\n"
-        # white space may come before the special token, as in Llama 2's template
+        # white space may precede the special token, as in Llama 2's template
         for token_id in self.encode_with_special_tokens(after_answer):
             if token_id in self.added_ids:
                 return str(self.backend.id_to_token(token_id))
@@ -219,45 +226,46 @@ class FileTokenizer(Tokenizer):
     def lost_text(self, text: str, ids: np.ndarray) -> str:
         # errors="replace" gives U+FFFD where bytes of a character are lost
         decoded = self.decode_bytes(ids.tolist()).decode(errors="replace")
-        # Many tokenizers put a space before the first word.
+        # many tokenizers put a space before the first word
         if decoded in (text, f" {text}"):
             return ""
-        # What a normalizer does, such as lower-casing or composing characters, is intended and
-        # counts as no loss. Other lost characters were dropped by a pre-tokenizer, such as white
-        # space, or have no token.
+        # A change by the normalizer, such as lower-casing or composing characters, is intended and
+        # not a loss. Other missing characters have no token, or the pre-tokenizer dropped them, as
+        # it may drop white space.
         if self.backend.normalizer is not None:
             text = self.backend.normalizer.normalize_str(text)
-        # The characters that `text` has more of. The difference of Counters ignores those that
-        # `decoded` has more of, such as an added space.
+        # Count the characters that `decoded` lacks. A difference of Counters ignores characters
+        # that `decoded` has in addition, such as a space.
         lost_counts = Counter(text.replace(SPACE, " ")) - Counter(decoded)
         return "".join(lost_counts.elements())
 
 
 @cache  # building the tables of a large tokenizer.json takes a second
 def load_tokenizer(spec: str) -> Tokenizer:
-    """Return the tokenizer of a spec. Raise UserError if that of GPT-2 cannot be downloaded, and
-    what FileTokenizer raises for a tokenizer.json that cannot be used."""
+    """Return the tokenizer of a spec. Raise UserError if GPT-2's cannot be downloaded, and the
+    errors of FileTokenizer for an unusable tokenizer.json."""
     if spec in TOKENIZERS:
         return TOKENIZERS[spec]()
     return FileTokenizer(json.loads(spec))
 
 
 def tokenizer_identity(spec: str) -> str:
-    """Return Tokenizer.identity of a spec, without a download."""
+    """Return Tokenizer.identity of a spec, without a download, to compare tokenizers."""
     # for "gpt2" and "bytes" the identity is the spec
     return spec if spec in TOKENIZERS else load_tokenizer(spec).identity
 
 
 def count_tokens(spec: str) -> int:
     """Return Tokenizer.vocab_size of a spec, without a download."""
-    # the classes of "gpt2" and "bytes" have vocab_size: no instance is needed
+    # for "gpt2" and "bytes" a class, which has vocab_size without an instance
     tokenizer = TOKENIZERS[spec] if spec in TOKENIZERS else load_tokenizer(spec)
     return tokenizer.vocab_size
 
 
 def make_backend(tokenizer_json: str) -> Backend:
-    """Return the tokenizer of a tokenizer.json, without the truncation and padding that it may ask
-    for, and with special tokens in a text read as text."""
+    """Return the Backend, the Tokenizer class of the library `tokenizers`, for the content of a
+    tokenizer.json. The Backend ignores truncation and padding that the file asks for, and reads
+    special tokens in a text as text."""
     backend = Backend.from_str(tokenizer_json)
     backend.no_truncation()  # some files ask for 512 tokens
     backend.no_padding()
@@ -267,8 +275,8 @@ def make_backend(tokenizer_json: str) -> Backend:
 
 def encode_with(backend: Backend, text: str) -> np.ndarray:
     """Return the token ids of a text, uint32 (n,), without BOS."""
-    # encode_batch_fast frees Python's interpreter lock, so that threads of data/fineweb-edu.py work
-    # at once; encode does not
+    # encode_batch_fast releases Python's interpreter lock for the threads of data/fineweb-edu.py;
+    # encode does not
     (encoding,) = backend.encode_batch_fast([text], add_special_tokens=False)
     return np.array(encoding.ids, np.uint32)
 
@@ -276,10 +284,10 @@ def encode_with(backend: Backend, text: str) -> np.ndarray:
 def find_bos_ids(backend: Backend) -> tuple[int, ...]:
     """Return the ids that the post-processor of a tokenizer.json writes before a text.
 
-    The library is asked, as several kinds of post-processors write them. A text that it has no
-    token for would not tell what stands before and what after it.
+    Several kinds of post-processors write such ids: encode a text to see them. The text needs at
+    least one token, to tell the ids before it from the ids after it.
     """
-    # the probe, or else the first token that encodes to at least one id
+    # try the probe, then the tokens themselves, until a text has a token
     for text in (PROBE, *backend.get_vocab()):
         encoding = backend.encode(text)  # includes what the post-processor adds
         if 0 in encoding.sequence_ids:  # 0: from the text; None: from the post-processor
@@ -288,15 +296,15 @@ def find_bos_ids(backend: Backend) -> tuple[int, ...]:
 
 
 def without_prefix(component: dict) -> dict:
-    """Return a component of a tokenizer.json (normalizer, pre-tokenizer, ...) without its option to
-    put something before each text."""
+    """Change a component of a tokenizer.json (normalizer, pre-tokenizer, ...), in place, to put
+    nothing before a text, and return it, as an object_hook of json.loads has to."""
     component_type = component.get("type")
     if component_type == "Prepend":  # Llama 2's normalizer
         component["prepend"] = ""
     if component_type in ("ByteLevel", "Metaspace"):
         component["add_prefix_space"] = False
     if component_type == "Metaspace":
-        # Newer files have prepend_scheme instead of add_prefix_space.
+        # newer files have prepend_scheme instead of add_prefix_space
         component["prepend_scheme"] = "never"
     return component
 
@@ -304,8 +312,8 @@ def without_prefix(component: dict) -> dict:
 def byte_characters() -> list[str]:
     """Return the characters that byte-level BPE writes for the bytes 0 to 255.
 
-    A printable character of Latin-1 stands for its own byte, and the n-th character from U+0100 on
-    for the n-th of the other bytes (bytes_to_unicode of GPT-2's encoder.py).
+    A printable character of Latin-1 stands for its own byte. The n-th character from U+0100 on
+    stands for the n-th other byte (bytes_to_unicode in GPT-2's encoder.py).
     """
     characters: list[str] = []
     num_others = 0  # bytes so far that are not printable
@@ -320,9 +328,9 @@ def byte_characters() -> list[str]:
 
 
 def definition_of(backend: Backend) -> dict:
-    """Return the content of the tokenizer.json of a backend. It changes the backend in place, to
-    write nothing after a text: no text is trained on with ids there. Raise ValueError for BPE
-    dropout."""
+    """Return the content of a backend's tokenizer.json. Changes the backend in place, to write only
+    BOS and no ids after a text, because models here train without such ids. Raise ValueError for
+    BPE dropout."""
     bos_ids = find_bos_ids(backend)
     bos_tokens = [backend.id_to_token(token_id) for token_id in bos_ids]
     backend.post_processor = TemplateProcessing(
@@ -336,17 +344,18 @@ def definition_of(backend: Backend) -> dict:
 
 
 def definition_checksum(content: dict) -> str:
-    """Return the CRC-32, in hexadecimal, of all in a tokenizer.json that decides the ids of a text.
-    Files that mean the same differ in the rest, and in what they leave out."""
+    """Return the CRC-32, in hexadecimal, of all parts of a tokenizer.json that decide the ids of a
+    text. It names a tokenizer, `tokenizer-<checksum>`, and recognizes files that hold the tokenizer
+    gpt2 or bytes (CHECKSUMS). Files of one tokenizer may differ in other parts."""
     added_tokens: dict[str, dict] = {}
     for entry in content["added_tokens"]:
-        # where nothing normalizes a text, "normalized" means nothing
+        # "normalized" has no effect without a normalizer
         is_normalized = entry["normalized"] and content["normalizer"] is not None
         added_tokens[entry["content"]] = entry | {"normalized": is_normalized}
-    # without options that are off: null, "", false, or 0.0
+    # drop options that are off (null, "", false or 0.0), because some files leave them out
     model = {name: value for name, value in content["model"].items() if value}
     if isinstance(model["vocab"], dict):
-        # some files have the added tokens in the vocabulary, too
+        # drop added tokens, because only some files list them in the vocabulary, too
         vocab = sorted(model["vocab"].items())
         model["vocab"] = [pair for pair in vocab if pair[0] not in added_tokens]
     components = [content[name] for name in ("normalizer", "pre_tokenizer", "post_processor")]
@@ -355,25 +364,26 @@ def definition_checksum(content: dict) -> str:
 
 
 class NoEndOfText(UserError):
-    """Error of a tokenizer of which no token is known to end a text."""
+    """Error for a tokenizer without a known end-of-text token."""
 
 
 def has_characters_alone(backend: Backend) -> bool:
-    """Return True for a vocabulary like nanoGPT's of characters, which has no end of text."""
-    # A pre-tokenizer may write bytes as characters.
+    """Return True for a vocabulary of characters, like nanoGPT's, which has no end of text."""
+    # with a pre-tokenizer, the characters may stand for bytes
     return backend.pre_tokenizer is None and max(map(len, backend.get_vocab())) == 1
 
 
 def usual_ends(backend: Backend) -> Iterable[str]:
-    """Return what may be a tokenizer's end of text, the most telling first. In a vocabulary of
-    characters a line break separates documents, or any other character where it has none."""
+    """Return candidates for a tokenizer's end-of-text token, the best first. In a vocabulary of
+    characters a line break separates documents; without a line break, any other character does."""
     if has_characters_alone(backend):
         return ("\n", *sorted(backend.get_vocab()))
     return ENDS_OF_TEXT
 
 
 def find_end_of_text(path: Path, backend: Backend, candidates: Iterable[str | None]) -> str:
-    """Return the first candidate that is a token; raise NoEndOfText if none is."""
+    """Return the first candidate that is a token of the backend; raise NoEndOfText if none is. None
+    among the candidates is passed over. `path` is for the message."""
     for token in candidates:
         if token is not None and backend.token_to_id(token) is not None:
             return token
@@ -381,24 +391,24 @@ def find_end_of_text(path: Path, backend: Backend, candidates: Iterable[str | No
 
 
 def make_spec(backend: Backend, end_of_text: str, model_tokens: ModelTokens) -> str:
-    """Return the spec of a tokenizer and of what a model says of its tokens. Raise an error for a
-    vocabulary or a chat template that cannot be used."""
+    """Return the spec of a tokenizer, with a model's statements about its tokens. Raise an error
+    for an unusable vocabulary or chat template."""
     content = definition_of(backend)
     spec_fields = {  # read by FileTokenizer
         "eot": end_of_text,
-        "turn_end": end_of_text,  # replaced below where a chat template ends turns otherwise
+        "turn_end": end_of_text,  # provisional: replaced below if there is a chat template
         **asdict(model_tokens),
         TOKENIZER_FILE: content,
     }
-    # A tokenizer with the definition of a key in TOKENIZERS has that key as its spec, so that
-    # shards, checkpoints and models of other projects agree. Only other ends of a text or a
-    # template need the file.
+    # If the definition is GPT-2's or that of bytes, the spec is just "gpt2" or "bytes", so that
+    # shards, checkpoints and models of other projects agree. With other ends of a text or a chat
+    # template, the spec needs the file.
     name = CHECKSUMS.get(definition_checksum(content))
     eot = backend.token_to_id(end_of_text)
     if name is not None and TOKENIZERS[name].eot == eot:
         if model_tokens.chat_template is None and set(model_tokens.end_ids) <= {eot}:
             return name
-        spec_fields["name"] = name  # same tokens: shards of that name fit
+        spec_fields["name"] = name  # the same tokens: shards with this name fit the model
     tokenizer = FileTokenizer(spec_fields)
     if tokenizer.chat_template:
         spec_fields["turn_end"] = tokenizer.find_turn_end()
@@ -406,10 +416,10 @@ def make_spec(backend: Backend, end_of_text: str, model_tokens: ModelTokens) -> 
 
 
 class PlainUnpickler(pickle.Unpickler):
-    """Reads dicts, texts and numbers of a pickle file. pickle alone would run any code in it."""
+    """Reads only dicts, texts and numbers of a pickle file. pickle itself would run its code."""
 
     def find_class(self, module: str, name: str) -> None:
-        """Refuse what has to be imported; `reading` adds the file's name to the error."""
+        """Refuse objects that need an import; `reading` adds the name of the file to the error."""
         raise UserError(f"it holds a {module}.{name}, not only dicts, texts and numbers")
 
 
@@ -417,15 +427,15 @@ def character_backend(path: Path) -> Backend:
     """Return a tokenizer with the characters and ids of nanoGPT's meta.pkl."""
     with open(path, "rb") as file:
         ids_of_characters = PlainUnpickler(file).load()["stoi"]
-    backend = Backend(BPE(ids_of_characters, []))  # each character a token, as there are no merges
+    backend = Backend(BPE(ids_of_characters, []))  # no merges: each character is a token
     backend.decoder = Fuse()  # for other programs: no spaces between tokens
     return backend
 
 
 def read_tokenizer(path: Path, end_of_text: str | None = None) -> str:
-    """Return the spec of a tokenizer.json, or of nanoGPT's meta.pkl; raise UserError if it cannot
-    be used, NoEndOfText if neither `end_of_text` nor, without it, one of usual_ends is a token.
-    """
+    """Return the spec of a tokenizer.json, or of nanoGPT's meta.pkl. Raise UserError if the file
+    cannot be used, NoEndOfText if `end_of_text` is not a token; if it is None, one of usual_ends
+    has to be a token."""
     with reading(path, "a tokenizer that can be used"):
         if path.suffix == ".pkl":
             backend = character_backend(path)
@@ -436,13 +446,13 @@ def read_tokenizer(path: Path, end_of_text: str | None = None) -> str:
 
 
 def pretrained_tokenizer(folder: Path, vocab_size: int) -> str:
-    """Return the spec of the tokenizer of a Hugging Face model, or of a file that has weights
-    alone. `vocab_size` is the number of rows of the embedding. Raise UserError if there is no
-    tokenizer, or one that cannot be used."""
+    """Return the spec of the tokenizer of a Hugging Face model, or of a file with only weights.
+    `vocab_size` is the number of rows of the embedding. Raise UserError if the tokenizer is missing
+    or cannot be used."""
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         if vocab_size == 50_304:  # GPT-2's, padded for fast matmuls
             vocab_size = 50_257
-        # some GPT-2 models come without a tokenizer
+        # some GPT-2 models come without tokenizer files
         for name, tokenizer_class in TOKENIZERS.items():
             if tokenizer_class.vocab_size == vocab_size:
                 return name  # the size is the only evidence
@@ -453,17 +463,17 @@ def pretrained_tokenizer(folder: Path, vocab_size: int) -> str:
         )
     path = folder / TOKENIZER_FILE
     with reading(folder, "a folder with a tokenizer that can be used"):
-        probe_ids = None  # of PROBE, by the tokenizer.json as it stands; None without the file
+        probe_ids = None  # ids of PROBE by the tokenizer.json itself; None without this file
         if path.is_file():
             backend = make_backend(path.read_text(encoding="utf-8"))
             probe_ids = encode_with(backend, PROBE).tolist()
             known_name = CHECKSUMS.get(definition_checksum(definition_of(backend)))
-            # transformers takes seconds to import: not for GPT-2's own folder
-            if known_name is not None and says_no_more(folder, TOKENIZERS[known_name].eot):
+            # "gpt2" or "bytes" without the import of transformers, which takes seconds
+            if known_name and tokenizer_json_says_all(folder, TOKENIZERS[known_name].eot):
                 return known_name
         tokenizer_json, model_tokens = read_folder(folder, vocab_size)
         backend = make_backend(tokenizer_json)
-        # Some classes of transformers replace the pre-tokenizer or the normalizer of the file.
+        # some classes of transformers replace the pre-tokenizer or the normalizer of the file
         if probe_ids not in (None, encode_with(backend, PROBE).tolist()):
             print(f"warning: transformers gives a text other ids than {path}", file=sys.stderr)
         candidates = (model_tokens.template_tokens.get("eos_token"), *usual_ends(backend))
@@ -474,12 +484,12 @@ def pretrained_tokenizer(folder: Path, vocab_size: int) -> str:
 
 
 def check_round_trip(tokenizer: FileTokenizer) -> None:
-    """Raise ValueError for a tokenizer that does not give back words of its vocabulary with spaces
-    between them, as one whose tokens have marks within words."""
+    """Raise ValueError if encoding and decoding does not restore words of the vocabulary with
+    spaces between them, as with tokens that have marks within words."""
     ids = sorted(tokenizer.bytes_of_id)  # a vocabulary may list them in any order
     tokens = [tokenizer.decode_bytes([token_id]).decode(errors="replace") for token_id in ids]
     words = [token.strip() for token in tokens if token.strip().isalpha()]
     text = " ".join(words[:100])
     lost_text = tokenizer.lost_text(text, tokenizer.encode(text))
     if lost_text:
-        raise ValueError(f"it loses characters of a text, as {lost_text[:20]!r}")
+        raise ValueError(f"it loses characters of a text, such as {lost_text[:20]!r}")

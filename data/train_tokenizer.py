@@ -25,7 +25,7 @@ from data.source import Skipped, Source, list_files
 from utils.cli import start_script
 from utils.ranges import Count
 
-PASSAGE = 2_000  # characters that are sampled together, about a page
+PASSAGE = 2_000  # characters, about a page: read_passages samples whole passages
 
 
 @dataclass
@@ -33,29 +33,29 @@ class TokenizerOptions:
     """Train a tokenizer on your text."""
 
     input: tuple[str, ...]
-    """Files or folders, as data/fineweb-edu.py takes them."""
+    """Files or folders of text, in the formats of data/fineweb-edu.py."""
     out: Path
     """The tokenizer.json to write."""
     vocab_size: Count = 16_384
-    """Tokens, at least the 256 bytes and end of text; shards of more than 65,536 have 4 bytes a
-    token."""
+    """Number of tokens, with the 256 bytes and end of text; with more than 65,536, shards take 4
+    bytes a token instead of 2."""
     split: Literal["unicode", "gpt2"] = "unicode"
-    """Pieces that no token crosses. gpt2: words and numbers as in GPT-2; unicode: words with their
-    marks in any script, and single digits."""
+    """How to cut a text into pieces that no token crosses. gpt2: words and numbers as in GPT-2;
+    unicode: words with their marks in any script, and single digits."""
     sample_mb: Count = 50
-    """Text to train on, in MB."""
+    """Amount of text to train on, in MB."""
     text_column: str = "text"
     """Column of parquet, JSON or CSV that holds the text."""
 
 
 def read_passages(source: Source, share: float) -> Iterator[str]:
-    """Yield a share (0 to 1, or above for all) of the passages of all texts, chosen by a hash:
-    always the same ones."""
+    """Yield a share of the passages of all texts, 1 or above for all. A hash chooses the passages,
+    so that the same source always gives the same passages."""
     for row_batch in source.batches():
         for text in row_batch.rows:
             if isinstance(text, Skipped):
                 continue
-            # passages, not texts, so that a source of one long book can be sampled, too
+            # sample passages, not texts, because the source may be one long book
             for start in range(0, len(text), PASSAGE):
                 passage = text[start : start + PASSAGE]
                 # CRC-32 as a number in [0, 1)
@@ -66,15 +66,14 @@ def read_passages(source: Source, share: float) -> Iterator[str]:
 def main(options: TokenizerOptions) -> None:
     sizes = list_files(options.input)  # bytes of each file, by its name
     source = Source(sizes, column=options.text_column)
-    # Above 1 if all text is less than --sample_mb. The sizes are those of the files, so that
-    # compressed ones give more text.
+    # Share of the text to train on; above 1 if the files are smaller than --sample_mb. The sizes
+    # are sizes on disk, so that compressed files give more text.
     share = options.sample_mb * 1e6 / max(1, sum(sizes.values()))
-    # an untrained tokenizer: no tokens, no merges, but the rule that cuts a text into the pieces
-    # that no token crosses
+    # an untrained tokenizer: no tokens and no merges, only the rule that cuts a text into pieces
     backend = byte_level(models.BPE(), options.split)
     trainer = trainers.BpeTrainer(
         vocab_size=options.vocab_size - 1,  # end of text is added below
-        # all 256 bytes, whether they occur in the text or not
+        # all 256 bytes, even if they do not occur in the text
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -82,7 +81,7 @@ def main(options: TokenizerOptions) -> None:
     backend.add_special_tokens([END_OF_TEXT])  # the last id, as in GPT-2
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(backend.to_str(), encoding="utf-8")
-    # fewer than --vocab_size if the text has no more pairs to merge
+    # may be fewer than --vocab_size, if the text has no more pairs to merge
     print(f"{options.out}: {backend.get_vocab_size():,} tokens")
 
 

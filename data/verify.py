@@ -25,7 +25,7 @@ class VerifyOptions:
     """Check the checksums and token ids of folders of token shards."""
 
     data_dir: tuple[Path, ...]
-    """Folders of token shards, with weights or without, as for train.py."""
+    """Folders of token shards, as in train.py: FOLDER, or FOLDER:WEIGHT."""
 
 
 def main(options: VerifyOptions) -> None:
@@ -33,19 +33,19 @@ def main(options: VerifyOptions) -> None:
     for corpus in parse_corpora(options.data_dir):
         names = " ".join(map(str, corpus.folders))
         for split in ("train", "val"):
-            # Opens the folders that have this split; TokenStream compares their tokenizers.
+            # open the folders that have this split; TokenStream compares their tokenizers
             stream = TokenStream(open_folders(corpus.folders, split))
             check_shards(stream)
             print(f"{names}: {len(stream):,} {split} tokens of {stream.tokenizer_identity}, intact")
 
 
 def check_shards(stream: TokenStream) -> None:
-    """Raise UserError for a shard that differs from its checksum or holds what is no token."""
+    """Raise UserError if a shard differs from its checksum or holds an id beyond the vocabulary."""
     for shard in stream.shards:
-        # None in a folder of another project, which has no manifest
+        # sha256 is None in a folder of another project, which has no manifest
         if shard.sha256 is not None and sha256(shard.path) != shard.sha256:
             raise UserError(f"{shard.path} differs from the manifest's checksum; make it again")
-    # in chunks: a split may be larger than memory
+    # read in chunks, because a split may be larger than memory
     for start in range(0, len(stream), CHUNK):
         # Reading is the check: it raises UserError for an id beyond the vocabulary, and for a
         # header that contradicts the size of its file.

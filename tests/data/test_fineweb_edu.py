@@ -249,7 +249,7 @@ def test_without_a_network_the_dataset_is_named(tmp_path):
             {"format": "bin", "shard_size": 2**31},
             "--shard_size of --format bin must be at most 2,147,483,647",
         ),
-        ({"tokenizer": "byte"}, "--tokenizer byte is none of gpt2, bytes, and no file"),
+        ({"tokenizer": "byte"}, "--tokenizer byte is neither gpt2 nor bytes, nor a file"),
     ],
 )
 def test_an_option_that_nothing_can_be_made_with_is_refused_at_once(

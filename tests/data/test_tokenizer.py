@@ -149,7 +149,7 @@ def test_text_is_lost_only_where_that_is_asked_for(tmp_path, capsys, name, decod
     files = [tmp_path / "a.txt"], tmp_path / "out"
     files[0][0].write_text(MIXED)
     if lost:
-        with user_error(f"loses {len(lost)} characters of a text, as "):
+        with user_error(f"loses {len(lost)} characters of a text, such as "):
             shard(*files, tokenizer=str(path))
     manifest = shard(*files, tokenizer=str(path), allow_loss=bool(lost))
     # bytes are those of the source, also where a normalizer changes the text
@@ -197,7 +197,7 @@ def test_what_a_tokenizer_writes_before_a_text_stands_there_for_all_and_in_expor
 
     save_tokenizer(tokenizer, folder, 8, CHAT_TEMPLATE)
     if kind == "words":  # without spaces
-        with user_error("loses characters of a text, as '.* '"):
+        with user_error("loses characters of a text, such as '.* '"):
             pretrained_tokenizer(folder, 700)
         return
     again = load_tokenizer(pretrained_tokenizer(folder, 700))
