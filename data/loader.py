@@ -200,9 +200,9 @@ def assign_places(places_per_period: Sequence[int]) -> tuple[np.ndarray, np.ndar
 def short_names(names: Sequence[str]) -> list[str]:
     """Return names or paths of folders, shortened to their last parts: as few parts as tell them
     apart, ["a/shards", "b/shards"] for ["data/a/shards", "data/b/shards"]."""
-    parts = [Path(name).parts for name in names]
-    for count in range(1, max(map(len, parts))):
-        shortened = [str(Path(*path_parts[-count:])) for path_parts in parts]
+    split_names = [Path(name).parts for name in names]
+    for count in range(1, max(map(len, split_names))):
+        shortened = [str(Path(*split_name[-count:])) for split_name in split_names]
         if len(set(shortened)) == len(names):
             return shortened
     return list(names)

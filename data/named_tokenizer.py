@@ -23,7 +23,7 @@ class Tokenizer(ABC):
     identity: str
     """Equal for two tokenizers only if they give the same tokens and the same end of text."""
     vocab_size: int
-    """Number of ids: the highest one + 1."""
+    """Number of ids: the highest id + 1."""
     eot: int
     """Id of the end-of-text token. It ends a completion and, without a chat template, an answer."""
     end_ids: frozenset[int]
@@ -31,7 +31,7 @@ class Tokenizer(ABC):
     the id that ends an answer of a chat model, and each eos_token_id of a Hugging Face model. Empty
     for a vocabulary of characters, whose `eot`, a line break, is text."""
     bos_ids: tuple[int, ...] = ()
-    """Ids that the tokenizer itself writes before a text, such as LLaMA's BOS; GPT-2's writes none.
+    """Ids that the tokenizer itself writes before a text, such as LLaMA's BOS; () for GPT-2.
     Benchmarks put bos_ids before a context. All other code uses start_ids."""
     is_of_chats: bool = False
     """True for the tokenizer of a Hugging Face model with a chat template: the model has learned

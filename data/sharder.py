@@ -109,7 +109,7 @@ class ShardWriter:
         self.file = open(self.temporary, "r+b" if num_written else "w+b")
         self.num_tokens = num_written
         self.write_header()  # leaves the file at the first token
-        tokens = np.fromfile(self.file, self.dtype, num_written)  # ends after the last one
+        tokens = np.fromfile(self.file, self.dtype, num_written)  # leaves it after the last token
         self.num_tokens = len(tokens)  # below `num_written` if the file is an older copy
         # CRC-32 of all tokens; the manifest's state keeps it, and Sharder.reopen compares it
         self.checksum = zlib.crc32(tokens.tobytes())
@@ -179,7 +179,7 @@ class Sharder:
         """Writer of the open shard, by split; a split without an open shard has no entry."""
         self.num_tokens = {"train": 0, "val": 0}
         """Tokens of each split in the folder: in the full shards, and after `reopen` also in the
-        open shard. (ShardWriter.num_tokens counts those of the open shard alone.)"""
+        open shard. (ShardWriter.num_tokens counts the open shard alone.)"""
         manifest = read_manifest(folder)
         if manifest is None and shard_paths(folder):
             raise UserError(f"{folder} holds shards without a manifest; {ADVICE}")
@@ -268,9 +268,9 @@ class Sharder:
     def divide_last(self, documents: list[Document], val_fraction: float) -> list[Document]:
         """Return the documents to write instead of `documents`, the last of the source. If hashes
         leave no text to train on, or too little for validation (one book, a few short notes), join
-        the documents of the split that has text, and hold out the ends of the spans of the joined
-        document: a tenth of it, `val_fraction` of all tokens or min_val_tokens, whichever is most,
-        but at most half."""
+        the train documents, or without any the validation documents, and hold out the ends of the
+        spans of the joined document: a tenth of it, `val_fraction` of all tokens or min_val_tokens,
+        whichever is most, but at most half of the joined document."""
         # so far each whole document is in one split: num_train is 0 in validation
         to_divide = [document for document in documents if document.num_train]
         in_val = [document for document in documents if not document.num_train]

@@ -240,8 +240,8 @@ def find_tokenizer_spec(folder: Path, manifest: Manifest | None, shards: list[Sh
         first_ids = shards[0].read(0, 100_000) if shards else np.zeros(0)
         if len(first_ids) >= 1_000 and first_ids.max() < 2**15:
             raise UserError(
-                f"{folder} holds no tokens of GPT-2, and no {MANIFEST} says which: put their "
-                f"{TOKENIZER_FILE} beside them, or shard the text anew"
+                f"{folder} holds no tokens of GPT-2, and has no {MANIFEST} with their tokenizer: "
+                f"put its {TOKENIZER_FILE} beside them, or shard the text anew"
             )
         return "gpt2"
     if manifest.tokenizer in TOKENIZERS:  # "gpt2" or "bytes", which is also the spec

@@ -194,7 +194,7 @@ def list_files(inputs: tuple[str, ...]) -> dict[str, int]:
 
 
 def read_document(file: IO[str]) -> Iterator[object]:
-    """Yield the whole text of a file as one row; nothing for an empty file, as many __init__.py."""
+    """Yield the whole text of a file as one row; nothing for an empty file (many __init__.py)."""
     text = file.read()
     if text:
         yield text
@@ -275,7 +275,7 @@ def read_parquet(name: str, column: str) -> Iterator[object]:
     file = ParquetFile(name)
     columns = file.schema_arrow.names
     if column not in columns:
-        # no row need be read: read_texts skips all of them for one reason
+        # without reading the rows: read_texts skips all of them for one reason
         yield from repeat(dict.fromkeys(columns), file.metadata.num_rows)
         return
     for record_batch in file.iter_batches(ROWS_PER_BATCH, columns=[column]):

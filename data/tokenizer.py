@@ -382,8 +382,8 @@ def usual_ends(backend: Backend) -> Iterable[str]:
 
 
 def find_end_of_text(path: Path, backend: Backend, candidates: Iterable[str | None]) -> str:
-    """Return the first candidate that is a token of the backend; raise NoEndOfText if none is. None
-    among the candidates is passed over. `path` is for the message."""
+    """Return the first candidate that is a token of the backend; skip candidates that are None.
+    Raise NoEndOfText, which names `path`, if no candidate is a token."""
     for token in candidates:
         if token is not None and backend.token_to_id(token) is not None:
             return token
@@ -400,8 +400,8 @@ def make_spec(backend: Backend, end_of_text: str, model_tokens: ModelTokens) -> 
         **asdict(model_tokens),
         TOKENIZER_FILE: content,
     }
-    # If the definition is GPT-2's or that of bytes, the spec is just "gpt2" or "bytes", so that
-    # shards, checkpoints and models of other projects agree. With other ends of a text or a chat
+    # If the file defines the tokenizer gpt2 or bytes, the spec is only this name, so that shards,
+    # checkpoints and models of other projects agree. With other ends of a text, or with a chat
     # template, the spec needs the file.
     name = CHECKSUMS.get(definition_checksum(content))
     eot = backend.token_to_id(end_of_text)
@@ -434,8 +434,8 @@ def character_backend(path: Path) -> Backend:
 
 def read_tokenizer(path: Path, end_of_text: str | None = None) -> str:
     """Return the spec of a tokenizer.json, or of nanoGPT's meta.pkl. Raise UserError if the file
-    cannot be used, NoEndOfText if `end_of_text` is not a token; if it is None, one of usual_ends
-    has to be a token."""
+    cannot be used, and NoEndOfText if it lacks the token `end_of_text` or, if `end_of_text` is
+    None, all of usual_ends."""
     with reading(path, "a tokenizer that can be used"):
         if path.suffix == ".pkl":
             backend = character_backend(path)
