@@ -1,11 +1,11 @@
-"""Convert between this project's checkpoints and those of others.
+"""Convert checkpoints of this project to and from the formats of other projects.
 
     python convert.py --checkpoint checkpoints/model_best.pt --out exported/
     python convert.py --checkpoint checkpoints/model_best.pt --out ckpt.pt --format nanogpt
     python convert.py --model gpt2 --out checkpoints/gpt2.pt       # or ckpt.pt, gpt2_124M.bin
 
 The exported folder (GPT-2, LLaMA or Qwen3) loads with transformers' AutoModelForCausalLM and
-AutoTokenizer, in float32 with every bit of the weights, and has a model card.
+AutoTokenizer. It holds the weights in float32, with every bit, and a model card.
 """
 
 import math
@@ -35,7 +35,7 @@ from utils.errors import UserError, writing
 from utils.files import atomic_write
 
 CARD = Path(__file__).parent / "scripts" / "model_card.md"  # a template for str.format
-# example code of the model card that makes the inputs of the model
+# lines of the model card's example that make the inputs of the model
 TEXT_INPUTS = 'inputs = tokenizer("Once upon a time", return_tensors="pt")'
 CHAT_INPUTS = """\
 messages = [{"role": "user", "content": "What is 2+3?"}]
@@ -46,65 +46,66 @@ inputs = tokenizer.apply_chat_template(
 
 @dataclass
 class ConvertOptions:
-    """Convert between this project's checkpoints and those of others."""
+    """Export a checkpoint of this project by --checkpoint, or import another model by --model."""
 
     out: Path
-    """Output path: a folder with --checkpoint; a .pt file with --model or --format nanogpt."""
+    """Path to write: a folder for --checkpoint, a .pt file for --model and --format nanogpt."""
     checkpoint: Path | None = None
-    """Checkpoint to export, or a folder: its best one, else its newest."""
+    """Checkpoint to export, or a folder with checkpoints: takes the best one, or the newest if none
+    is best."""
     model: str | None = None
     """Model to import: a Hugging Face name (gpt2) or folder, or a checkpoint of nanoGPT,
     build-nanogpt or llm.c."""
     format: Literal["huggingface", "nanogpt"] = "huggingface"
-    """Format of --checkpoint's export: a folder for transformers, or a ckpt.pt for nanoGPT."""
+    """Format to export to: huggingface: a folder for transformers; nanogpt: a ckpt.pt."""
 
 
 def export_checkpoint(checkpoint_path: Path, out: Path, is_for_nanogpt: bool) -> None:
-    """Write a checkpoint as a folder for transformers: weights, tokenizer and model card; or as a
-    file for nanoGPT."""
+    """Write a checkpoint of this project for other programs: as a folder for transformers, with
+    weights, tokenizer and model card, or as a ckpt.pt for nanoGPT."""
     path = find_checkpoint(checkpoint_path)
     if path is None:
         raise UserError(
-            f"--checkpoint {checkpoint_path} is no checkpoint of this project: see --model"
+            f"--checkpoint {checkpoint_path} is no checkpoint of this project; --model imports one"
         )
-    # float32 takes all bits of the weights; the default takes only their bfloat16 half.
+    # float32=True reads all bits of the weights; the default reads only their bfloat16 half.
     model, tokenizer_spec, checkpoint = open_model(path, float32=True)
     if is_for_nanogpt:
         nanogpt_checkpoint = to_nanogpt(model)
-        with writing(out), atomic_write(out) as file:  # UserError where the disk is full
+        with writing(out), atomic_write(out) as file:  # raises UserError if the disk is full
             torch.save(nanogpt_checkpoint, file)
         return
     tokenizer = load_tokenizer(tokenizer_spec)
 
-    # transformers' `generate` stops at the end ids, which go to generation_config.json.
-    # config.json holds one BOS id; only the tokenizer can write several.
+    # end_ids go to generation_config.json: transformers' `generate` stops at them. config.json
+    # holds a single BOS id, although a tokenizer can write several.
     bos = tokenizer.start_ids[0]
     save_pretrained(model, out, tokenizer.eot, tokenizer.end_ids, bos)
 
-    # A model that came with a chat template keeps it; another chat model has learned this
-    # project's format, and a model of plain text has none.
+    # A model that came with a chat template keeps it. Any other chat model has learned this
+    # project's format. A model of plain text gets no template.
     chat_template = tokenizer.chat_template  # Jinja, or None
     if chat_template is None and is_chat(checkpoint, tokenizer_spec):
         chat_template = CHAT_TEMPLATE
-    # transformers warns of a text longer than block_size, the context.
+    # block_size lets transformers warn of a text longer than the context.
     save_tokenizer(tokenizer, out, model.config.block_size, chat_template)
 
-    # options of the run that wrote the checkpoint, by the names of their flags
+    # options of the run that wrote the checkpoint: values by the names of their flags
     options = checkpoint["config"]
-    weights_from = Path(options["init_from"] or "random weights")  # a path or a name of the hub
+    weights_from = Path(options["init_from"] or "random weights")  # a path, or a name on the hub
     if weights_from.parent.name == "checkpoints":  # RUN/checkpoints/model_best.pt becomes RUN
         weights_from = weights_from.resolve().parent.parent
-    # The template also reads fields of `model_config` and entries of `checkpoint`, as the step.
+    # The template also reads fields of `model_config`, and entries of `checkpoint` such as "step".
     card = CARD.read_text(encoding="utf-8").format(
         name=out.name,
         num_parameters=model.num_parameters(),
         model_config=model.config,
         tokenizer=tokenizer.name,
         checkpoint=checkpoint,
-        # finetune.py's options have a method, train.py's a recipe, those of an import neither
+        # finetune.py records a method, train.py a recipe, and `convert.py --model` neither
         method=options.get("method") or options.get("recipe", "not recorded"),
-        weights_from=weights_from.name,  # readers of the card do not have the folder
-        # train.py names its corpus, which may be a mixture; finetune.py reads one file
+        weights_from=weights_from.name,  # without folders, which readers of the card do not have
+        # train.py records the name of its corpus or mixture, finetune.py the path of one file
         data=checkpoint.get("corpus") or Path(options.get("data", "not recorded")).name,
         # best_loss is infinite before the first validation
         best_loss=f"{checkpoint['best_loss']:.4f}".replace("inf", "none yet"),
@@ -115,53 +116,54 @@ def export_checkpoint(checkpoint_path: Path, out: Path, is_for_nanogpt: bool) ->
 
 
 def to_nanogpt(model: GPT) -> dict:
-    """Return what nanoGPT's sample.py reads from a ckpt.pt, in float32. Raises UserError for an
-    architecture that nanoGPT lacks.
+    """Return the content of a ckpt.pt for nanoGPT's sample.py: float32 weights and the fields of
+    its config. Raise UserError for an architecture that nanoGPT lacks.
 
-    nanoGPT computes the exact GELU, also where `model` computes the tanh approximation.
+    nanoGPT computes the exact GELU, even if `model` computes the tanh approximation.
     """
     model_config = model.config
-    # The activation may be any GELU, with or without biases; nanoGPT's head is always tied.
+    # nanoGPT allows either GELU here, biases or none, and only a tied head.
     misfits = differences(model_config, replace(nearest_gpt2(model_config), tied=True))
     if misfits:
         raise UserError(f"nanoGPT has no model that differs from GPT-2 in {', '.join(misfits)}")
-    weights = model.state_dict()  # parameter names are nanoGPT's
-    # Drop the rows of padding, which nanoGPT would sample.
+    weights = model.state_dict()  # its parameter names are the same as nanoGPT's
+    # Drop the padding of the vocabulary: nanoGPT would sample these ids.
     weights[EMBEDDING] = weights[EMBEDDING][: model_config.vocab_size]
     weights[HEAD] = weights[EMBEDDING]  # tied: one tensor under both names
-    # the fields of nanoGPT's GPTConfig
+    # the fields of nanoGPT's GPTConfig: sizes and bias
     model_args = {name: getattr(model_config, name) for name in (*SIZED, "bias")}
     return {"model": weights, "model_args": model_args}
 
 
 def import_model(model_name: str, out: Path) -> None:
-    """Write a model (of another project) as a checkpoint, from which --init_from begins a run."""
-    # float32 takes all bits of the weights, also if `model_name` is a checkpoint of this project.
+    """Write a model, usually of another project, as a checkpoint of this project, so that
+    --init_from can start runs from it."""
+    # float32=True reads all bits of the weights, even if `model_name` is a checkpoint of ours.
     model, tokenizer_spec, _ = open_model(model_name, float32=True)
     entries = {
-        "script": "convert.py",  # so --resume, which continues a run, refuses the file
+        "script": "convert.py",  # --resume refuses the file: it continues runs only
         "config": {"init_from": model_name},
         "model_config": asdict(model.config),
         "tokenizer": tokenizer_spec,
-        # step 0, with a run_id of its own: in its folder no run may write over the file
+        # Step 0 and a new run_id, which protects the file: no run writes into its folder.
         **asdict(Progress()),
-        "best_loss": math.inf,
+        "best_loss": math.inf,  # no validation yet
     }
-    # All rows of the weights, as this process is ALONE; the optimizer state is empty, as there are
-    # no optimizers.
+    # ALONE is a single process: `weights` has all rows (OwnRows by name). Without optimizers
+    # `optimizer_state` is {}.
     weights, optimizer_state = copy_state(model, [], ALONE)
     save_checkpoint(out, weights, optimizer_state, entries)
 
 
 def main(options: ConvertOptions) -> None:
     if (options.checkpoint is None) == (options.model is None):  # both or neither
-        raise UserError("give one of --checkpoint (to a folder) and --model (to a .pt file)")
+        raise UserError("give either --checkpoint (to export it) or --model (to import it)")
     is_import = options.model is not None
     is_for_nanogpt = options.format == "nanogpt"
     if is_import and is_for_nanogpt:
-        raise UserError("--format nanogpt writes a --checkpoint: import the --model first")
+        raise UserError("--format nanogpt exports a --checkpoint: import the --model first")
     if (is_import or is_for_nanogpt) and options.out.suffix != ".pt":
-        raise UserError(f"--out {options.out} must end in .pt: it is a file")
+        raise UserError(f"--out {options.out} must end in .pt: the output is a file")
     if options.out.exists():
         raise UserError(f"--out {options.out} exists already; choose another path")
     options.out.parent.mkdir(parents=True, exist_ok=True)

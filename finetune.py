@@ -5,7 +5,7 @@
     python finetune.py --method grpo --init_from runs/sft --data questions.jsonl --reward exact
 
 docs/FINETUNING.md has the formats of rows and the formulas. Folders, checkpoints, signals and
---resume are those of train.py. What differs between the methods is in finetuning/: a method makes
+--resume work as in train.py. finetuning/ holds the differences between the methods: a method makes
 the batches of a step from its rows, and computes their loss.
 """
 
@@ -62,18 +62,18 @@ METHODS: dict[str, type[Method]] = {
 
 
 def main() -> None:
-    # as in train.py: options that nobody gave, and the content of the file of --resume
+    # derived: names of options to compute below; checkpoint: content of the --resume file, or None
     given_options, derived, checkpoint = read_options(FinetuneOptions, "finetune.py", sys.argv[1:])
     process = start_process(given_options)  # catches signals from here on
     device_options = resolve_on_device(given_options, derived, process)
-    # `initial` has architecture, weights and tokenizer of the resumed model, or of the model of
-    # --init_from.
+    # `initial` has the architecture, weights and tokenizer of the resumed checkpoint, or of the
+    # model of --init_from.
     initial = open_initial(device_options, checkpoint, process)
     assert initial is not None  # --init_from is required
     weights_checksum = init_checksum(device_options, checkpoint, initial, process)
-    model, weights = build_model(device_options, initial)  # the model has no memory for them yet
-    # --batch_size, --max_steps and --max_lr have defaults by the number of rows and of parameters
-    assert device_options.data is not None  # FinetuneOptions demands it
+    model, weights = build_model(device_options, initial)  # on "meta"; weights: Rows by name
+    # Numbers of rows and parameters set the defaults of --batch_size, --max_steps and --max_lr.
+    assert device_options.data is not None  # FinetuneOptions requires --data
     num_rows = len(read_lines(device_options.data))
     num_parameters = model.num_parameters()
     options = resolve_options(device_options, num_rows, num_parameters, process.data_parallel)
@@ -81,28 +81,28 @@ def main() -> None:
     run = Run.start(options, checkpoint, process, entries)  # locks the folders of the run
     progress = run.progress  # step, tokens, ...
 
-    method = open_data(run, model, weights, checkpoint)
-    # Puts the weights into `model`, on the device. The default recipe is AdamW for all of them,
-    # also of a model that was trained with Muon. The loop trains `wrapped`, which shares the
-    # weights; saving, evaluation and sampling use `model`.
+    method = open_data(run, model, weights, checkpoint)  # encodes all rows
+    # Fills the weights into `model`, on the device. Recipe() trains all of them with AdamW, even if
+    # Muon pre-trained the model. The loop trains `wrapped` (`model` or DDP around it), which shares
+    # the weights; saving, evaluation and sampling use `model`.
     wrapped, optimizers = run.distribute(model, weights, Recipe(), checkpoint)
     del weights, initial, checkpoint  # closes the file that their tensors are mapped from
 
-    # The log is opened last: an error above leaves the files of an earlier run as they were.
-    with run.open_log(model.config):  # closed however the run ends
+    # The log opens last: an error above then leaves the files of an earlier run unchanged.
+    with run.open_log(model.config):  # closes the log however the run ends
         saver = Saver(run, model, optimizers)
         print_summary(run, num_rows)
         timer = StepTimer(model.flops_per_token(), process)
 
         try:
             while True:
-                # once in a while: save and evaluate; every process takes part
+                # save and evaluate every few steps; all processes take part
                 step = progress.step
                 if saver.due(step):
                     saver.save_last()
                 # `held_out` is empty without --eval_data
                 if method.held_out and (run.ended or is_due(options.eval_every, step)):
-                    # Without gradients and dropout each shape would need a graph of its own.
+                    # compiled, each batch shape would need another graph without gradients
                     with uncompiled(options.use_torch_compile):
                         held_out_metrics = method.evaluate(model)
                     if "loss" in held_out_metrics:
@@ -110,16 +110,16 @@ def main() -> None:
                         saver.save_if_best(held_out_metrics["loss"])
                     else:  # grpo logs a mean reward, and keeps no best model
                         run.logger.log_evaluation("held_out", held_out_metrics, step)
-                if run.ended:  # the last step is taken, saved and evaluated
+                if run.ended:  # the last step is done, saved and evaluated
                     break
 
                 # one step, then its log
                 timer.start()  # with grpo, the time of a step includes sampling
-                # indices (batch_size,) of rows, a pure function of seed and step
+                # row indices (batch_size,), a pure function of seed and step
                 example_ids = sequence_ids_of_step(step, options.batch_size, num_rows, options.seed)
-                prepared = method.prepare(model, step, example_ids)
+                prepared = method.prepare(model, step, example_ids)  # batches and their divisor
                 result = train_step(run, wrapped, optimizers, method, prepared)
-                progress.advance(result)  # counts the step, also a skipped one
+                progress.advance(result)  # counts the step, even if it was skipped
                 if result.skip_reason is None:
                     speed = timer.stop(result.num_tokens)  # tokens_per_s, mfu, ms
                     run.logger.log_train(result.metrics | speed, progress.step)
@@ -127,14 +127,14 @@ def main() -> None:
                     run.logger.log_skip(result.skip_reason, example_ids.tolist(), progress.step)
                 if prepared.sample and is_due(options.sample_every, progress.step):
                     run.logger.log_sample(prepared.sample, progress.step)
-                saver.end_after_patience()  # UserError after 5 skipped steps in a row
+                saver.end_after_patience()  # raises UserError after 5 skipped steps in a row
                 if result.got_signal:
                     raise Stopped
         except Stopped:
             # A resumed run repeats the evaluation or the sampling that the signal interrupted.
-            run.stopping = True  # run.finish then says how to continue
+            run.stopping = True  # run.finish then prints how to continue
             saver.save_last()
-        except UserError:  # such as of a reward function, on all processes: keep what was learned
+        except UserError:  # on all processes, for example if a reward function fails: save first
             saver.save_last()
             saver.finish()
             raise
@@ -144,7 +144,7 @@ def main() -> None:
 
 
 def print_summary(run: Run[ResolvedFinetuneOptions], num_rows: int) -> None:
-    """Print what is trained on how many rows."""
+    """Print the method, model, data, number of rows and number of steps before the first step."""
     options = run.options
     step = run.progress.step
     resumed = f"; resumed at step {step}" if step > 0 else ""
@@ -155,7 +155,8 @@ def print_summary(run: Run[ResolvedFinetuneOptions], num_rows: int) -> None:
 
 
 def next_commands(options: ResolvedFinetuneOptions) -> list[str]:
-    """Return the commands to print at the end, each without the folder of the run."""
+    """Return the commands to suggest at the end of a run, without the folder of the checkpoints,
+    which Run.finish appends to each."""
     if options.method == "reward":
         return []  # a reward model writes no text
     return ["sample.py --checkpoint" if options.plain else "sample.py --chat --checkpoint"]
@@ -164,16 +165,16 @@ def next_commands(options: ResolvedFinetuneOptions) -> list[str]:
 def resolve_on_device(
     options: FinetuneOptions, derived: dict[str, str | None], process: Process
 ) -> FinetuneOptions:
-    """Return the options with the file of --init_from in place of its folder, --use_torch_compile
-    and --dtype as this device has them; `derived` has the options that nobody gave. Every process
-    must call it."""
+    """Return the options with --use_torch_compile and --dtype resolved for this device, and the
+    file of --init_from in place of its folder. `derived` names the options that the user left to
+    their defaults. Every process must call it."""
     options = resolve_dtype(resolve_compile(options, derived), process)
-    # the completions of grpo have too many lengths to compile the model for each
+    # completions of grpo have too many lengths: the model would be compiled for each of them
     is_compiled = options.use_torch_compile and options.method != "grpo"
-    assert options.init_from is not None
-    # Checkpoints of this run record the path of a file, not of its folder: a resumed run reads the
-    # same file again, not the best or newest one by then. A model of another project, for which
-    # find_checkpoint returns None, keeps its name.
+    assert options.init_from is not None  # FinetuneOptions requires --init_from
+    # Checkpoints of this run record a file, not its folder: a resumed run must read the same file
+    # again, although the folder may have a newer one. find_checkpoint returns None for a model of
+    # another project, such as "gpt2", which keeps its name.
     init_from = str(find_checkpoint(options.init_from) or options.init_from)
     return replace(options, use_torch_compile=is_compiled, init_from=init_from)
 
@@ -185,54 +186,54 @@ def train_step(
     method: Method,
     prepared: PreparedStep,
 ) -> StepResult:
-    """Run one optimizer step on prepared batches; the caller counts it. The metrics for the log are
-    the means of the method's metrics over the step, "loss" among them, and what train.py logs
-    beside its loss. `wrapped` is what Run.distribute returned."""
+    """Run one optimizer step on prepared batches, without counting it in the run's progress. The
+    result has the metrics for the log: the means of the method's metrics over the step, with
+    "loss", and lr, grad_norm and tokens as in train.py. `wrapped` comes from Run.distribute."""
     options = run.options
     process = run.process
     progress = run.progress
     lr = set_learning_rates(optimizers, options, progress.step)
     seed_step(options.seed, progress.step, process.rank)  # for dropout
 
-    # forward and backward, micro-batch by micro-batch: the gradients add up
+    # gradient accumulation: each micro-batch adds its gradients to those before
     addends: dict[str, Tensor] = {}  # scalars: what this process adds to each mean of the step
-    num_local_tokens = 0  # on this process
+    num_local_tokens = 0  # of this process in this step
     for batch in prepared.batches:
         is_last = batch is prepared.batches[-1]
-        # --sharding none and zero1 reduce gradients in the last micro-batch alone, others in each
+        # --sharding none and zero1 reduce gradients after the last micro-batch, others after each
         with sync_gradients(wrapped, options.sharding, is_last=is_last):
-            # A forward pass casts each weight once, so that cached copies would only take memory.
+            # A forward pass casts each weight once, so cached casts would only take memory.
             with process.autocast(keep_weights=False):
-                sums = method.metric_sums(wrapped, batch)
-            # the divisor counts the targets, pairs or completions of the step on all processes, so
-            # that the sum over micro-batches and processes is the mean over the step
+                sums = method.metric_sums(wrapped, batch)  # "loss", ... summed over the batch
+            # The divisor counts the targets, pairs or completions of the step on all processes. The
+            # sum of `loss` over micro-batches and processes is therefore the mean over the step.
             loss = sums["loss"] / prepared.divisor
-            # DDP and FSDP2 average gradients over processes, but these losses are to be summed;
-            # in float16 `scale` multiplies by the scale of the loss, which unscale_ takes out again
+            # DDP and FSDP2 average gradients over processes, but this mean needs their sum: times
+            # data_parallel. In float16 `scale` applies the loss scale, which unscale_ removes.
             run.scaler.scale(loss * process.data_parallel).backward()
         for name, value in sums.items():
             addend = value.detach() / prepared.divisor
             addends[name] = addends.get(name, 0.0) + addend.float()  # no host sync
-        # padding counts as tokens, too: it takes the same time
+        # padding counts as tokens, because it takes the same time
         num_local_tokens += batch.idx.numel()
 
     # clip the gradient; in float16 first divide it by the scale of the loss
     for optimizer in optimizers:
         run.scaler.unscale_(optimizer)  # also records infinities, for scaler.update below
     grad_norm = clip_grad_norm(wrapped, options.grad_clip)  # norm before clipping
-    # every process has the norm of the whole gradient: these addends add up to that norm again
+    # grad_norm is the norm of the whole gradient on every process: the sum below restores it
     addends["grad_norm"] = grad_norm / process.data_parallel
 
-    # One all-reduce sums all numbers. full_like fills a tensor on the device, without a copy from
+    # One all-reduce sums all numbers. full_like creates a tensor on the device, without a copy from
     # the host.
     addends["tokens"] = torch.full_like(grad_norm, num_local_tokens)
     addends["signals"] = torch.full_like(grad_norm, process.signal != 0)
     # tolist waits for the GPU, and so does get_scale in float16
     totals = process.sum(torch.stack(list(addends.values()))).tolist()
     metrics = dict(zip(addends, totals, strict=True))  # the same on every process
-    got_signal = metrics.pop("signals") > 0  # some process was told to stop: main raises Stopped
+    got_signal = metrics.pop("signals") > 0  # some process got a signal: main raises Stopped
 
-    # update, unless a loss or gradient is not finite: then no process updates
+    # update the weights, unless the loss or gradient is not finite: then no process updates
     skip_reason = reason_to_skip(metrics["loss"], metrics["grad_norm"])
     metrics |= prepared.metrics  # grpo: reward, completion_tokens, cut
     metrics["lr"] = lr
@@ -243,50 +244,52 @@ def train_step(
             optimizer.step()  # not scaler.step: the check for infinities is done
         optimizer.zero_grad(set_to_none=True)
     run.scaler.update()
-    num_tokens = round(metrics["tokens"])  # of this step on all processes, summed as a float above
-    metrics["tokens"] = progress.tokens + num_tokens  # of all steps so far
+    num_tokens = round(metrics["tokens"])  # of this step on all processes; the sum is a float
+    metrics["tokens"] = progress.tokens + num_tokens  # replaced for the log: of all steps so far
     return StepResult(metrics, skip_reason, got_signal, num_tokens)
 
 
 def build_model(options: FinetuneOptions, initial: InitialModel) -> tuple[GPT, dict[str, Rows]]:
-    """Return the model to train, on the device "meta", and the weights that it begins with, by
-    parameter name. Raise UserError for a --block_size that the model of `initial` does not have,
-    and for a model that learned another kind of text or has another head."""
+    """Return the model to train, on the device "meta", and its initial weights by parameter name.
+    The weights are Rows (model/rows.py), which Run.distribute reads row by row from the checkpoint.
+    Raise UserError for a --block_size above the model's context, for a model of the other kind of
+    text (chats, plain text), and for a resumed model with another head (logits, rewards)."""
     is_reward = options.method == "reward"
     if options.resumed is not None:
         check_head(options.resumed, initial.checkpoint, is_reward)
     initial_block_size = initial.model_config.block_size
     block_size = options.block_size or initial_block_size
     is_shorter = block_size < initial_block_size
-    # a resumed run keeps its context: the optimizer state of the position embedding has its length
+    # A resumed run keeps its context: optimizer state of the position embedding has that many rows.
     if block_size > initial_block_size or (options.resumed and is_shorter):
         raise UserError(
             f"--block_size {block_size}: {options.weights_from} has a context of "
-            f"{initial_block_size}; give that, or none"
+            f"{initial_block_size}; give that, or leave out --block_size"
         )
 
-    # A chat model would rate or write plain text badly, and the other way round: only sft may
-    # change --plain. Checkpoints of train.py and models of other projects do not record it, and
-    # either is allowed.
+    # Only sft may change --plain: a chat model writes and rates plain text badly, and vice versa.
+    # Checkpoints of train.py and models of other projects do not record --plain, so they allow
+    # both.
     learned_plain = initial.checkpoint.get("config", {}).get("plain", options.plain)
     if options.method != "sft" and learned_plain != options.plain:
         raise UserError(
             f"{options.weights_from} was fine-tuned on another kind of text: change --plain"
         )
-    # dpo and grpo compare log-probabilities of two passes, which dropout would make random
+    # no dropout for dpo and grpo: they compare log-probabilities of two forward passes
     dropout = options.dropout if options.method in ("sft", "reward") else 0.0
-    # with a shorter context Run.distribute takes the first rows of the position embedding alone
+    # for a shorter context, Run.distribute reads only the first rows of the position embedding
     model_config = replace(initial.model_config, block_size=block_size, dropout=dropout)
-    weights = dict(initial.weights)  # a copy, changed for a reward model
+    weights = dict(initial.weights)  # Rows by name, mapped from a file; a copy to change below
     model_class: type[GPT] = GPT
     if is_reward:
         model_class = RewardModel
-        # A resumed reward model has a head. A new one gets zeros, so that all rewards begin at 0.
+        # A resumed reward model has a head. A new head is zero, so all rewards begin at 0.
         weights.setdefault(REWARD_HEAD, torch.zeros(1, model_config.n_embd))
-        # Rewards need no logits, so an untied model loses its lm_head, which nothing would train.
+        # Rewards need no logits: drop the lm_head of an untied model, which nothing would train.
         weights.pop("lm_head.weight", None)
         model_config = replace(model_config, tied=True)
     model = build_without_weights(model_class, model_config)
+    # in place: choose activation checkpointing, and mark the blocks for torch.compile
     execute(model, Execution(options.activation_checkpointing, options.use_torch_compile))
     return model, weights
 
@@ -297,9 +300,10 @@ def checkpoint_entries(
     tokenizer_spec: str,
     weights_checksum: int | None,
 ) -> Checkpoint:
-    """Return what checkpoints and config.json hold of a run beside options, model and progress;
-    `weights_checksum` is of the weights of --init_from."""
-    val_checksum = None  # identifies the held-out rows of the lowest loss
+    """Return the entries of checkpoints and config.json beside options, model and progress. They
+    identify the command, tokenizer and data of the run, so that a resumed run can compare them.
+    `weights_checksum` is the checksum of the weights of --init_from."""
+    val_checksum = None  # identifies the rows that the lowest held-out loss belongs to
     if options.eval_data is not None:
         val_checksum = zlib.crc32(options.eval_data.read_bytes())
     return {
@@ -308,7 +312,7 @@ def checkpoint_entries(
         "derived": derived,  # a resumed run derives these options again
         "tokenizer": tokenizer_spec,
         "init_checksum": weights_checksum,
-        # what determines the examples of a step: a resumed run warns if it has changed
+        # determines the examples of each step: a resumed run warns if one of these has changed
         "data_order": {
             "batch_size": options.batch_size,
             "seed": options.seed,
@@ -324,11 +328,12 @@ def open_data(
     weights: Mapping[str, Rows],
     checkpoint: Checkpoint | None,
 ) -> Method:
-    """Read and encode the rows of a run, and open the models that its method needs beside `model`,
-    the trained one, which begins with `weights`. `checkpoint` is that of --resume.
+    """Read and encode the rows of a run, and open the models that its method needs beside `model`:
+    a reference model for dpo and grpo, a reward model for grpo. `weights` are the initial weights
+    of `model`, and `checkpoint` is the checkpoint of --resume.
 
-    Return the method, with the examples of --data and --eval_data. Raise UserError if the reference
-    model of a resumed run has changed, and for a row that cannot be encoded.
+    Return the method, with the examples of --data and --eval_data. Raise UserError if --init_from
+    of a resumed run holds other weights than before, and for a row that cannot be encoded.
     """
     options = run.options
     process = run.process
@@ -336,29 +341,29 @@ def open_data(
     block_size = model.config.block_size
     encoder = TextEncoder(tokenizer, chat=not options.plain, block_size=block_size)
 
-    # dpo and grpo compare the trained model with the model of --init_from
+    # the reference model of dpo and grpo: a frozen copy of the model of --init_from
     reference: GPT | None = None
     if options.method == "dpo" or (options.method == "grpo" and options.kl > 0):
-        # The weights of a resumed run are trained already, so --init_from is read again. Other
-        # weights there would make the loss jump for no visible reason: open_original raises
-        # UserError for them.
+        # A resumed run begins with trained weights, so read --init_from again. Other weights than
+        # before would make the loss jump: open_original raises UserError for them.
         if checkpoint is not None:
             weights = open_original(options, checkpoint, process)
-        # compiled if the trained model is: both then round alike
+        # compiled if `model` is compiled, because both must round alike
         reference = build_without_weights(GPT, model.config)
         execute(reference, Execution(compiled=options.use_torch_compile))
-        # every process holds the whole reference, also if --sharding divides the trained model
+        # Every process holds the whole reference, even if --sharding divides `model`.
         fill_model(reference, weights, process.device)
         reference.eval().requires_grad_(False)
 
     reward_function = None
     if options.method == "grpo":
-        assert options.reward is not None  # FinetuneOptions demands it
+        assert options.reward is not None  # FinetuneOptions requires --reward for grpo
         reward_function = load_reward_function(options.reward, encoder, process)
-    # reads and encodes the rows; dpo also reads log-probabilities off the reference, and frees it
+    # The constructor reads and encodes the rows. For dpo it also computes the log-probabilities
+    # under the reference, and frees the reference.
     method_class = METHODS[options.method]
     method = method_class(options, process, encoder, reference, reward_function)
-    if encoder.num_cut:  # counted while rows are encoded
+    if encoder.num_cut:  # counted while the constructor encoded the rows
         process.print(f"warning: {encoder.num_cut:,} texts are cut to {block_size} tokens")
     return method
 

@@ -2,9 +2,9 @@
 
     python sample.py --checkpoint checkpoints/model_best.pt --prompt "Once upon a time"
     cat story.txt | python sample.py --prompt -
-    python sample.py --checkpoint runs/sft --chat            # a conversation on the keyboard
+    python sample.py --checkpoint runs/sft --chat            # chat on the keyboard
 
-Architecture and tokenizer are read from the checkpoint. All samples are generated as one batch: the
+The checkpoint holds the architecture and the tokenizer. All samples are generated as one batch: the
 first is printed while it is generated, the others after it. The same seed gives the same text.
 """
 
@@ -38,15 +38,16 @@ class PromptOptions:
     """Model, prompt and device."""
 
     checkpoint: Path = Path("checkpoints")
-    """Checkpoint of train.py or finetune.py, or a folder: its best one, else its newest."""
+    """Checkpoint of train.py or finetune.py, or a folder with checkpoints: takes the best one, or
+    the newest if none is best."""
     model: str | None = None
-    """Model to sample from instead: a Hugging Face name (gpt2, gpt2-xl, ...) or folder, or a
-    checkpoint of nanoGPT, build-nanogpt or llm.c."""
+    """Model to sample from in place of --checkpoint: a Hugging Face name (gpt2, gpt2-xl, ...) or
+    folder, or a checkpoint of nanoGPT, build-nanogpt or llm.c."""
     prompt: str = ""
-    """Beginning of a text, to continue; - reads standard input. BOS, or end of text if the
-    tokenizer has none, stands before it, as in training."""
+    """Text to continue; - reads it from standard input. The model first gets BOS, or end of text if
+    the tokenizer has no BOS, as in training."""
     chat: bool = False
-    """Answer as the assistant of a chat; without --prompt, talk with the keyboard."""
+    """Answer the prompt as the assistant of a chat; without --prompt, chat on the keyboard."""
     device: str = "auto"
     """auto, cpu, cuda, cuda:1, mps."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -67,10 +68,11 @@ class Writer:
     options: SampleOptions
 
     def write(self, prompt: str, history: Messages, seed: int) -> str:
-        """Continue a prompt, or with --chat answer it as the newest message after `history`, which
-        holds earlier questions and answers in turn.
+        """Print --num_samples continuations of a prompt. With --chat, print answers to the prompt
+        as the newest message after `history`, the earlier questions and answers in turn.
 
-        Return the first sample, which is printed while it is generated; the others follow it.
+        Return the first sample, which is printed while it is generated; the others are printed
+        after it.
         """
         options = self.options
         prompt_ids = self.prompt_ids(prompt, history)
@@ -78,19 +80,18 @@ class Writer:
         sampling = replace(options, seed=seed)
         # One batch: sample i draws its random numbers from (seed, i).
         prompts = [prompt_ids] * options.num_samples
-        completions: list[list[int]] = [[] for _ in prompts]  # token ids up to end of text
+        completions: list[list[int]] = [[] for _ in prompts]  # token ids before the end
         has_ended = [False] * options.num_samples
-        num_shown = 0  # tokens of the first completion
+        num_shown = 0  # tokens of the first completion that are printed already
         print_now(heading)
         # `generate` yields the next token of each completion, up to max_new_tokens times
         for token_ids in generate(self.model, prompts, sampling):  # (num_samples,)
             for index, token_id in enumerate(token_ids.tolist()):
-                has_ended[index] |= token_id in self.tokenizer.end_ids  # or the end of a turn
-                # The batch goes on until every completion has ended, so that an ended one still
-                # gets tokens.
+                has_ended[index] |= token_id in self.tokenizer.end_ids  # end of text or of a turn
+                # The batch continues until every completion has ended: drop tokens after an end.
                 if not has_ended[index]:
                     completions[index].append(token_id)
-            # A character can span several tokens, and is U+FFFD until it is whole.
+            # A character can span several tokens, and decodes to U+FFFD until the last of them.
             characters = self.decode(completions[0], num_shown, keep_cut=True)
             if characters and not characters.endswith("\ufffd"):
                 print_now(characters)
@@ -103,29 +104,29 @@ class Writer:
         return self.decode(completions[0])
 
     def decode(self, completion: list[int], start: int = 0, keep_cut: bool = False) -> str:
-        """Return the characters of a completion from the token with index `start` on. A last
-        character that is cut becomes U+FFFD with `keep_cut`, and always in an answer of --chat, as
-        in evaluate.py; else it is left out."""
+        """Return the text of a completion (token ids) from index `start` on. If the last token ends
+        within a character, the text ends in U+FFFD with `keep_cut` or --chat (as in evaluate.py),
+        else before that character."""
         chat = self.options.chat
-        # The space before an answer is left out at its beginning alone.
+        # decode_completion drops the space before an answer: do so only at the answer's start
         is_answer_start = chat and start == 0
         token_ids = completion[start:]
         return decode_completion(token_ids, self.tokenizer, is_answer_start, chat or keep_cut)
 
     def prompt_ids(self, prompt: str, history: Messages) -> list[int]:
-        """Return the token ids to continue. Raises UserError for a prompt that is not UTF-8, or
-        does not fit the context."""
+        """Return the token ids that the model continues. Raise UserError for a prompt that is not
+        UTF-8, or does not fit into the context."""
         check_text(prompt, "the prompt")
         options = self.options
         block_size = self.model.config.block_size
         if options.chat:
             messages = [*history, {"role": "user", "content": prompt}]
-            # The newest messages that fit with room for an answer; the newest is always kept.
+            # Drops the oldest messages until an answer has room, but never the newest message.
             prompt_ids = fit_history(messages, self.tokenizer, block_size, options.max_new_tokens)
         else:
             # BOS or end of text, then the prompt, as at the beginning of a document in the shards
             prompt_ids = encode_prompt(prompt, self.tokenizer, chat=False)
-            # In a vocabulary of characters each known one is a token; nanoGPT raises KeyError.
+            # Without end_ids each token is a character, and encoding drops unknown characters.
             if not self.tokenizer.end_ids and len(prompt_ids) < len(prompt):
                 raise UserError("the prompt has characters that the model's vocabulary lacks")
         if len(prompt_ids) > block_size:
@@ -151,11 +152,11 @@ class Writer:
                     history = []
                 elif question:
                     answer = self.write(question, history, seed)
-                    # Appended after the answer: Ctrl-C or an error drops the question, too.
+                    # Append both after the answer: Ctrl-C or an error then drops the question, too.
                     history.append({"role": "user", "content": question})
                     history.append({"role": "assistant", "content": answer})
                     seed += 1  # the same question gets another answer next time
-            except UserError as error:  # the question is too long, or no text
+            except UserError as error:  # the question is too long, or not UTF-8
                 print_now(f"{error}\n")
             except KeyboardInterrupt:  # Ctrl-C ends the answer, not the chat
                 print_now("\n")
@@ -171,21 +172,22 @@ def print_now(text: str) -> None:
 def main(options: SampleOptions) -> None:
     device = pick_device(options.device)
     dtype = pick_dtype(options.dtype, device)
-    # --model wins, as --checkpoint has a default.
+    # --model wins, because --checkpoint is always set by its default.
     model_name = options.model or options.checkpoint
-    # bfloat16 matmuls need only the upper half of each weight: half the bytes to read.
+    # bfloat16 matmuls need only the bfloat16 half of each weight: read half of the bytes.
     model, tokenizer_spec, checkpoint = open_model(model_name, float32=dtype is not torch.bfloat16)
     if options.chat and not is_chat(checkpoint, tokenizer_spec):
         print("note: this model has not learned to chat: finetune.py --method sft", file=sys.stderr)
-    # In place: converts the weights to the layout or dtype that is fastest for one token at a time.
+    # Converts the weights in place to the layout or dtype that generates single tokens fastest.
     prepare_for_inference(model.to(device), device, dtype)
 
     writer = Writer(model, load_tokenizer(tokenizer_spec), options)
     if isinstance(sys.stdin, io.TextIOWrapper):
-        # A byte that is no UTF-8 ends no conversation: Writer.prompt_ids refuses the text with it.
+        # Do not fail at a byte that is not UTF-8: Writer.prompt_ids refuses the question instead,
+        # and the chat continues.
         sys.stdin.reconfigure(errors="surrogateescape")
     prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
-    with autocast(device, dtype):  # casts what prepare_for_inference has not
+    with autocast(device, dtype):  # casts the weights that prepare_for_inference left in float32
         if options.chat and not prompt:
             writer.converse()
         else:

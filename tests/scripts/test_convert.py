@@ -106,8 +106,8 @@ def test_mistakes_are_sentences(shards, trained, exported, tmp_path):
     last = trained / "checkpoints" / "model_last.pt"
     out = tmp_path / "x.pt"
     for options, message in (
-        (ConvertOptions(out), "give one of --checkpoint"),
-        (ConvertOptions(out, last, "gpt2"), "give one of"),
+        (ConvertOptions(out), "give either --checkpoint"),
+        (ConvertOptions(out, last, "gpt2"), "give either"),
         (ConvertOptions(exported, last), "exists already; choose another"),
         (ConvertOptions(out, tmp_path), "holds no checkpoint"),
         (ConvertOptions(out, exported), "is no checkpoint of this"),
