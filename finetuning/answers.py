@@ -1,7 +1,7 @@
-"""Questions with one right answer: the share that a model answers exactly.
+"""Exact match: the share of questions that a model answers exactly as expected.
 
-A question is a row of prompt and answer. The model answers with its likeliest tokens (greedy
-decoding), and an answer is right if it is the row's, white space aside.
+A question is a row with a prompt and an answer. The model answers by greedy decoding. Its answer is
+right if it equals the answer of the row, apart from white space at both ends.
 """
 
 from itertools import chain
@@ -20,17 +20,18 @@ def score_questions(
     max_new_tokens: int,
     scorer: Scorer,
 ) -> TaskScores:
-    """Return one result, the share of exact answers to the questions of the file `name`, and a row
-    for --dump for each question. `scorer` has the model, its process and the batch size;
-    processes share the questions in batches, and all of them return the same."""
+    """Score a model on the questions of the file `name`. Return one result, the share of exact
+    answers, and one row per question for --dump of evaluate.py. `scorer` has the model, the process
+    and the batch size. All processes must call it: each answers some batches, and all return the
+    same."""
     sampling = SamplingConfig(max_new_tokens, temperature=0)  # greedy
 
     def answer(question_batch: list[Question]) -> list[Completion]:
         return complete_questions(scorer.model, question_batch, encoder, sampling, scorer.process)
 
-    # a list of completions for each batch, in the order of the questions
+    # one list of Completions per batch, of all processes, in the order of the questions
     completions_by_batch = scorer.process.map(answer, batched(questions, scorer.batch_size))
-    # the protocol names the format, as a model answers differently in a chat and in plain text
+    # part of the protocol's name, because a model answers differently in a chat and in plain text
     text_format = "chat" if encoder.chat else "plain text"
     dump_rows: list[dict] = []
     for index, completion in enumerate(chain.from_iterable(completions_by_batch)):
@@ -41,7 +42,7 @@ def score_questions(
             "answer": completion.row["answer"],
             "completion": completion.text,
             "cut": completion.is_cut,
-            "exact": is_exact(completion),  # False if it was cut
+            "exact": is_exact(completion),  # False if the completion was cut at max_new_tokens
         }
         dump_rows.append(dump_row)
     exact = [dump_row["exact"] for dump_row in dump_rows]

@@ -1,15 +1,15 @@
 """Dialogs and prompts as token ids.
 
-Sampling and fine-tuning encode by these functions alike. Not about which of the ids a model learns:
-see finetuning/template.py, nor about rows and batches: see finetuning/examples.py.
+Sampling and fine-tuning share these functions, so both encode alike. This file is not about which
+ids a model learns (finetuning/template.py), or about rows and batches (finetuning/examples.py).
 
-The project's own format puts end of text before each turn, as the shards have it before each
-document, and after the last one. Before the first turn stands the tokenizer's BOS if it has one:
+The project's own format puts end of text before each turn, as the shards do before each document,
+and after the last turn. If the tokenizer has a BOS, the dialog begins with BOS instead:
 
     <|endoftext|>User: What is 2 + 3?<|endoftext|>Assistant: 5<|endoftext|>
 
 A Hugging Face model whose tokenizer has a chat template keeps that template instead. Its dialogs
-have the token ids that transformers gives them, or are refused.
+get the same token ids as in transformers, or are refused.
 """
 
 from typing import Any
@@ -19,11 +19,11 @@ from data.tokenizer import FileTokenizer, load_tokenizer
 from evaluation.tasks import get_field
 from model.formats.checkpoint import Checkpoint
 
-# "role", "content", and further fields that a chat template may read
+# One turn: "role", "content", and further fields that a chat template may read.
 Message = dict[str, Any]
 Messages = list[Message]
 Tools = list[dict[str, Any]] | None  # JSON schemas of functions that an assistant may call
-# Name of each role in a text.
+# How the project's own format writes each role.
 ROLES = {
     "system": "System",
     "user": "User",
@@ -34,17 +34,17 @@ ROLES = {
 def encode_with_special_tokens(
     messages: Messages, tokenizer: Tokenizer, open_turn: bool = False, tools: Tools = None
 ) -> list[int]:
-    """Return the token ids of a dialog; `open_turn` begins an answer after it. Only a chat template
-    writes `tools`."""
+    """Return the token ids of a dialog. With `open_turn` they end where the assistant's next answer
+    begins, as a prompt for sampling. Only a chat template writes `tools`."""
     if isinstance(tokenizer, FileTokenizer) and tokenizer.chat_template:
         # as one text, like transformers: many tokenizers encode the beginning of a text differently
         return tokenizer.encode_with_special_tokens(tokenizer.render(messages, open_turn, tools))
-    ids = list(tokenizer.start_ids)  # BOS or end of text, before the first turn
+    ids = list(tokenizer.start_ids)  # BOS, or end of text if there is no BOS
     for message in messages:
-        # Role and content are encoded apart: a merge of ":" with a letter would give ids in
-        # training that sampling, which continues after the ":", never sees.
+        # Encode role and content separately. Sampling continues after the ":", so training must
+        # not merge the ":" with the letters that follow it into one token.
         ids += tokenizer.encode(f"{ROLES[message['role']]}:").tolist()
-        # as a continuation: a tokenizer that puts a space before a text must not add a second one
+        # encode_continuation: `encode` of some tokenizers would put a second space before the text
         ids += tokenizer.encode_continuation(f" {message['content']}").tolist()
         ids.append(tokenizer.eot)  # closes the turn
     if open_turn:  # the model continues after "Assistant:"
@@ -55,20 +55,21 @@ def encode_with_special_tokens(
 def encode_prompt(
     prompt: str | Messages, tokenizer: Tokenizer, chat: bool, tools: Tools = None
 ) -> list[int]:
-    """Return the token ids that a completion follows: of a dialog up to "Assistant:", or with
-    `chat` false of the prompt's text as the beginning of a document; of characters alone, as in
-    nanoGPT, with nothing before it."""
+    """Return the token ids of a prompt, which the model continues. With `chat` they are a dialog up
+    to "Assistant:"; else BOS (or end of text) and the text, like the beginning of a document in the
+    shards. A vocabulary of characters (nanoGPT) gets the text alone."""
     if not chat:
         assert isinstance(prompt, str)  # TextEncoder.get_text refuses messages for plain text
-        if prompt and not tokenizer.end_ids:  # a vocabulary of characters
+        if prompt and not tokenizer.end_ids:  # vocabulary of characters, without end of text
             return tokenizer.encode(prompt).tolist()
         return tokenizer.encode_document(prompt).tolist()
     return encode_with_special_tokens(as_messages(prompt), tokenizer, open_turn=True, tools=tools)
 
 
 def texts_of(message: Message) -> list[str]:
-    """Return the texts of a message: its content, or the entries of it, for chat templates alone,
-    as [{"type": "text", "text": "Hi"}]. Raise ValueError for entries without text, as images."""
+    """Return the texts of a message, to check that a chat template keeps them. The content is one
+    text, or for chat templates a list of entries such as {"type": "text", "text": "Hi"}. Raise
+    ValueError for an entry without text, such as an image."""
     if message.get("content") is None and message.get("tool_calls"):
         return []
     content = get_field(message, "content", str, list)
@@ -78,7 +79,7 @@ def texts_of(message: Message) -> list[str]:
 
 
 def as_messages(prompt: str | Messages) -> Messages:
-    """Return a prompt as a dialog; a text is one turn of the user."""
+    """Return a prompt as a dialog; a text becomes one turn of the user."""
     if isinstance(prompt, str):
         return [{"role": "user", "content": prompt}]
     return prompt
@@ -87,24 +88,24 @@ def as_messages(prompt: str | Messages) -> Messages:
 def fit_history(
     messages: Messages, tokenizer: Tokenizer, block_size: int, max_new_tokens: int
 ) -> list[int]:
-    """Return the token ids that the assistant's next turn follows, for questions and answers in
-    turn. The oldest questions are left out, each with its answer, until `max_new_tokens`, or half
-    of the context, fit after them."""
+    """Return the token ids of a chat up to the assistant's next answer. `messages` are questions
+    and answers in turn. The oldest questions are dropped, each with its answer, until the context
+    has room for an answer of `max_new_tokens`, or of half the context if that is less."""
     longest_prompt = block_size - min(max_new_tokens, block_size // 2)  # in tokens
     while True:
         prompt_ids = encode_with_special_tokens(messages, tokenizer, open_turn=True)
-        # the newest question stays, however long it is: sample.py refuses one beyond the context
+        # Never drop the newest question: sample.py refuses it if it exceeds the context.
         if len(prompt_ids) <= longest_prompt or len(messages) == 1:
             return prompt_ids
         messages = messages[2:]
 
 
 def is_chat(checkpoint: Checkpoint, tokenizer_spec: str) -> bool:
-    """Return True if a model has learned to chat: as its checkpoint of finetune.py says, or, for
-    another model, because it came with a chat template. `checkpoint` is {} for one that is none of
-    this project's."""
-    options = checkpoint.get("config", {})
-    if "plain" in options:  # an option of finetune.py alone
+    """Return True if a model has learned to chat. A checkpoint of finetune.py records it as the
+    option --plain; any other model has learned it if its tokenizer has a chat template.
+    `checkpoint` is {} for a model of another project."""
+    options = checkpoint.get("config", {})  # by the names of their flags
+    if "plain" in options:  # only finetune.py has this option
         return not options["plain"]
-    # a tokenizer with a name has no template; loading GPT-2's could need a download
+    # Tokenizers in TOKENIZERS have no template. Do not load them: "gpt2" could need a download.
     return tokenizer_spec not in TOKENIZERS and load_tokenizer(tokenizer_spec).is_of_chats

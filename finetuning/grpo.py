@@ -1,8 +1,8 @@
-"""GRPO (Shao et al. 2024): completions that the model samples itself, compared within groups.
+"""GRPO (Shao et al. 2024): learn from sampled completions, compared within groups of one prompt.
 
 A step takes `batch_size` prompts, samples `group_size` completions of each, and makes one optimizer
 step from them. The completions of a step have indices: number i belongs to prompt i // group_size.
-The processes share the completions, so that a group can be spread over several of them.
+Each process samples some of the completions, so a group can be spread over several processes.
 
 Shapes: N completions of a batch, T tokens of prompt and completion with padding.
 """
@@ -25,16 +25,17 @@ from utils.seeds import hash_seed
 
 
 class GroupRelativePolicy(Method):
-    """Completions become likelier the more their reward is above the mean of their group. The
-    reference model, if there is one, adds a KL divergence to the loss. An example is a Question."""
+    """GRPO: a completion becomes likelier if its reward is above the mean of its group, else less
+    likely. The reference model, if there is one, adds a KL divergence to the loss. An example is a
+    Question."""
 
-    reward_function: RewardFunction  # never None: FinetuneOptions demands --reward
+    reward_function: RewardFunction  # never None: FinetuneOptions requires --reward for grpo
 
     def __post_init__(self) -> None:
         super().__post_init__()  # reads the questions
-        # A reward function that fails ends the run here, before --overwrite removes the checkpoints
-        # of another run. It is tried with the first row: a function of the user's gets the answer
-        # of the row as the text of a completion, a reward model reads the tokens of the prompt.
+        # Trial call: a reward function that fails must end the run here, before --overwrite removes
+        # the checkpoints of another run. The first question's right answer serves as a completion's
+        # text; a reward model reads token ids instead, here only those of the prompt.
         question = self.examples[0]
         example = Example.of_completion(question.prompt_ids, [])
         answer = str(question.row.get("answer", ""))
@@ -44,86 +45,87 @@ class GroupRelativePolicy(Method):
         return self.encoder.question(
             row,
             self.options.max_new_tokens,
-            has_answer=self.options.reward == "exact",  # a reward function may not need it
+            has_answer=self.options.reward == "exact",  # other rewards may not need an "answer"
         )
 
     def prepare(self, model: GPT, step: int, example_ids: np.ndarray) -> PreparedStep:
-        """Sample and reward the completions of a step, `group_size` to each question of
-        `example_ids` (batch_size,), and return the batches of this process. Every process must
+        """Sample and reward the completions of a step: `group_size` for each question whose index
+        is in `example_ids` (batch_size,). Return the batches of this process. Every process must
         call it."""
         group_size = self.options.group_size
         seed = hash_seed(f"{self.options.seed} {step}")
 
         def complete_micro_batch(indices: list[int]) -> list[Completion]:
-            """Return the completions of a micro-batch, whose indices are consecutive."""
-            # the same question for each completion of a group
+            """Return the completions of a micro-batch, which has consecutive indices."""
+            # one Question per completion: the completions of a group have the same
             questions = [self.examples[example_ids[index // group_size]] for index in indices]
-            # The random numbers of a completion depend on seed, step and index alone, so that any
-            # number of processes samples the same.
+            # The random numbers of a completion depend only on seed, step and index, so that any
+            # number of processes samples the same completions.
             sampling = SamplingConfig(self.options.max_new_tokens, temperature=1.0, seed=seed)
             return self.complete_and_reward(model, questions, sampling, first_index=indices[0])
 
-        # those of the whole step, as a group can have completions from several processes
-        indices = list(range(len(example_ids) * group_size))
+        # Collect the completions of all processes: a group can be spread over several of them.
+        indices = list(range(len(example_ids) * group_size))  # of the whole step
         start_seconds = time.perf_counter()
         # raises Stopped after a signal; a resumed run samples the same completions again
         micro_batches = self.process.map(complete_micro_batch, self.micro_batches(indices))
         rollout_seconds = time.perf_counter() - start_seconds
         completions = list(chain.from_iterable(micro_batches))  # in the order of indices
-        # float64, so that the means over groups and over the step round less
+        # float64 rounds the means over groups and over the step less
         rewards = torch.tensor(
             [completion.reward for completion in completions], dtype=torch.float64
         )
         rewards_by_group = rewards.view(-1, group_size)  # (batch_size, group_size)
         advantages = group_advantages(rewards_by_group).flatten().tolist()
         for completion, advantage in zip(completions, advantages, strict=True):
-            completion.advantage = advantage  # read by make_batch
+            completion.advantage = advantage  # make_batch copies it into Batch.advantages
         batches = [self.make_batch(micro_batch) for micro_batch in self.of_process(micro_batches)]
 
-        # for samples.txt, the first group: its prompt, then reward and text of each completion
+        # text for samples.txt: the first group's prompt, then reward and text of each completion
         sample = f"prompt: {completions[0].row['prompt']!r}"
         for completion in completions[:group_size]:
             sample += f"\n{completion.reward:g}  {completion.text!r}"
-        # tokens of each completion, including its end
+        # tokens of each completion, including the end token
         lengths = [completion.example.loss_mask.sum() for completion in completions]
-        metrics = {  # means over the completions of all processes
+        metrics = {  # for the log: means over the completions of all processes
             "reward": rewards.mean().item(),
             "completion_tokens": float(np.mean(lengths)),
-            "cut": float(np.mean([completion.is_cut for completion in completions])),
-            "rollout_ms": 1000 * rollout_seconds,  # included in the step's ms
+            "cut": float(np.mean([completion.is_cut for completion in completions])),  # share
+            "rollout_ms": 1000 * rollout_seconds,  # part of the step's "ms"
         }
         return PreparedStep(batches, len(completions), metrics, sample)
 
     def complete_and_reward(
         self, model: GPT, questions: list[Question], sampling: SamplingConfig, first_index: int = 0
     ) -> list[Completion]:
-        """Return a completion of each question, with its reward. Every process must call it."""
+        """Return one completion per question, with its reward. `first_index` is the index of the
+        first completion in its step. Every process must call it."""
         completions = complete_questions(
             model, questions, self.encoder, sampling, self.process, first_index
         )
-        with self.process.together():  # an error of one process ends the run on all
+        with self.process.together():  # an error on one process is raised on all
             rewards = self.reward_function(completions)
         for completion, reward in zip(completions, rewards, strict=True):
-            completion.reward = reward  # read by prepare and held_out_sums
+            completion.reward = reward  # prepare and held_out_sums read it
         return completions
 
     @torch.no_grad()
     def make_batch(self, completions: list[Completion]) -> Batch:
-        """Return N completions as a batch, with their advantages and, under the reference model,
-        the log-probabilities of their tokens."""
+        """Return N completions as a batch, with their advantages and the log-probabilities of
+        their tokens under the reference model, if there is one."""
         batch = super().make_batch([completion.example for completion in completions])
         advantages = torch.tensor([completion.advantage for completion in completions])
         batch.advantages = self.process.copy_to_device(advantages)  # (N,), float32
-        if self.reference is not None:  # None with --kl 0
+        if self.reference is not None:  # it is None with --kl 0
             with self.process.autocast():
                 batch.ref_logprobs = token_logprobs(self.reference, batch)
         return batch
 
     def metric_sums(self, model: nn.Module, batch: Batch) -> Sums:
-        # each completion counts by its mean over tokens, whatever its length
-        is_target = batch.targets >= 0  # (N, T), True where the next token is of the completion
-        logprobs = token_logprobs(model, batch)  # (N, T), 0 at the prompt and at padding
-        assert batch.advantages is not None  # make_batch sets them
+        # Each completion counts by its mean over tokens, so long ones do not weigh more.
+        is_target = batch.targets >= 0  # (N, T): True if the next token is in the completion
+        logprobs = token_logprobs(model, batch)  # (N, T), in nats; 0 where there is no target
+        assert batch.advantages is not None  # make_batch sets it
         losses = policy_losses(logprobs, batch.advantages)  # (N, T)
         sums: Sums = {}
         if batch.ref_logprobs is not None:
@@ -134,8 +136,8 @@ class GroupRelativePolicy(Method):
         return sums
 
     def held_out_sums(self, model: GPT, questions: list[Question]) -> Sums:
-        """Return the sum of the rewards of the likeliest completions, one for each question. There
-        is no loss: it does not tell how good completions are."""
+        """Return the sum of the rewards of greedy completions, one per question. There is no
+        "loss", because GRPO's loss does not measure how good completions are."""
         sampling = SamplingConfig(self.options.max_new_tokens, temperature=0)  # greedy
         completions = self.complete_and_reward(model, questions, sampling)
         rewards = [completion.reward for completion in completions]
@@ -146,38 +148,40 @@ class GroupRelativePolicy(Method):
 
 
 def group_advantages(rewards: Tensor) -> Tensor:
-    """Return (reward - mean) / standard deviation within each group, for rewards (groups,
-    group_size) (Shao et al. 2024, section 4.1.2); 0 in a group of equal rewards."""
+    """Return the advantages (groups, group_size) of rewards of the same shape: (reward - mean) /
+    standard deviation within each group (Shao et al. 2024, section 4.1.2). A group of equal rewards
+    gets 0."""
     mean = rewards.mean(dim=1, keepdim=True)  # (groups, 1)
     std = rewards.std(dim=1, keepdim=True)  # (groups, 1); divides by group_size - 1, as in trl
     advantages = (rewards - mean) / (std + 1e-4)  # 1e-4 as in trl
-    # The mean of equal numbers can be rounded: without this, noise would be divided by 1e-4.
+    # The mean of equal rewards can be rounded. Dividing that error by 1e-4 would give noise.
     is_equal = (rewards == rewards[:, :1]).all(dim=1, keepdim=True)
     return advantages.masked_fill(is_equal, 0.0)
 
 
 def policy_losses(logprobs: Tensor, advantages: Tensor) -> Tensor:
     """Return the policy gradient loss (N, T) of each token, for log-probabilities (N, T) and the
-    advantages (N,) of the completions: its value is -advantage, its gradient that of
+    advantages (N,) of the completions. Its value is -advantage; its gradient is the gradient of
     -advantage * logprob.
 
-    It is equation 3 of Shao et al. 2024 for one optimizer step with each completion: the policy is
-    still the one that sampled, so that the ratio of their probabilities is 1 and never clipped.
+    This is equation 3 of Shao et al. 2024 for a single optimizer step per completion. The policy
+    that learns is then the policy that sampled, so their ratio is 1 and never clipped.
     """
-    # exp(x - x) is 1, and its derivative is that of x, because the second x is a constant here
+    # exp(x - x) is 1, but it has the derivative of x, because the second x is detached
     ratio = (logprobs - logprobs.detach()).exp()  # (N, T)
     return -advantages[:, None] * ratio  # all tokens of a completion have its advantage
 
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """Return exp(ref - logprob) - (ref - logprob) - 1, (N, T): an unbiased estimate of the KL
-    divergence from the reference, never negative (Shao et al. 2024, equation 4)."""
+    """Return an estimate (N, T) of the KL divergence from the reference model at each token, in
+    nats: exp(ref - logprob) - (ref - logprob) - 1. It is unbiased and never negative (Shao et al.
+    2024, equation 4)."""
     difference = ref_logprobs - logprobs  # log(reference / policy) of each token
     return difference.exp() - difference - 1
 
 
 def mean_over_tokens(per_token: Tensor, is_target: Tensor) -> Tensor:
-    """Return the mean (N,) of numbers per token (N, T) over the targets of each completion."""
-    # A mean over the tokens of all completions would give the long ones more weight. Nothing is
-    # divided by 0: a completion that ends at once has its end as a target.
+    """Return the mean (N,) of a value per token (N, T) over the targets of each completion."""
+    # A mean over all tokens of the batch would give long completions more weight. The divisor is
+    # never 0, because an empty completion still has its end token as a target.
     return (per_token * is_target).sum(1) / is_target.sum(1)

@@ -1,4 +1,4 @@
-"""Options of finetune.py: the groups that it shares with train.py, with defaults of its own."""
+"""Options of finetune.py: groups shared with train.py, with other defaults, and its own."""
 
 import math
 from dataclasses import dataclass
@@ -28,13 +28,14 @@ class FileOptions(RunOptions):
     """Files and folders."""
 
     method: MethodName | None = None
-    """sft: dialogs; dpo: preferences; reward: a reward model; grpo: rewards of its own text."""
+    """What to learn. sft: dialogs; dpo: preferences; reward: a reward model; grpo: completions that
+    the model samples, by their rewards."""
     data: Path | None = None
-    """Rows to learn from, .jsonl. sft: messages, or prompt and completion; dpo, reward: prompt,
+    """Training rows, a .jsonl file. sft: messages, or prompt and completion; dpo, reward: prompt,
     chosen, rejected; grpo: prompt."""
     eval_data: Path | None = None
-    """Held-out rows of the same format: their loss, for grpo the reward of the likeliest
-    completions, is logged every --eval_every steps."""
+    """Held-out rows in the same format. Every --eval_every steps logs their loss or, for grpo, the
+    mean reward of greedy completions."""
     plain: bool = False
     """Train on plain text: prompts and completions without User: and Assistant:."""
     checkpoint_dir: Path = Path("runs/METHOD/checkpoints")
@@ -46,13 +47,13 @@ class BatchOptions(OptimizerOptions):
     """Batch size, learning rate and AdamW."""
 
     batch_size: Count | None = None
-    """Dialogs (sft), pairs (dpo, reward) or prompts (grpo) per step of all processes; default: the
-    largest of 32, 16, 8 and 4 that is at most a sixteenth of the rows, else 4."""
+    """Rows per step over all processes: dialogs (sft), pairs (dpo, reward) or prompts (grpo);
+    default: the largest of 32, 16, 8 and 4 that is at most a sixteenth of the rows, else 4."""
     micro_batch_size: Count | None = None
-    """Dialogs (sft), pairs (dpo, reward) or completions (grpo) per forward pass of a process; lower
-    it where memory runs out. Default: 8, or 4, 2, 1 if 8 does not divide a process's share."""
+    """Dialogs (sft), pairs (dpo, reward) or completions (grpo) per forward pass of a process. Lower
+    it if memory runs out. Default: 8, or 4, 2, 1 if 8 does not divide a process's share."""
     block_size: Count | None = None
-    """Longest text in tokens; default: the model's context."""
+    """Longest text in tokens: longer ones are cut; default: the model's context."""
     dropout: BelowOne = 0.0
     """sft, reward: dropout probability."""
     max_steps: Count | None = None
@@ -62,13 +63,13 @@ class BatchOptions(OptimizerOptions):
     """Learning rate after warmup; default: 1e-4 for reward, 1e-6 for dpo and grpo, and for sft
     2e-5 with 1B parameters, more with fewer: 6e-5 with 124M, 6e-4 with 1M, at most 3e-3."""
     min_lr: NonNegative = 0.0
-    """Learning rate that is reached after the last step."""
+    """Learning rate at the end of the decay, just after the last step."""
     weight_decay: NonNegative = 0.0
     """Weight decay of matrices and embeddings."""
-    # defaults of trl
+    # schedule and beta2 have trl's defaults
     schedule: ScheduleName = "linear"
     """Decay after warmup: cosine, linear, or wsd (constant, then linear in the last fifth)."""
-    beta2: BelowOne = 0.999  # its help is that of train.py
+    beta2: BelowOne = 0.999  # takes its help text from OptimizerOptions of config.py
 
 
 @dataclass(frozen=True)
@@ -77,15 +78,16 @@ class MethodOptions:
 
     # a negative beta or kl would reverse the loss
     beta: NonNegative = 0.1
-    """dpo: scale of the implicit reward; the higher, the closer the model stays to --init_from."""
+    """dpo: scale of the implicit reward; higher keeps the model closer to --init_from."""
     reward: str | None = None
-    """grpo: exact (1 for the row's "answer"), FILE.py:FUNCTION, or a reward model's checkpoint."""
+    """grpo: exact (1 if the completion equals the row's "answer", else 0), FILE.py:FUNCTION, or a
+    reward model's checkpoint."""
     group_size: Annotated[int, "at least 2"] = 8
-    """grpo: completions of a prompt; one alone would have no advantage."""
+    """grpo: completions per prompt, whose rewards are compared with each other."""
     max_new_tokens: Count = 64
     """grpo: longest completion in tokens."""
     kl: NonNegative = 0.04
-    """grpo: factor of the KL divergence from the model of --init_from; 0: none."""
+    """grpo: weight in the loss of the KL divergence from the model of --init_from; 0: none."""
 
 
 @dataclass(frozen=True)
@@ -93,13 +95,13 @@ class FinetuneOptions(MachineOptions, SaveOptions, MethodOptions, BatchOptions, 
     """Fine-tune a model. With --resume, options that are not given come from the checkpoint. Every
     run needs --method, --init_from and --data, perhaps --eval_data, --run_dir and --resume."""
 
-    # In steps. The defaults of train.py are for runs a hundred times longer.
+    # in steps; train.py has larger defaults, for runs a hundred times longer
     eval_every: Natural = 50
     save_every: Natural = 100
     sample_every: Natural = 10
 
     def __post_init__(self) -> None:
-        # required, although None by default: --resume brings their values along
+        # Required, although their default is None: with --resume the checkpoint provides them.
         for name in ("method", "init_from", "data"):
             if getattr(self, name) is None:
                 raise UserError(f"give --{name}; --help says what it takes")
@@ -108,16 +110,15 @@ class FinetuneOptions(MachineOptions, SaveOptions, MethodOptions, BatchOptions, 
 
     @classmethod
     def checkpoint_folder(cls, flags: list[str]) -> Path:
-        """Return the --checkpoint_dir of a command line, by default in a folder named after its
-        --method."""
-        # called before the flags are parsed, as --resume auto looks for a checkpoint there
+        """Return the --checkpoint_dir of a command line; by default runs/METHOD/checkpoints."""
+        # called before the flags are parsed, because --resume auto looks for a checkpoint there
         default = f"runs/{flag_value(flags, 'method')}/checkpoints"
         return Path(flag_value(flags, "checkpoint_dir") or default)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedFinetuneOptions(ResolvedOptions, FinetuneOptions):
-    """Options of a run of finetune.py, with what was derived in place of None."""
+    """Options of a run of finetune.py, in which derived values have replaced None."""
 
     method: MethodName
     data: Path
@@ -127,62 +128,62 @@ class ResolvedFinetuneOptions(ResolvedOptions, FinetuneOptions):
 
     @property
     def decay_end(self) -> int:
-        # One after the last step, max_steps - 1, so that it still learns with --min_lr 0, as in
-        # trl.
+        # The rate reaches --min_lr one step after the last step, max_steps - 1. So with --min_lr 0
+        # the last step still learns, as in trl.
         return self.max_steps
 
 
 def resolve_options(
     options: FinetuneOptions, num_rows: int, num_parameters: int, data_parallel: int
 ) -> ResolvedFinetuneOptions:
-    """Return the options with the defaults that follow from the rows of --data, the model's number
-    of parameters and the number of processes, `data_parallel`. Raise UserError where a step does
-    not divide into micro-batches."""
-    assert options.method is not None  # FinetuneOptions demands it
-    # --batch_size: at least 16 steps an epoch, if that leaves four examples in a step, and one for
-    # each process
+    """Return the options with all defaults filled in. They depend on the number of rows of --data,
+    the number of parameters of the model and the number of parts of the data, `data_parallel` (one
+    per process). Raise UserError if a step does not divide into micro-batches."""
+    assert options.method is not None  # FinetuneOptions requires --method
+    # Default of --batch_size, in rows (for grpo, prompts): at least 16 steps an epoch, but at least
+    # four rows a step, and one for each process.
     batch_size = 32  # a power of 2, which divides among 2, 4 or 8 processes
     while batch_size > max(4, data_parallel, num_rows // 16):
         batch_size //= 2
     batch_size = max(1, batch_size // data_parallel) * data_parallel  # 3 processes: 30, not 32
-    batch_size = options.batch_size or batch_size
+    batch_size = options.batch_size or batch_size  # rows per step of all processes
 
-    # Micro-batches are of equal size, as many on each process: a forward pass of a sharded model
-    # waits for all processes.
-    num_examples = batch_size  # in a step: dialogs, pairs or completions
+    # Micro-batches have equal sizes, and each process has equally many: a forward pass of a sharded
+    # model waits for all processes.
+    num_examples = batch_size  # per step: dialogs, pairs or completions
     if options.method == "grpo":
-        num_examples *= options.group_size
+        num_examples *= options.group_size  # from prompts to completions
     # 8 if possible, else the largest power of 2 that divides a process's share
     micro_batch_size = options.micro_batch_size or math.gcd(8, num_examples // data_parallel)
     examples_per_pass = micro_batch_size * data_parallel  # in one forward pass of all processes
     if num_examples % examples_per_pass:
         raise UserError(
             f"the {num_examples} examples of a step do not divide by {examples_per_pass}, "
-            "--micro_batch_size x processes; change it, or --batch_size"
+            "--micro_batch_size x processes; change --micro_batch_size or --batch_size"
         )
 
-    # grpo samples each token by a forward pass, so one epoch has to do
+    # grpo trains for one epoch only, because it samples each token by a forward pass
     num_epochs = 1 if options.method == "grpo" else 3
     max_steps = math.ceil(num_epochs * num_rows / batch_size)
     if options.method == "sft":
-        max_steps = max(max_steps, 200)  # enough to learn a few dialogs
+        max_steps = max(max_steps, 200)  # enough even for a few dialogs
     max_steps = options.max_steps or max_steps
 
-    # Learning rates after warmup: those of trl 1.16, whose 2e-5 for sft suits models of 1B
-    # parameters. Small models need more.
+    # Peak learning rates, from trl 1.16. Its 2e-5 for sft suits models of 1B parameters; smaller
+    # models need more.
     max_lrs = {
         "sft": min(3e-3, 2e-5 * math.sqrt(1e9 / num_parameters)),
         "dpo": 1e-6,
         "reward": 1e-4,
         "grpo": 1e-6,
     }
-    return resolve(  # the values below replace None alone
+    return resolve(  # each value below replaces its option only if that is None
         ResolvedFinetuneOptions,
         options,
         log_dir=log_folder(options.checkpoint_dir),
         batch_size=batch_size,
         micro_batch_size=micro_batch_size,
         max_steps=max_steps,
-        warmup_steps=min(WARMUP_STEPS, max_steps // 10),  # as in pre-training
+        warmup_steps=min(WARMUP_STEPS, max_steps // 10),  # the rule of pre-training
         max_lr=max_lrs[options.method],
     )

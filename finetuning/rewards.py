@@ -1,4 +1,4 @@
-"""Rewards of completions: by the row's answer, a function of the user's, or a reward model."""
+"""Rewards of completions, by the row's answer, by a function of the user, or by a reward model."""
 
 import math
 import sys
@@ -24,13 +24,13 @@ from model.gpt import GPT
 from utils.distributed import Process
 from utils.errors import UserError
 
-# Takes completions, and returns a finite reward for each.
+# Takes completions and returns one finite reward for each.
 RewardFunction = Callable[[list[Completion]], list[float]]
 
 
 class RewardModel(GPT):
-    """GPT whose head gives the reward of the text so far in place of logits. `config` is tied, so
-    that there is no other head."""
+    """GPT whose head returns, in place of logits, the reward of the text up to each token. `config`
+    must be tied, so that there is no second head."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__(config)
@@ -38,41 +38,41 @@ class RewardModel(GPT):
         nn.init.zeros_(self.reward_head.weight)  # all rewards begin at 0
 
     def logits(self, x: Tensor) -> Tensor:
-        """Return rewards (B, T, 1) of hidden states (B, T, C), in float32 also under autocast."""
-        # no matmul: autocast would round the result to bfloat16, in which close rewards are equal
+        """Return rewards (B, T, 1) of hidden states (B, T, C), in float32 even under autocast."""
+        # Not a matmul: autocast would round it to bfloat16, in which close rewards become equal.
         return (x.float() * self.reward_head.weight.float()).sum(-1, keepdim=True)
 
 
 def rewards_at_end(model: nn.Module, batch: Batch) -> Tensor:
-    """Return the rewards (B,) in float32 of whole sequences by a RewardModel, read at the last
-    token of each."""
-    # without targets the model returns its "logits": the reward of the text up to each token
+    """Return the rewards (B,), float32, that a RewardModel gives to whole sequences: those at the
+    last token of each sequence."""
+    # without targets the model returns its "logits", here the reward of the text up to each token
     rewards = model(batch.idx).float().squeeze(-1)  # (B, T)
     return rewards.gather(1, batch.last_columns[:, None]).squeeze(1)
 
 
 def import_file(path: Path) -> ModuleType:
-    """Import a Python file as a module of its own folder: what it imports is found there first,
-    also where this project has modules of these names (utils.py)."""
+    """Import a Python file of the user. Its imports find modules in its own folder first, even if
+    this project has modules of the same names, such as utils."""
     spec = spec_from_file_location(path.stem, path)
-    # load_reward_function passes the name of a .py file, for which importlib has a loader
+    # The caller passes the name of a .py file, for which importlib always has a loader.
     assert spec is not None and spec.loader is not None
     module = module_from_spec(spec)
     folder = str(path.resolve().parent)
-    own_names = {info.name for info in iter_modules([folder])}  # of the modules in its folder
-    # loaded modules of these names, such as this project's; they come back below
+    own_names = {info.name for info in iter_modules([folder])}  # names of modules in the folder
+    # already loaded modules with these names, such as this project's; restored below
     shadowed: dict[str, ModuleType] = {}
     for name, loaded_module in sys.modules.items():
-        if name.partition(".")[0] in own_names:  # also model.gpt, for a model.py
+        if name.partition(".")[0] in own_names:  # a model.py also shadows model.gpt
             shadowed[name] = loaded_module
     for name in shadowed:
         del sys.modules[name]
-    sys.modules[path.stem] = module  # a process pool finds the functions of a module by its name
+    sys.modules[path.stem] = module  # a process pool looks up functions by the module's name
     sys.path.insert(0, folder)
     try:
         spec.loader.exec_module(module)
     finally:
-        # last, for what the file imports later: this project needs its own modules, too
+        # Keep the folder for later imports of the file, but last: this project's own come first.
         sys.path.remove(folder)
         sys.path.append(folder)
         sys.modules.update(shadowed)
@@ -80,13 +80,14 @@ def import_file(path: Path) -> ModuleType:
 
 
 def load_reward_function(name: str, encoder: TextEncoder, process: Process) -> RewardFunction:
-    """Return the function that rewards completions by --reward `name`; `encoder` is that of their
-    prompts. Raise UserError for a name that is none of the three kinds, and for a reward model of
-    other texts than those of this run."""
+    """Return the function that rewards completions, for `name` from --reward: exact,
+    FILE.py:FUNCTION, or a reward model. `encoder` encodes the prompts of this run; a reward model
+    must have its tokenizer, its chat format or plain text, and at least its context. Raise
+    UserError otherwise, or if `name` cannot be loaded."""
     if name == "exact":
-        # 1.0 for a completion that equals the "answer" of its row, else 0.0
+        # 1.0 if the completion equals the "answer" of its row, else 0.0
         return lambda completions: [float(is_exact(completion)) for completion in completions]
-    # split FILE.py:FUNCTION at the last colon, as a path can contain one, too
+    # split FILE.py:FUNCTION at the last colon, because a path can contain colons
     file_name, _, function_name = name.rpartition(":")
     if file_name.endswith(".py") and not Path(name).exists():
         try:
@@ -101,11 +102,12 @@ def load_reward_function(name: str, encoder: TextEncoder, process: Process) -> R
             "model or its folder"
         )
 
-    # A reward model, which stays in memory beside the trained one. load_model raises UserError for
-    # the checkpoint of another model.
+    # The reward model stays in memory beside the trained model. load_model raises UserError for a
+    # checkpoint without a reward head.
     model, checkpoint = load_model(path, RewardModel, float32=True)
     tokenizer_spec = checkpoint["tokenizer"]
-    # With other tokens or turns the model would reward another text than was written.
+    # The reward model must read the sampled token ids as the same text, and know the same format:
+    # chat with User: and Assistant: turns (or the same template), or plain text.
     has_same_text = (
         tokenizer_identity(tokenizer_spec) == encoder.tokenizer.identity
         and is_chat(checkpoint, tokenizer_spec) == encoder.chat
@@ -121,13 +123,13 @@ def load_reward_function(name: str, encoder: TextEncoder, process: Process) -> R
 def rewards_by_function(
     name: str, function: Callable, completions: list[Completion]
 ) -> list[float]:
-    """Return the rewards of completions by a function of the user's, --reward `name`; raise
-    UserError if it fails for one of them, or returns no finite number."""
+    """Return the reward that a function of the user gives to each completion. Raise UserError,
+    which names it by --reward `name`, if it fails or does not return a finite number."""
     rewards: list[float] = []
     for completion in completions:
-        prompt = completion.row["prompt"]  # a text or messages
+        prompt = completion.row["prompt"]  # a text, or messages of a chat
         try:
-            # a copy, as the function may change it, and the row is that of other completions, too
+            # a copy of the row: the function may change it, and other completions share the row
             reward = function(prompt, completion.text, deepcopy(completion.row))
             reward = float(reward)  # from a bool or a NumPy number
             if not math.isfinite(reward):
@@ -143,9 +145,9 @@ def rewards_by_function(
 
 @torch.no_grad()
 def rewards_by_model(model: GPT, process: Process, completions: list[Completion]) -> list[float]:
-    """Return the rewards of completions by a reward model, in one forward pass."""
+    """Return the reward that a reward model gives to each completion, in one forward pass."""
     examples = [completion.example for completion in completions]  # prompt and completion
-    # load_reward_function has checked that the texts fit into this context
+    # the examples fit: load_reward_function has compared the context with this run's
     batch = collate_padded(examples, model.config.block_size, process)
     with process.autocast():
         return rewards_at_end(model, batch).tolist()

@@ -87,8 +87,8 @@ def ask(row):
     "line, to_example, problem",
     [
         ("{", ask, "Expecting property name"),
-        ("[1]", ask, "no JSON object, as each row is"),
-        ("plain text", ask, "no JSON object.*; train.py takes plain text"),
+        ("[1]", ask, "must be a JSON object"),
+        ("plain text", ask, "must be a JSON object; train.py takes plain text"),
         ('{"text": "a"}', CHAT.dialog, 'no "prompt" of type str or list, but fields text'),
         ('{"prompt": "a", "answer": null}', ask, 'no "answer" of type str or int'),
         ('{"prompt": "\\ud800", "answer": "a"}', ask, "is not UTF-8 text"),
