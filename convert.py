@@ -51,13 +51,12 @@ class ConvertOptions:
     out: Path
     """Path to write: a folder for --checkpoint, a .pt file for --model and --format nanogpt."""
     checkpoint: Path | None = None
-    """Checkpoint to export, or a folder with checkpoints: takes the best one, or the newest if none
-    is best."""
+    """Checkpoint to export, or a folder: takes its best checkpoint, else its newest."""
     model: str | None = None
     """Model to import: a Hugging Face name (gpt2) or folder, or a checkpoint of nanoGPT,
     build-nanogpt or llm.c."""
     format: Literal["huggingface", "nanogpt"] = "huggingface"
-    """Format to export to: huggingface: a folder for transformers; nanogpt: a ckpt.pt."""
+    """Format of the export. huggingface: a folder for transformers; nanogpt: a ckpt.pt."""
 
 
 def export_checkpoint(checkpoint_path: Path, out: Path, is_for_nanogpt: bool) -> None:

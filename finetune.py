@@ -102,7 +102,7 @@ def main() -> None:
                     saver.save_last()
                 # `held_out` is empty without --eval_data
                 if method.held_out and (run.ended or is_due(options.eval_every, step)):
-                    # compiled, each batch shape would need another graph without gradients
+                    # compiled, each batch shape would need its own graph for evaluation
                     with uncompiled(options.use_torch_compile):
                         held_out_metrics = method.evaluate(model)
                     if "loss" in held_out_metrics:
@@ -221,7 +221,7 @@ def train_step(
     for optimizer in optimizers:
         run.scaler.unscale_(optimizer)  # also records infinities, for scaler.update below
     grad_norm = clip_grad_norm(wrapped, options.grad_clip)  # norm before clipping
-    # grad_norm is the norm of the whole gradient on every process: the sum below restores it
+    # Every process has the norm of the whole gradient. Divide it, because the sum below adds it up.
     addends["grad_norm"] = grad_norm / process.data_parallel
 
     # One all-reduce sums all numbers. full_like creates a tensor on the device, without a copy from
@@ -251,7 +251,7 @@ def train_step(
 
 def build_model(options: FinetuneOptions, initial: InitialModel) -> tuple[GPT, dict[str, Rows]]:
     """Return the model to train, on the device "meta", and its initial weights by parameter name.
-    The weights are Rows (model/rows.py), which Run.distribute reads row by row from the checkpoint.
+    The weights are Rows (model/rows.py), which Run.distribute later copies into the model.
     Raise UserError for a --block_size above the model's context, for a model of the other kind of
     text (chats, plain text), and for a resumed model with another head (logits, rewards)."""
     is_reward = options.method == "reward"
@@ -279,7 +279,7 @@ def build_model(options: FinetuneOptions, initial: InitialModel) -> tuple[GPT, d
     dropout = options.dropout if options.method in ("sft", "reward") else 0.0
     # for a shorter context, Run.distribute reads only the first rows of the position embedding
     model_config = replace(initial.model_config, block_size=block_size, dropout=dropout)
-    weights = dict(initial.weights)  # Rows by name, mapped from a file; a copy to change below
+    weights = dict(initial.weights)  # Rows by name, not yet read; a copy of the dict to change
     model_class: type[GPT] = GPT
     if is_reward:
         model_class = RewardModel

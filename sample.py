@@ -38,14 +38,14 @@ class PromptOptions:
     """Model, prompt and device."""
 
     checkpoint: Path = Path("checkpoints")
-    """Checkpoint of train.py or finetune.py, or a folder with checkpoints: takes the best one, or
-    the newest if none is best."""
+    """Checkpoint of train.py or finetune.py, or a folder: takes its best checkpoint, else its
+    newest."""
     model: str | None = None
     """Model to sample from in place of --checkpoint: a Hugging Face name (gpt2, gpt2-xl, ...) or
     folder, or a checkpoint of nanoGPT, build-nanogpt or llm.c."""
     prompt: str = ""
-    """Text to continue; - reads it from standard input. The model first gets BOS, or end of text if
-    the tokenizer has no BOS, as in training."""
+    """Text to continue; - reads it from standard input. BOS, or end of text if the tokenizer has no
+    BOS, precedes it as in training."""
     chat: bool = False
     """Answer the prompt as the assistant of a chat; without --prompt, chat on the keyboard."""
     device: str = "auto"

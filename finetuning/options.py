@@ -28,7 +28,7 @@ class FileOptions(RunOptions):
     """Files and folders."""
 
     method: MethodName | None = None
-    """What to learn. sft: dialogs; dpo: preferences; reward: a reward model; grpo: completions that
+    """Method. sft: learn dialogs; dpo: preferences; reward: a reward model; grpo: completions that
     the model samples, by their rewards."""
     data: Path | None = None
     """Training rows, a .jsonl file. sft: messages, or prompt and completion; dpo, reward: prompt,
@@ -53,7 +53,7 @@ class BatchOptions(OptimizerOptions):
     """Dialogs (sft), pairs (dpo, reward) or completions (grpo) per forward pass of a process. Lower
     it if memory runs out. Default: 8, or 4, 2, 1 if 8 does not divide a process's share."""
     block_size: Count | None = None
-    """Longest text in tokens: longer ones are cut; default: the model's context."""
+    """Context in tokens: longer texts are cut (grpo: refused); default: the model's context."""
     dropout: BelowOne = 0.0
     """sft, reward: dropout probability."""
     max_steps: Count | None = None
