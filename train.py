@@ -4,14 +4,13 @@
     torchrun --standalone --nproc_per_node=8 train.py      # eight GPUs
     python train.py --resume auto                          # continue after a crash or a signal
 
-The global batch is --total_batch_size tokens for any number of processes: gradient accumulation
-follows from it. SIGTERM, SIGINT, SIGHUP and SIGUSR1 end the step or the evaluation, save and exit;
-SIGKILL costs the steps since the last checkpoint. On CPUs a resumed run equals one that was never
-stopped to the bit.
+The global batch has --total_batch_size tokens on any number of processes: gradient accumulation
+makes up the difference. After SIGTERM, SIGINT, SIGHUP or SIGUSR1 the run ends its step or
+evaluation, saves and exits. SIGKILL loses the steps since the last checkpoint. On CPUs a resumed
+run gives the same bits as a run that was never stopped.
 
-Every process runs this file from top to bottom, and all of them take part in evaluation and saves;
-the main process alone prints. What a run is besides its steps (folders, log, signals) stands in
-training/run.py.
+Every process runs this file from top to bottom and takes part in evaluation and saves. Only the
+main process prints. training/run.py has the rest of a run: folders, log and signals.
 """
 
 import sys
@@ -49,49 +48,51 @@ from utils.throughput import StepTimer
 
 
 def main() -> None:
-    # Options come from the flags; those not given follow from the recipe and the device, and
-    # `derived` names them. `checkpoint` is the content of the file of --resume, None for a new run.
+    # The recipe and the device decide the options that no flag gives; `derived` maps their names
+    # to None or "auto". `checkpoint` is the content of the --resume file, None for a new run.
     given_options, derived, checkpoint = read_options(TrainOptions, "train.py", sys.argv[1:])
     options, recipe = resolve_options(given_options, derived, checkpoint)
     if options.dry_run:
         return print_forecast(options, recipe, checkpoint)
-    process = start_process(options)  # signals are remembered from here on
+    process = start_process(options)  # from here on a signal is only recorded
 
     # data: shards cut into sequences; the batch of a step is a pure function of (seed, step)
     train_data = Mixture(options.data_dir, "train", options.block_size)
     val_data = Mixture(options.data_dir, "val", options.block_size)
 
-    # The model is new, pre-trained or resumed. run.distribute gives it memory and fills in its
-    # weights, which are read from a file or drawn from the seed row by row (model/rows.py).
-    initial = open_initial(options, checkpoint, process)  # None for random weights
-    note_recipe(options, recipe, initial, process)  # if the weights are from another one
+    # The model is new, pre-trained or resumed. It has no memory until run.distribute fills in its
+    # weights row by row, from a file or from random numbers of the seed (model/rows.py).
+    initial = open_initial(options, checkpoint, process)  # InitialModel; None: random weights
+    note_recipe(options, recipe, initial, process)  # prints if the weights had another recipe
     model, weights = build_model(options, recipe, train_data.stream, initial)
     if initial is not None:
-        train_data.stream.tokenizer = initial.tokenizer  # the same tokens, perhaps for chats
+        train_data.stream.tokenizer = initial.tokenizer  # same ids; may add a chat template
     is_forecast = options.micro_batch_size == "auto"
-    options = resolve_on_device(options, recipe, model.config, process)  # dtype and micro-batch
-    began_from = init_checksum(options, checkpoint, initial, process)
-    entries = checkpoint_entries(options, derived, recipe, train_data, val_data, began_from)
+    options = resolve_on_device(
+        options, recipe, model.config, process
+    )  # sets dtype and micro-batch
+    weights_checksum = init_checksum(options, checkpoint, initial, process)
+    entries = checkpoint_entries(options, derived, recipe, train_data, val_data, weights_checksum)
     run = Run.start(options, checkpoint, process, entries)  # locks the run's folders
-    progress = run.progress  # step, tokens, ...
-    # `wrapped` shares the weights of `model` and synchronizes gradients
+    progress = run.progress  # a Progress: step, tokens, ...; advanced in the loop below
+    # `wrapped` trains the weights of `model` and averages gradients over processes (DDP, FSDP2)
     wrapped, optimizers = run.distribute(model, weights, recipe, checkpoint)
-    if is_forecast:  # a micro-batch that runs out of memory is halved
+    if is_forecast:  # halve a micro-batch that runs out of memory
         run.options = options = halve_until_it_fits(run, wrapped)
-    del initial, weights, checkpoint  # closes the file from which their tensors are mapped
+    del initial, weights, checkpoint  # closes the file that their tensors are mapped from
 
     # batches, evaluation, log, checkpoints
     batches, slicing = open_batches(run, train_data)
     evaluator = Evaluator(options, model, val_data, process)
     timer = StepTimer(model.flops_per_token(), process)
-    with run.open_log(model.config):  # closed however the run ends
+    with run.open_log(model.config):  # closes the log after an error, too
         saver = Saver(run, model, optimizers)
         print_summary(run, model, train_data, slicing)  # and warnings
 
         try:
             while True:
                 # every so often: save, evaluate, score and sample
-                step = progress.step
+                step = progress.step  # number of steps done
                 if saver.due(step):
                     saver.save_last()
                 if evaluator.due(step):
@@ -100,16 +101,16 @@ def main() -> None:
                     saver.save_if_best(metrics["loss"])
                 for benchmark, metrics in evaluator.benchmarks(step):
                     run.logger.log_evaluation(benchmark, metrics, step)
-                text = evaluator.sample(step)  # None if it is not due
+                text = evaluator.sample(step)  # None if no sample is due
                 if text is not None:
                     run.logger.log_sample(text, step)
-                if run.ended:
+                if run.ended:  # step == max_steps
                     break
 
                 # one step, then its log
                 timer.start()
                 result = train_step(run, wrapped, optimizers, batches, slicing.micro_steps)
-                progress.advance(result)  # counts the step, also a skipped one
+                progress.advance(result)  # now progress.step == step + 1, also if it was skipped
                 if result.skip_reason is None:
                     speed = timer.stop(result.num_tokens)  # tokens_per_s, mfu, ms
                     run.logger.log_train(result.metrics | speed, progress.step)
@@ -121,8 +122,8 @@ def main() -> None:
                 if result.got_signal:  # on any process
                     raise Stopped
         except Stopped:
-            # A signal may have interrupted an evaluation; a resumed run does it again.
-            run.stopping = True  # run.finish below then says how to continue
+            # If the signal interrupted an evaluation, the resumed run repeats it.
+            run.stopping = True  # run.finish below then prints how to continue
             saver.save_last()
         saver.finish()  # waits for the last write
 
@@ -130,7 +131,7 @@ def main() -> None:
 
 
 def next_commands(options: ResolvedTrainOptions) -> list[str]:
-    """Return commands to type after a run, without the folder that follows each."""
+    """Return the commands that a finished run suggests. Run.finish adds its folder to each."""
     evaluate = f"evaluate.py --tasks val --val_tokens {options.val_tokens} --checkpoint"
     return ["sample.py --checkpoint", evaluate]
 
@@ -142,47 +143,47 @@ def train_step(
     batches: Iterator[tuple[Tensor, Tensor]],
     micro_steps: int,
 ) -> StepResult:
-    """Run one optimizer step on the next `micro_steps` of the batches, micro-batches of this
-    process; the caller counts it. In a run of one process a signal raises Stopped between
-    micro-steps; several processes end the step first, see StepResult.got_signal."""
+    """Run one optimizer step on the next `micro_steps` micro-batches of this process. The caller
+    counts the step. After a signal, a single process raises Stopped between micro-steps; several
+    processes finish the step first and return the signal in StepResult.got_signal."""
     options = run.options
     process = run.process
     progress = run.progress
     lr = set_learning_rates(optimizers, options, progress.step)  # warmup and decay
     seed_step(options.seed, progress.step, process.rank)  # for dropout
 
-    # Forward and backward, micro-batch by micro-batch. The gradients add up, and loss_sum becomes
+    # Forward and backward, micro-batch by micro-batch. Gradients accumulate, and loss_sum becomes
     # the mean loss of this process in nats per token.
     loss_sum = torch.zeros((), device=process.device)
     for micro_step in range(micro_steps):
-        # One of several processes must not leave the step alone: the others would wait for it.
+        # If one of several processes left the step here, the others would wait for it forever.
         if process.world_size == 1:
             process.end_if_stopped()
         idx, targets = next(batches)  # token ids (B, T) each
         is_last = micro_step == micro_steps - 1
-        # DDP and zero1 reduce gradients in the last micro-step, zero2 and zero3 in each.
+        # DDP and zero1 reduce gradients in the last micro-step only, zero2 and zero3 in each.
         with sync_gradients(wrapped, options.sharding, is_last=is_last):
-            # A forward pass casts each weight once: keeping the copies would only take memory.
+            # A forward pass casts each weight once. Keeping the copies would only take memory.
             with process.autocast(keep_weights=False):
-                # divided, so that gradients add up to the gradient of the mean loss
+                # the gradients of these parts add up to the gradient of the mean loss
                 loss = wrapped(idx, targets) / micro_steps
-            run.scaler.scale(loss).backward()  # scaled up in float16 alone
-        loss_sum += loss.detach()  # stays on the device: no wait for a GPU
+            run.scaler.scale(loss).backward()  # scales in float16 only
+        loss_sum += loss.detach()  # stays on the device, so the CPU does not wait for it
 
-    # In float16 the loss was scaled up: scale the gradients down before they are clipped.
+    # float16: undo the loss scale in the gradients before they are clipped.
     for optimizer in optimizers:
-        run.scaler.unscale_(optimizer)  # records infinities, too, for scaler.update below
+        run.scaler.unscale_(optimizer)  # also records infinities, for scaler.update below
     grad_norm = clip_grad_norm(wrapped, options.grad_clip)  # norm before clipping
 
-    # Means over processes. Under tensor parallelism process.sum counts those that share a block as
-    # one, so that the divisor is data_parallel. At `tolist` the CPU waits for the GPU, in float16
-    # at get_scale again.
-    signals = torch.full_like(loss_sum, float(process.signal != 0))
+    # Average over processes. process.sum counts the processes of a tensor-parallel group as one,
+    # so the divisor is data_parallel. The CPU waits for the GPU at `tolist`, and in float16 again
+    # at get_scale.
+    signals = torch.full_like(loss_sum, float(process.signal != 0))  # 1.0: told to stop
     sums = process.sum(torch.stack([loss_sum, grad_norm, signals]))
     mean_loss, mean_norm, share_of_signals = (sums / process.data_parallel).tolist()
 
-    # Update, unless loss or norm is not finite. Both are means, so that all processes update, or
-    # none. scaler.step would decide for each optimizer alone, and look at gradients alone.
+    # Update only if loss and norm are finite. Both are means over processes, so all processes
+    # decide alike. scaler.step would decide for each optimizer separately, and by gradients only.
     skip_reason = reason_to_skip(mean_loss, mean_norm)  # None if both are finite
     metrics = {"loss": mean_loss, "lr": lr, "grad_norm": mean_norm}
     if run.scaler.is_enabled():
@@ -191,7 +192,7 @@ def train_step(
         if skip_reason is None:
             optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-    # float16: a lower scale after infinities, a higher one after 2,000 steps without any
+    # float16: lower the scale after infinities, raise it after 2,000 steps without any
     run.scaler.update()
     num_tokens = options.total_batch_size
     metrics["tokens"] = progress.tokens + num_tokens  # all tokens of the run so far
@@ -201,23 +202,24 @@ def train_step(
 def build_model(
     options: ResolvedTrainOptions, recipe: Recipe, stream: TokenStream, initial: InitialModel | None
 ) -> tuple[GPT, Mapping[str, Rows]]:
-    """Return the model of the run, without memory yet, and the weights that it begins with: those
-    of `initial`, or new ones from the seed. Raises UserError for weights of another architecture or
-    tokenizer than the run's."""
+    """Return the model of the run, still without memory, and its first weights by name: the
+    weights of `initial`, or random ones from the seed. Raises UserError if `initial` has another
+    architecture or tokenizer than the run."""
     model_config = agreed_model_config(options, recipe, stream, initial)
     model = build_without_weights(GPT, model_config)
+    # activation checkpointing and torch.compile, applied to the blocks in place
     execute(model, Execution(options.activation_checkpointing, options.use_torch_compile))
     if initial is not None:
         return model, initial.weights
-    # random numbers, drawn when their rows are read
+    # random rows, drawn when they are read
     return model, initial_weights(model, model_config, options.seed)
 
 
 def open_batches(
     run: Run[ResolvedTrainOptions], train_data: Mixture
 ) -> tuple[Iterator[tuple[Tensor, Tensor]], Slicing]:
-    """Return the micro-batches of this process, inputs and targets (B, T) on its device, from the
-    next step of the run to its last one, and how a step is divided into them."""
+    """Return the micro-batches of this process from the next step to the last, as inputs and
+    targets (B, T) on its device, and the Slicing by which a step is divided into them."""
     options = run.options
     process = run.process
     slicing = Slicing(
@@ -237,10 +239,11 @@ def checkpoint_entries(
     recipe: Recipe,
     train_data: Mixture,
     val_data: Mixture,
-    began_from: int | None,
+    weights_checksum: int | None,
 ) -> Checkpoint:
-    """Return what checkpoints and config.json hold of a run beside options, model and progress.
-    `began_from` is the checksum of the weights of --init_from, None for random ones."""
+    """Return the entries of checkpoints and config.json that stay the same for the whole run. Saver
+    adds options, model and progress. `weights_checksum` is the checksum of the --init_from weights,
+    None for random weights."""
     return {
         "script": "train.py",
         "command": sys.argv,
@@ -248,18 +251,18 @@ def checkpoint_entries(
         "recipe": asdict(recipe),
         "tokenizer": train_data.stream.tokenizer,  # its spec, see data/tokenizer.py
         "corpus": train_data.title,
-        # the batch of a step is a function of these values and the step
+        # The step and these values determine its batch. A resumed run warns if they changed.
         "data_order": {
             "total_batch_size": options.total_batch_size,
             "seed": options.seed,
             "weights of --data_dir": train_data.corpus_weights,
             "checksum of --data_dir": train_data.checksum,
         },
-        # the lowest loss counts among validations on the same tokens
+        # Losses are compared only between validations on the same tokens.
         "val_checksum": crc32_of(
             [val_data.stream.checksum, options.val_tokens, val_data.corpus_weights]
         ),
-        "init_checksum": began_from,
+        "init_checksum": weights_checksum,
     }
 
 

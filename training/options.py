@@ -173,7 +173,7 @@ def newest_of_branch(path: Path, folder: Path) -> Path:
     newest = find_newest(folder)
     if newest is None or newest == path:
         return path
-    # check_folders of training/run.py refuses the folder of another run.
+    # refuse_overwriting of training/run.py refuses the folder of another run.
     if load_checkpoint(newest).get("parent") != run_and_step(load_checkpoint(path)):
         return path
     if is_main_process():

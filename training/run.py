@@ -1,8 +1,8 @@
 """A run of train.py or finetune.py: its progress, its folders, its log, its end.
 
-One run at a time holds a checkpoint folder and a log folder. A folder that holds another run, or a
-later step than the one that is resumed, is refused unless --overwrite. This file is not about the
-options of a run (training/options.py), its steps (train.py) or its checkpoints' format
+One run at a time uses a checkpoint folder and a log folder. Without --overwrite, a run refuses a
+folder of another run, or with a later step than the resumed one. This file is not about the options
+of a run (training/options.py), its steps (train.py) or the format of its checkpoints
 (model/formats/checkpoint.py).
 """
 
@@ -54,9 +54,9 @@ from utils.seeds import hash_seed
 
 Options = TypeVar("Options", bound=ResolvedOptions)
 
-PATIENCE = 5  # skipped steps in a row that end a run
-# In float16 small gradients become 0, so the loss is scaled up. PyTorch begins at 2^16, where the
-# first steps overflow and are skipped.
+PATIENCE = 5  # Saver.end_after_patience ends a run after this many skipped steps in a row
+# In float16 small gradients become 0, so the loss is scaled up. From PyTorch's default, 2^16, the
+# first steps would overflow and be skipped.
 FIRST_LOSS_SCALE = 2.0**10
 
 
@@ -65,53 +65,53 @@ class StepResult:
     """Outcome of one training step, the same on every process."""
 
     metrics: dict[str, float]
-    """Row for the log, of the whole step: loss, lr, grad_norm, ...; "tokens" are those of the run,
+    """Row of the log for the step: loss, lr, grad_norm, ... "tokens" counts the tokens of the run,
     this step included."""
     skip_reason: str | None
-    """Why the update was not applied: a loss or gradient that is not finite. None if it was."""
+    """Why the update was skipped: a loss or gradient that is not finite. None if it was applied."""
     got_signal: bool
-    """True if a process was told to stop: all of them then save and end."""
+    """True if a signal told any process to stop: all processes then save and end."""
     num_tokens: int
-    """Tokens of the step, on all processes."""
+    """Tokens of the step on all processes together."""
 
 
 @dataclass
 class Progress:
-    """Progress of a run: what changes from step to step beside weights and optimizer state. A
-    checkpoint holds it, and a resumed run continues from it."""
+    """Progress of a run: what changes from step to step beside weights and optimizer state. Each
+    checkpoint saves it, and a resumed run continues from it."""
 
     step: int = 0
     """Steps done, skipped ones included."""
     tokens: int = 0
     """Tokens of these steps."""
     run_id: str = field(default_factory=lambda: uuid.uuid4().hex)
-    """Name of the run, which a resumed run keeps."""
+    """Random name of the run. A resumed run keeps it; a branch gets its own."""
     parent: dict | None = None
-    """run_and_step of the checkpoint that a branch began from; else None."""
+    """{"run_id", "step"} of the checkpoint that a branch began from; None for other runs."""
     bad_steps: int = 0
-    """Newest steps in a row without finite loss and gradient."""
+    """Last steps in a row that were skipped. Saver.end_after_patience ends the run at PATIENCE."""
 
     @classmethod
     def start(cls, checkpoint: Checkpoint | None) -> "Progress":
-        """Return the progress of a new run, or that in the checkpoint that is resumed."""
+        """Return the progress in the resumed checkpoint, or zero progress for a new run (None)."""
         if checkpoint is None:
             return cls()
-        # a Mapping, as mypy wants literal keys for a TypedDict
+        # as a Mapping, because mypy wants literal keys for a TypedDict
         progress: Mapping[str, Any] = checkpoint
-        # `parent` is not in older files.
+        # older files lack `parent`
         return cls(**{name: progress[name] for name in asdict(cls()) if name in progress})
 
     def advance(self, result: StepResult) -> None:
-        """Count a step, its tokens, and the steps in a row that were skipped."""
-        self.step += 1  # also if skipped, so that a step always reads the same data
+        """Count a step that has ended, its tokens, and the skipped steps in a row."""
+        self.step += 1  # also if skipped: step n always reads the same data
         self.tokens += result.num_tokens
         self.bad_steps = 0 if result.skip_reason is None else self.bad_steps + 1
 
 
 def start_process(options: MachineOptions) -> Process:
-    """Return this process among those that the launcher has started. A signal no longer ends it,
-    but is remembered until the run has saved. Raises UserError for a device that is not there, and
-    for a dtype that it lacks."""
+    """Return this process, after it has joined the processes that the launcher started. From then
+    on a signal does not end it: the run reads the signal, saves and ends. Raises UserError for a
+    missing device, and for a dtype that the device lacks."""
     return distributed.start(
         options.device,
         options.dtype,
@@ -127,7 +127,7 @@ def seed_step(seed: int, step: int, rank: int) -> None:
 
 
 def reason_to_skip(loss: float, grad_norm: float) -> str | None:
-    """Return why an update is not applied, None for a finite loss and gradient."""
+    """Return why to skip an update; None, to apply it, if loss and gradient are finite."""
     if math.isfinite(loss) and math.isfinite(grad_norm):
         return None
     return f"loss {loss}, gradient norm {grad_norm}"
@@ -139,25 +139,25 @@ def reason_to_skip(loss: float, grad_norm: float) -> str | None:
 def claim_folders(
     options: ResolvedOptions, checkpoint: Checkpoint | None, process: Process
 ) -> None:
-    """Keep other runs out of the folders of this one until its process ends. Raises UserError on
-    every process if the folders hold another run. Every process must call it."""
+    """Lock the folders of this run until its process ends. Raises UserError on every process if
+    the folders hold another run. Every process must call it."""
     # Only the main process writes, so only it checks; `together` raises its error on the others.
     with process.together():
         if process.is_main:
-            # a set, as both may be one folder, which can be locked only once
+            # a set: both may be the same folder, which can be locked only once
             for folder in {options.checkpoint_dir.resolve(), options.log_dir.resolve()}:
-                # locked until the process ends: nobody closes the descriptor that is returned
+                # stays locked until the process ends: nobody closes the returned descriptor
                 lock_folder(folder, activity="writing to")
-            check_folders(options, checkpoint)
+            refuse_overwriting(options, checkpoint)
 
 
-def check_folders(options: ResolvedOptions, checkpoint: Checkpoint | None) -> None:
-    """Raise UserError if the run would write over files that are not its own, or over its own later
-    ones."""
+def refuse_overwriting(options: ResolvedOptions, checkpoint: Checkpoint | None) -> None:
+    """Raise UserError if the run would write over files of another run, or over its own later
+    checkpoints. --overwrite allows it."""
     if options.overwrite:
         return
-    # None matches no file: a new run has no id yet, and a branch, which resumes a checkpoint of
-    # another folder, gets a new one.
+    # None matches no file. A new run has no id yet. A branch, which resumes a checkpoint of another
+    # folder, gets a new id.
     run_id = None
     step = 0
     if checkpoint is not None and not options.is_branch:
@@ -170,9 +170,9 @@ def check_folders(options: ResolvedOptions, checkpoint: Checkpoint | None) -> No
             raise UserError(
                 f"{options.checkpoint_dir} holds the checkpoints of another run; {OTHER_RUN_REMEDY}"
             )
-    # A run that resumes an earlier file would mix its new checkpoints with the later ones. Only
-    # model_last.pt, the first, counts: after a kill model_best.pt may be later, and the run comes
-    # to that step again.
+    # A run that resumes an earlier file would mix its new checkpoints with later ones. Only the
+    # first file, model_last.pt, counts: after a kill model_best.pt may be of a later step, which
+    # the run reaches again.
     if existing and existing[0]["step"] > step:
         raise UserError(
             f"{options.checkpoint_dir} holds a checkpoint of step {existing[0]['step']}, after "
@@ -181,17 +181,17 @@ def check_folders(options: ResolvedOptions, checkpoint: Checkpoint | None) -> No
 
     # content of config.json: None without a log, {} if it cannot be read
     logged_config = logged_run(options.log_dir)
-    # A branch that was killed before its first checkpoint has left its log alone.
+    # A branch that was killed before its first checkpoint has left only its log.
     if logged_config is not None and not existing and options.is_branch and checkpoint is not None:
         if logged_config.get("parent") == run_and_step(checkpoint):
             return
-    # The default is "", as the run_id of a new run is None here.
+    # The default is "", because None would equal the run_id of a new run.
     if logged_config is not None and logged_config.get("run_id", "") != run_id:
         raise UserError(f"{options.log_dir} holds the log of another run; {OTHER_RUN_REMEDY}")
 
 
 def remove_checkpoints(folder: Path, progress: Progress) -> None:
-    """Remove the checkpoints of other runs and of later steps than `progress`, and damaged ones."""
+    """Remove checkpoints that are damaged, of other runs, or of later steps than `progress`."""
     for path in newest_first(folder):
         try:
             checkpoint = load_checkpoint(path)
@@ -205,12 +205,15 @@ def remove_checkpoints(folder: Path, progress: Progress) -> None:
 
 
 def check_space(options: ResolvedOptions, file_bytes: int) -> None:
-    """Raise UserError if the disk has no room for the checkpoints of a run, of `file_bytes` each.
-    The first one has no optimizer state, and may fit where later ones do not: a failed save does
-    not end a run, which would lose all of its steps."""
-    # the best, the last or the numbered ones, of which one is the last, and a temporary file
+    """Raise UserError if the disk has no room for the checkpoints of a run, `file_bytes` each.
+
+    This must be known before the run: its first checkpoint has no optimizer state and may fit where
+    later ones do not. A failed save does not end a run, which could then lose all of its steps.
+    """
+    # model_best.pt, a temporary file, and either model_last.pt or the numbered checkpoints, to the
+    # newest of which model_last.pt is a link
     missing_bytes = (2 + max(1, options.keep_last)) * file_bytes
-    # Less those that will be replaced or removed; links to one file have one st_ino.
+    # The run replaces or removes existing checkpoints. Links to one file share its st_ino (inode).
     stats = [path.stat() for path in newest_first(options.checkpoint_dir)]
     missing_bytes -= sum({stat.st_ino: stat.st_size for stat in stats}.values())
     free_bytes = shutil.disk_usage(options.checkpoint_dir).free
@@ -226,43 +229,44 @@ def check_space(options: ResolvedOptions, file_bytes: int) -> None:
 
 @dataclass
 class Run(Generic[Options]):
-    """Shared by all parts of a run: options, this process, progress, the log."""
+    """What all parts of a run share: options, this process, progress and log."""
 
     options: Options
-    """Resolved options."""
+    """Resolved options of train.py or finetune.py."""
     process: Process
     """This process: rank, device, collectives."""
     scaler: GradScaler
-    """Scales the loss up in float16, and gradients down again; disabled in other dtypes."""
+    """In float16, scales the loss up and gradients down again. Disabled in other dtypes."""
     progress: Progress
-    """Progress: step, tokens, ..."""
+    """Steps, tokens, ... so far; the loop of the script advances it."""
     entries: Checkpoint
-    """Entries of its checkpoints and config.json beside options, model and progress."""
+    """Entries of checkpoints and config.json that stay the same for the whole run: see
+    checkpoint_entries in train.py and finetune.py. Saver adds options, model and progress."""
     stopping: bool = False
-    """True once a signal has ended the loop, which sets it; `finish` then says how to continue."""
+    """True once a signal has ended the loop, which sets it. `finish` then says how to continue."""
     logger: Logger = field(init=False)
-    """Log of the run, set by open_log; it writes and prints on the main process alone."""
+    """Log of the run, set by open_log. It writes and prints on the main process only."""
 
     @classmethod
     def start(
         cls, options: Options, checkpoint: Checkpoint | None, process: Process, entries: Checkpoint
     ) -> "Run[Options]":
-        """Begin a run, or go on with that of a checkpoint: lock its folders, but write no log and
+        """Begin a run, or continue the run of a checkpoint: lock its folders, but write no log and
         no checkpoint yet. Raises UserError on all processes if the folders hold another run, or if
-        the processes differ."""
+        the processes differ in options, weights or data."""
         claim_folders(options, checkpoint, process)
         compare_processes(options, entries, process)
         warn_of_order(process, checkpoint, entries["data_order"])
         in_float16 = process.dtype is torch.float16
         scaler = GradScaler(process.device.type, FIRST_LOSS_SCALE, enabled=in_float16)
-        # {} in the checkpoint unless it trained in float16
+        # the saved state is {} unless the run trained in float16
         if checkpoint is not None and checkpoint["scaler"]:
             scaler.load_state_dict(checkpoint["scaler"])
         progress = Progress.start(checkpoint)
         if options.is_branch:
-            # read_options returns a checkpoint whenever --resume names one, as a branch's does
+            # a branch resumes a checkpoint, which read_options has returned
             assert checkpoint is not None
-            # the run in the other folder may go on under its own id
+            # a new id: the run in the other folder may continue under its own
             progress = replace(progress, run_id=uuid.uuid4().hex, parent=run_and_step(checkpoint))
         # "device NVIDIA H100 80GB HBM3, torch 2.13.0+cu130, matmuls torch.bfloat16"
         description = describe_device(process.device)
@@ -272,7 +276,7 @@ class Run(Generic[Options]):
 
     @property
     def ended(self) -> bool:
-        """True after the last step; a signal raises Stopped instead."""
+        """True after the last step of the run. A signal does not set it: it raises Stopped."""
         return self.progress.step == self.options.max_steps
 
     def distribute(
@@ -282,21 +286,21 @@ class Run(Generic[Options]):
         recipe: Recipe,
         checkpoint: Checkpoint | None,
     ) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
-        """Give `model`, which is on the device "meta", memory and `weights`. Return the module to
-        train, which shares them and synchronizes gradients, and its optimizers, with their
-        state in the checkpoint that is resumed. Every process must call it; raises UserError for a
-        damaged file, and for a disk without room for checkpoints."""
-        # float32 weights, and the optimizer state of the matrices, which are most of them
+        """Allocate `model`, which is on the device "meta", and fill in its `weights`. Return the
+        module to train, which shares these weights and averages gradients over processes, and its
+        optimizers, with the state of the resumed checkpoint. Every process must call it. Raises
+        UserError for a damaged file, and for a disk without room for checkpoints."""
+        # 4 bytes a number: the weights, and as if all of them had the optimizer state of matrices
         file_bytes = 4 * (1 + MOMENTS[recipe.optimizer]) * model.num_parameters()
         with self.process.together():
             if self.process.is_main:
                 check_space(self.options, file_bytes)
-        # DDP around the model, or the model itself: under sharding, and with one process
+        # DDP around the model; the model itself under sharding (FSDP2) or with one process
         wrapped = wrap(model, weights, self.process, self.options.sharding)
-        # after `wrap`, as sharding replaces the parameters of the model
+        # after `wrap`, because sharding replaces the parameters of the model
         optimizers = make_optimizers(model, self.options, recipe, self.process.dtype)
         if checkpoint is not None:
-            # read_options has put the path of the checkpoint that it returned into --resume
+            # read_options has replaced --resume by the path of the checkpoint
             assert self.options.resumed is not None
             with reading_checkpoint(self.options.resumed):
                 verify(checkpoint, "optimizer", self.process)
@@ -304,21 +308,22 @@ class Run(Generic[Options]):
         return wrapped, optimizers
 
     def open_log(self, model_config: GPTConfig) -> Logger:
-        """Open the log of a model of this architecture, and write config.json. Before, remove the
-        checkpoints that --overwrite replaces. The caller closes the log, which is a context."""
+        """Remove the checkpoints that --overwrite replaces, write config.json, and open the log.
+        Return the log as a context, which the caller closes."""
         options = self.options
-        progress = self.progress
-        # The config.json in the folder, read before it is written anew below; None without a log.
+        run_id = self.progress.run_id
+        # content of the config.json that is replaced below; None without a log
         logged_config = logged_run(options.log_dir)
-        # rows are appended to a log of the same run only
-        begins_empty = logged_config is None or logged_config.get("run_id") != progress.run_id
+        # append rows only to a log of the same run
+        begins_empty = logged_config is None or logged_config.get("run_id") != run_id
         if self.process.is_main:
             if options.overwrite:
-                remove_checkpoints(options.checkpoint_dir, progress)
-            # Before the Logger opens its files: by run_id a run that is killed here finds its log.
+                remove_checkpoints(options.checkpoint_dir, self.progress)
+            # Written before the Logger opens its files: if the run is killed in between, it finds
+            # its log by this run_id when it is resumed.
             content = {
-                "run_id": progress.run_id,
-                "parent": progress.parent,
+                "run_id": run_id,
+                "parent": self.progress.parent,
                 **self.entries,
                 # a short name: the spec itself may be megabytes of JSON
                 "tokenizer": tokenizer_identity(self.entries["tokenizer"]),
@@ -330,18 +335,18 @@ class Run(Generic[Options]):
                 file.write(json.dumps(content, indent=1).encode())
         self.logger = Logger(
             options.log_dir,
-            start=progress.step,
+            start=self.progress.step,
             total=options.max_steps,
             is_main=self.process.is_main,
             begins_empty=begins_empty,
-            open_wandb=partial(open_wandb, options, progress.run_id) if options.wandb else None,
+            open_wandb=partial(open_wandb, options, run_id) if options.wandb else None,
         )
         return self.logger
 
     def finish(self, next_commands: list[str]) -> None:
-        """Print how the run ended, and exit with 128 + the signal if one came. After the last step,
-        print its metrics and `next_commands`, each with the folder of the run behind it. The log is
-        closed by then."""
+        """Print how the run ended. After the last step, also print its metrics and `next_commands`,
+        each followed by the checkpoint folder. After a signal, exit with 128 + its number. Call it
+        when the log is closed."""
         folder = shlex.quote(str(self.options.checkpoint_dir))
         if self.stopping:
             command = f"{distributed.launcher()} {sys.argv[0]} --resume {folder}"
@@ -368,8 +373,8 @@ class Run(Generic[Options]):
             sys.exit(128 + (self.process.signal or signal.SIGTERM))
 
     def print_metrics(self) -> None:
-        """Print metrics of the whole run in lines `key: value`, which a script can read. They are
-        from its log, so that those of a resumed run are of all its steps."""
+        """Print metrics of the whole run as `key: value` lines, which a script can parse. They come
+        from the log, which also has the steps before a resume."""
         log = read_metrics(self.options.log_dir)
         if "val" in log:  # not with GRPO
             loss = log["val"][-1]["loss"]
@@ -378,12 +383,12 @@ class Run(Generic[Options]):
             print(f"val_loss: {loss:.6f}")
         print(f"step: {self.progress.step}")
         print(f"tokens: {self.progress.tokens}")
-        if "train" in log:  # all steps may have been taken by the run that a branch began from
+        if "train" in log:  # False for a branch from a last step, which takes no steps
             rows = log["train"]
-            # of the steps alone, without validations and saves
+            # time of the steps only, without validations and saves
             print(f"seconds: {sum(row['ms'] for row in rows) / 1000:.3f}")
-            # the median step, as the first one compiles
+            # of the median step, because the first one compiles
             print(f"tokens_per_s: {median(row['tokens_per_s'] for row in rows):.0f}")
         if self.process.device.type == "cuda":
             peak_bytes = torch.cuda.max_memory_allocated(self.process.device)
-            print(f"peak_memory_gb: {peak_bytes / 1e9:.2f}")  # of this process, since its start
+            print(f"peak_memory_gb: {peak_bytes / 1e9:.2f}")  # of this process since its start

@@ -1,9 +1,8 @@
-"""What a run begins with: the model of a checkpoint that is resumed, or that of --init_from, and
-whether all processes have the same.
+"""What a run begins with: the model of --resume or --init_from, equal on all processes.
 
-Weights of a checkpoint are read here for their checksum alone, by each process a part of the rows.
-Those of a new model are GPT.initial_weights of model/gpt.py; training/parallel/own_rows.py fills
-weights in.
+This file reads the weights of a checkpoint only for their checksum, and each process reads only a
+part of the rows. model/initial_weights.py makes the weights of a new model.
+training/parallel/own_rows.py fills weights into a model.
 """
 
 import json
@@ -27,48 +26,49 @@ from model.rows import Rows
 from utils.distributed import ALONE, Process
 from utils.errors import UserError
 
-# Ends of the names of options and entries that may differ between the machines of a run: their own
-# folders, files and devices. Checksums of the folders' and files' content are compared instead.
+# Last parts of the names of options and checkpoint entries that may differ between the machines of
+# a run: each has its own folders, files and devices. compare_processes compares checksums of the
+# content of folders and files instead.
 PER_MACHINE = ("_dir", "data", "device", "init_from", "command", "corpus")
-# error of a run whose processes would train together on different things
+# Error if the processes of a run would train on different things.
 DIFFERENT = (
     "the processes have different options, checkpoints, initial weights, tokenizers or "
-    "data: give all machines the same, as in folders that they share"
+    "data: give all machines the same, for example in shared folders"
 )
 
 
 @dataclass
 class InitialModel:
-    """A model that a run begins with, before its weights are filled in."""
+    """The model that a run begins with, before its weights are filled in."""
 
     model_config: GPTConfig
     weights: Mapping[str, Rows]
-    """Float32, by parameter name: mapped from a checkpoint, or whole in memory."""
+    """Float32 weights by parameter name: mapped from a checkpoint, or whole in memory."""
     tokenizer: str
-    """Its spec, see data/tokenizer.py."""
+    """Spec of its tokenizer, see data/tokenizer.py."""
     checkpoint: Checkpoint
-    """Content of its file, {} for a model of another project."""
+    """Content of its checkpoint file; {} for a model of another project."""
 
     def checksum(self, process: Process) -> int:
         """Return the checksum of the weights. Every process must call it."""
-        # A model of another project is whole in the memory of each process, and may differ between
-        # machines: each sums up its own, and compare_processes finds the difference.
+        # Each process has a whole model of another project in memory, which may differ between
+        # machines. So each computes the checksum of its own, and compare_processes compares them.
         return rows_checksum(self.weights, process if self.checkpoint else ALONE)
 
 
 def open_initial(
     options: RunOptions, checkpoint: Checkpoint | None, process: Process
 ) -> InitialModel | None:
-    """Return the model that a run begins with: that of the checkpoint that is resumed, or that of
-    --init_from, None without both. Every process must call it; raises UserError for a damaged file.
+    """Return the model of the resumed checkpoint, or else of --init_from; None without both. Every
+    process must call it. Raises UserError for a damaged file.
     """
-    # With --resume auto, a machine without the folder of the others would begin a new run.
+    # With --resume auto, a machine that lacks the checkpoint folder would begin a new run.
     if not process.all_equal(int(checkpoint is None)):
         raise UserError(DIFFERENT)
     if checkpoint is None:
-        return open_saved(options.init_from, process) if options.init_from else None
-    # `checkpoint` is open already. Its path serves error messages only: it may hold a later save.
-    # read_options has put it into --resume.
+        return open_init_from(options.init_from, process) if options.init_from else None
+    # read_options has replaced --resume by the path of `checkpoint`. The path is for error messages
+    # only: a later save may have replaced the file.
     assert options.resumed is not None
     return open_initial_checkpoint(options.resumed, checkpoint, process)
 
@@ -79,35 +79,36 @@ def init_checksum(
     initial: InitialModel | None,
     process: Process,
 ) -> int | None:
-    """Return the checksum of the weights of --init_from that a run began from, which `initial`
-    holds if the run is new; None for random ones. Raises UserError if a resumed run is given other
-    weights by --init_from than it began from. Every process must call it."""
+    """Return the checksum of the --init_from weights of a run, None for random weights. `initial`
+    has these weights if the run is new. Raises UserError if --init_from gives a resumed run other
+    weights than it began from. Every process must call it."""
     if checkpoint is None:
         return initial.checksum(process) if initial is not None else None
-    # Another path, even on one machine only, may hold the same weights: compare checksums.
+    # If the path changed, on one machine at least, it may still hold the same weights.
     if not process.all_agree(options.init_from == checkpoint["config"]["init_from"]):
-        open_original(options, checkpoint, process)
+        open_original(options, checkpoint, process)  # raises UserError for other weights
     return checkpoint["init_checksum"]
 
 
 def open_original(
     options: RunOptions, checkpoint: Checkpoint, process: Process
 ) -> Mapping[str, Rows]:
-    """Return the weights of --init_from for a resumed run; raise UserError unless it began from
+    """Return the --init_from weights of a resumed run. Raises UserError unless the run began from
     them. Every process must call it."""
-    # init_checksum calls this for an --init_from that was given anew; finetune.py always has one.
+    # init_checksum calls this for a changed --init_from, finetune.py for its required --init_from.
     assert options.init_from is not None
-    original = open_saved(options.init_from, process)
+    original = open_init_from(options.init_from, process)
     if original.checksum(process) != checkpoint["init_checksum"]:
         raise UserError(
             f"{options.init_from} does not hold the weights that the run of {options.resume} began "
-            "from: give their place, or begin a new run in another folder"
+            "from: give the original weights, or begin a new run in another folder"
         )
     return original.weights
 
 
-def open_saved(model_name: str | Path, process: Process) -> InitialModel:
-    """Return the model of --init_from, `model_name`. Every process must call it."""
+def open_init_from(model_name: str | Path, process: Process) -> InitialModel:
+    """Return the model that `model_name`, the value of --init_from, names: a checkpoint of this
+    project or a model of another one. Every process must call it."""
     path = find_checkpoint(model_name)  # None for a model of another project
     if path is not None:
         checkpoint = load_checkpoint(path)
@@ -118,10 +119,10 @@ def open_saved(model_name: str | Path, process: Process) -> InitialModel:
 
 
 def open_initial_checkpoint(path: Path, checkpoint: Checkpoint, process: Process) -> InitialModel:
-    """Return the model of an open checkpoint. Every process must call it; raises UserError for a
+    """Return the model of an open checkpoint. Every process must call it. Raises UserError for a
     damaged file."""
-    # Each process reads a part of the rows below, so all must have the same file; with --resume
-    # FOLDER each machine picks one. The CRC-32 of its checksums identifies it.
+    # Each process reads a part of the rows below, so all must have the same file. With --resume
+    # FOLDER each machine picks its own. The CRC-32 of the checksums identifies a file.
     if not process.all_equal(crc32_of(checkpoint["checksums"])):
         raise UserError(DIFFERENT)
     model_config, weights = open_weights(path, checkpoint, process)
@@ -129,17 +130,17 @@ def open_initial_checkpoint(path: Path, checkpoint: Checkpoint, process: Process
 
 
 def crc32_of(content: object) -> int:
-    """Return the CRC-32 of plain values, written as JSON: a number that processes can compare."""
+    """Return the CRC-32 of plain values as JSON, so that processes can compare one number."""
     return zlib.crc32(json.dumps(content).encode())
 
 
 def compare_processes(options: RunOptions, entries: Checkpoint, process: Process) -> None:
-    """Raise UserError on every process if they differ in their options, or in what the run is made
-    of, the `entries` of its checkpoints. open_initial_checkpoint has compared the checkpoint that
-    they resume.
+    """Raise UserError on every process if the processes differ in their options or in the `entries`
+    of their checkpoints, such as recipe, tokenizer and data order.
 
-    They would average gradients of different models, or wait for each other for ever. Every process
-    must call it, before the first exchange of gradients.
+    Such processes would average gradients of different models, or wait for each other forever.
+    Every process must call it, before the first exchange of gradients. open_initial_checkpoint has
+    compared the resumed checkpoint already.
     """
     common: dict[str, object] = {}
     for name, value in {**entries, **options.to_dict()}.items():
@@ -150,9 +151,10 @@ def compare_processes(options: RunOptions, entries: Checkpoint, process: Process
 
 
 def warn_of_order(process: Process, checkpoint: Checkpoint | None, data_order: dict) -> None:
-    """Warn where the batch of a step follows from other data or options, `data_order` of this run,
-    than in the checkpoint that is resumed."""
-    # No optimizer state: no step has read data yet.
+    """Warn if this run would read other data at a step than the run that it resumes. `data_order`
+    is what determines the batch of a step, from checkpoint_entries of train.py or finetune.py:
+    batch size, seed and a checksum of the data; in train.py also the weights of its folders."""
+    # without optimizer state no step has read data yet
     if checkpoint is None or not checkpoint["optimizer"]:
         return
     earlier_order = checkpoint["data_order"]

@@ -14,7 +14,7 @@ from training.evaluator import Evaluator
 from training.forecast.advice import advise, choose_micro_batch
 from training.forecast.memory import USABLE, Hardware, forecast_memory
 from training.forecast.step_time import MFU, StepForecast, forecast_step, step_flops
-from training.run import check_folders
+from training.run import refuse_overwriting
 from training.start import init_checksum, open_initial
 from training.summary import agreed_model_config, describe_epochs, describe_steps
 from utils.devices import seconds_on_cpu
@@ -99,7 +99,7 @@ def print_forecast(
         # train.sh reads these lines, and makes missing shards of the default folder
         for folder in options.data_dir:
             print(f"data_dir: {folder}")
-        check_folders(options, checkpoint)
+        refuse_overwriting(options, checkpoint)
         if "val" in data:  # reads, or downloads, the benchmarks
             Evaluator(options, model, data["val"], ALONE)
     # train.sh replaces these lines
