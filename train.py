@@ -54,7 +54,7 @@ def main() -> None:
     options, recipe = resolve_options(given_options, derived, checkpoint)
     if options.dry_run:
         return print_forecast(options, recipe, checkpoint)
-    process = start_process(options)  # from here on a signal is only recorded
+    process = start_process(options)  # from here on a signal ends the loop, which saves
 
     # data: shards cut into sequences; the batch of a step is a pure function of (seed, step)
     train_data = Mixture(options.data_dir, "train", options.block_size)
@@ -68,9 +68,7 @@ def main() -> None:
     if initial is not None:
         train_data.stream.tokenizer = initial.tokenizer  # same ids; may add a chat template
     is_forecast = options.micro_batch_size == "auto"
-    options = resolve_on_device(
-        options, recipe, model.config, process
-    )  # sets dtype and micro-batch
+    options = resolve_on_device(options, recipe, model.config, process)  # dtype, micro_batch_size
     weights_checksum = init_checksum(options, checkpoint, initial, process)
     entries = checkpoint_entries(options, derived, recipe, train_data, val_data, weights_checksum)
     run = Run.start(options, checkpoint, process, entries)  # locks the run's folders

@@ -1,8 +1,9 @@
 """The options of a run, in one direction: flags -> options -> resolved options.
 
-Options are a list of flags wherever they come from: a resumed checkpoint, a --config file, the
-command line. They are parsed together, and the last of equal flags wins. What nobody gave is then
-resolved once from the recipe, the device and the memory; nothing later changes an option.
+Options become a list of flags wherever they come from: a resumed checkpoint, a --config file or the
+command line. All flags are parsed together, and the last of equal flags wins. The options that no
+flag gives are then resolved once, from the recipe, the device and the memory. Only a micro-batch
+that runs out of memory is changed later (training/trial.py).
 
 This file is not about single options (config.py) or about a run's files (training/run.py).
 """
@@ -47,15 +48,15 @@ Machine = TypeVar("Machine", bound=MachineOptions)  # ResolvedTrainOptions or Fi
 def read_options(
     options_class: type[Options], script: str, command_line: list[str]
 ) -> tuple[Options, dict[str, str | None], Checkpoint | None]:
-    """Return what the flags of a script say: the options, those in DERIVED that follow from others,
-    and the checkpoint that is resumed, None for a new run. The second maps the name of an option to
-    what was given for it: None, or "auto".
+    """Return the options that the flags of a script give, the derived options, and the resumed
+    checkpoint, None for a new run.
 
-    --resume becomes the path of that checkpoint; "auto" where there is none to continue. Raises
-    UserError for options that cannot be used together.
+    Derived options are those in DERIVED (config.py) that no flag sets: a dict maps their names to
+    None, or to "auto" if the flag says so. In the options, `resume` is the path of the checkpoint,
+    or "auto" if there is none to continue. Raises UserError for options that contradict each other.
     """
-    # The parser takes the last of equal flags. So the order is: flags of the run that is resumed,
-    # of --config, of the command line.
+    # The parser takes the last of equal flags. So flags of the resumed run come first, then those
+    # of --config, then the command line.
     flags = expand_run_dir(command_line)  # ["--max_lr", "6e-4", ...]
     config_file = flag_value(flags, "config")
     if config_file is not None:
@@ -64,19 +65,19 @@ def read_options(
     checkpoint = None
     resume = flag_value(flags, "resume")  # a file, a folder, "auto", or None
     path = find_resumed(options_class, resume, flags)  # None for a new run
-    derived: dict[str, str | None] = dict.fromkeys(DERIVED)  # less those that are given, below
+    derived: dict[str, str | None] = dict.fromkeys(DERIVED)  # given ones are removed below
     given_flags = flags
     if path is not None:
-        # The file may have been copied or moved: the run goes on in the folder where it lies now,
-        # unless a flag names another one.
+        # The run goes on in the present folder of the file, which may have been copied or moved,
+        # unless a flag names another folder.
         folder = options_class.checkpoint_folder(["--checkpoint_dir", str(path.parent), *flags])
-        # After --overwrite a branch begins anew.
+        # With --overwrite, a branch begins again instead of continuing.
         if "overwrite" not in dict(named_flags(flags)):
             path = newest_of_branch(path, folder)
         checkpoint = load_checkpoint(path)
         if checkpoint["script"] != script:
             raise UserError(
-                f"{path} is of {checkpoint['script']}: begin from it by --init_from {path}"
+                f"{path} is of {checkpoint['script']}: begin from it with --init_from {path}"
             )
         derived = checkpoint["derived"].copy()
         flags = to_flags(saved_options(checkpoint, folder)) + flags
@@ -93,7 +94,7 @@ def read_options(
                 "--overwrite would remove the weights of --init_from: give another --checkpoint_dir"
             )
 
-    # `int` cannot fail, as the parser has checked the flags
+    # `int` cannot fail, because the parser has checked the flags
     max_steps = flag_value(flags, "max_steps")
     if checkpoint and max_steps and checkpoint["step"] > int(max_steps):
         raise UserError(f"{path} is at step {checkpoint['step']}, after --max_steps {max_steps}")
@@ -101,31 +102,31 @@ def read_options(
     for name, value in named_flags(given_flags):
         # --no_use_torch_compile counts as use_torch_compile
         derived.pop(name.removeprefix("no_"), None)
-        if name in DERIVED and value == "auto":
+        if name in DERIVED and value == "auto":  # "auto" asks to derive the option again
             derived[name] = value
     return options, derived, checkpoint
 
 
 def saved_options(checkpoint: Checkpoint, folder: Path) -> dict:
-    """Return the options, by name, with which the run of a checkpoint goes on in a folder of
-    checkpoints, as far as no flag says otherwise. Derived ones are computed anew, on this machine:
-    the None or "auto" that was given for them replaces their values."""
+    """Return the options by name with which a run resumes from a checkpoint into `folder`. Flags
+    override them. Derived options are computed again, on this machine: instead of their values, the
+    dict has the None or "auto" that was given for them."""
     saved = checkpoint["config"]
     options = saved | checkpoint["derived"]
     options["checkpoint_dir"] = folder
-    # The warmup stays, which is at most a tenth of a run: it would grow with more steps, and the
-    # run would warm up again.
+    # The warmup keeps its length. Derived again, for more steps, it would be longer, and the run
+    # would warm up a second time.
     options["warmup_steps"] = saved["warmup_steps"]
-    # The log stays, unless the run was moved or branches off: then it follows the checkpoints.
+    # The log stays in its folder. If the run was moved or branches off, None puts the log beside
+    # the checkpoints.
     is_moved = folder.resolve() != Path(saved["checkpoint_dir"]).resolve()
     options["log_dir"] = None if is_moved else saved["log_dir"]
     return options
 
 
 def expand_run_dir(words: list[str]) -> list[str]:
-    """Return the words of a command line or a file with the home folder for ~. If --run_dir is
-    among them, put the --checkpoint_dir that it stands for before them, so that a --checkpoint_dir
-    on the same command line or in the same file wins over it."""
+    """Return the words of a command line or options file, with ~ expanded. For a --run_dir, put the
+    --checkpoint_dir in it first, so that an explicit --checkpoint_dir in the same words wins."""
     words = expand_home(words)
     run_dir = flag_value(words, "run_dir")
     if run_dir is None:
@@ -134,29 +135,33 @@ def expand_run_dir(words: list[str]) -> list[str]:
 
 
 def read_options_file(path: Path) -> dict:
-    """Return the options, by name, in a .toml file, or those of a run in its config.json. Raises
-    UserError for a file of other content."""
+    """Return the options by name in a .toml file or in the config.json of a run. Raises UserError
+    for a file with other content."""
     try:
         text = path.read_text(encoding="utf-8-sig")
         if path.suffix == ".toml":
             return tomllib.loads(text)
         content = json.loads(text)
-        # options of that run, with None or "auto" in place of derived values
+        # The None or "auto" that was given for derived options replaces their values.
         return content["config"] | content["derived"]
     except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"--config {path} is no .toml and no run's config.json: {error}") from error
+        raise UserError(
+            f"--config {path} is neither a .toml nor a run's config.json: {error}"
+        ) from error
 
 
 def find_resumed(options_class: type[Options], resume: str | None, flags: list[str]) -> Path | None:
-    """Return the checkpoint that --resume names, of a folder its newest; None for a new run."""
+    """Return the path of the checkpoint that --resume names: a file, or the newest one of a folder.
+    Return None for a new run."""
     if resume is None:
         return None
     if resume == "auto":
-        # The flags are parsed later, together with the options of the checkpoint.
+        # checkpoint_folder looks for --checkpoint_dir in the raw flags. They cannot be parsed yet,
+        # because the options of the checkpoint come before them.
         folder = options_class.checkpoint_folder(flags)
         newest = find_newest(folder)
         if newest is None and is_main_process():
-            print(f"no checkpoint in {folder}: a new run")  # the folder may be misspelt
+            print(f"no checkpoint in {folder}: a new run")  # the user may have misspelt it
         return newest
     path = Path(resume)
     if not path.is_dir():
@@ -168,42 +173,42 @@ def find_resumed(options_class: type[Options], resume: str | None, flags: list[s
 
 
 def newest_of_branch(path: Path, folder: Path) -> Path:
-    """Return the newest checkpoint in a folder if the run there has begun from the checkpoint
-    `path`, as where the command of a branch is started again; else `path`."""
+    """Return the newest checkpoint in `folder` if the run there branched from the checkpoint
+    `path`, so that the same command, started again, continues the branch; else return `path`."""
     newest = find_newest(folder)
     if newest is None or newest == path:
         return path
-    # refuse_overwriting of training/run.py refuses the folder of another run.
+    # If `folder` holds an unrelated run, refuse_overwriting of training/run.py raises UserError.
     if load_checkpoint(newest).get("parent") != run_and_step(load_checkpoint(path)):
         return path
     if is_main_process():
-        print(f"{folder} holds this branch of {path} already, which goes on")
+        print(f"{folder} already holds this branch of {path}: continuing it")
     return newest
 
 
 def resolve_options(
     options: TrainOptions, derived: dict[str, str | None], checkpoint: Checkpoint | None
 ) -> tuple[ResolvedTrainOptions, Recipe]:
-    """Return the options of train.py with what follows from the recipe and the kind of device, and
-    the recipe."""
+    """Return the options of train.py, filled in from the recipe and the kind of device, and the
+    recipe. Dtype and micro-batch may still be "auto": resolve_on_device resolves them."""
     recipe = find_recipe(options, checkpoint)
     resolved = resolve_compile(resolve_from_recipe(options, recipe), derived)
-    # Check before processes connect that --tensor_parallel divides the heads. With --init_from
-    # `agreed_model_config` of training/summary.py checks it, after the file is opened.
+    # Check before the processes connect that --tensor_parallel divides the heads. With --init_from
+    # `agreed_model_config` of training/summary.py checks this when the file is open.
     if resolved.init_from is None:
-        # any vocabulary will do, as heads and MLP do not depend on it
+        # any vocabulary size will do: heads and MLP do not depend on it
         check_divides(resolved.model_config(recipe, GPTConfig.vocab_size), resolved.tensor_parallel)
-    # On GPUs resolve_on_device finds a micro-batch that fits the memory if none was given. On CPUs
-    # the default of config.py is as fast.
+    # On GPUs resolve_on_device finds a micro-batch that fits the memory, unless a flag gives one.
+    # On CPUs the default of config.py is as fast.
     if "micro_batch_size" in derived and is_on_gpu(options.device):
         resolved = replace(resolved, micro_batch_size="auto")
     return resolved, recipe
 
 
 def find_recipe(options: TrainOptions, checkpoint: Checkpoint | None) -> Recipe:
-    """Return the recipe of a run. A resumed run keeps the one that it began with, also where its
-    name stands for another one by now, unless --recipe is given anew. Raises UserError for one with
-    another optimizer than that of the state in the checkpoint."""
+    """Return the recipe of a run. A resumed run keeps its recipe, even if the name means something
+    else by now, unless a flag gives another --recipe. Raises UserError if that recipe has another
+    optimizer than the optimizer state in the checkpoint."""
     if checkpoint is None:
         return parse_recipe(options.recipe)
     earlier_recipe = Recipe(**checkpoint["recipe"])
@@ -220,9 +225,9 @@ def find_recipe(options: TrainOptions, checkpoint: Checkpoint | None) -> Recipe:
 
 
 def is_on_gpu(device: str) -> bool:
-    """Return whether --device means a CUDA GPU, of this machine or one of --dry_run. Raises
-    UserError for a device that is neither."""
-    if device in NAMED_GPUS:
+    """Return whether --device means a CUDA GPU: of this machine, or one that --dry_run plans for.
+    Raises UserError for an unknown or missing device."""
+    if device in NAMED_GPUS:  # {"rtx4090": GPU(...), ...}, for --dry_run
         return True
     try:
         return pick_device(device).type == "cuda"
@@ -232,14 +237,15 @@ def is_on_gpu(device: str) -> bool:
 
 
 def resolve_compile(options: Machine, derived: dict[str, str | None]) -> Machine:
-    """Return the options with --use_torch_compile: by default on CUDA alone, and only where the
-    compiler that torch.compile needs is installed."""
+    """Return the options with use_torch_compile resolved: by default only on CUDA, and never
+    without the compiler that torch.compile needs. `derived` has the names of options that no flag
+    sets."""
     on_gpu = is_on_gpu(options.device)
-    # By default not on CPUs, where a small model takes longer to compile than to train.
+    # By default not on CPUs: there a small model takes longer to compile than to train.
     compiled = on_gpu if "use_torch_compile" in derived else options.use_torch_compile
-    # A GPU in NAMED_GPUS is planned for by --dry_run, and need not be in this machine.
+    # --dry_run plans for a GPU in NAMED_GPUS, which need not be in this machine.
     if compiled and options.device not in NAMED_GPUS:
-        advice = missing_compiler(on_gpu)  # None if none is missing
+        advice = missing_compiler(on_gpu)  # None if the compiler is installed
         if advice is not None:
             compiled = False
             if is_main_process():  # there is no Process yet
@@ -248,7 +254,7 @@ def resolve_compile(options: Machine, derived: dict[str, str | None]) -> Machine
 
 
 def resolve_dtype(options: Machine, process: Process) -> Machine:
-    """Return the options with the dtype of the process in place of auto."""
+    """Return the options with the dtype of the process in place of --dtype auto."""
     on_cpu = process.device.type == "cpu"
     if on_cpu and options.dtype == "bfloat16" and not is_bfloat16_faster():
         process.print("warning: --dtype float32 is faster than bfloat16 on this CPU")
@@ -259,13 +265,13 @@ def resolve_dtype(options: Machine, process: Process) -> Machine:
 def resolve_on_device(
     options: ResolvedTrainOptions, recipe: Recipe, model_config: GPTConfig, process: Process
 ) -> ResolvedTrainOptions:
-    """Return the options with a dtype, and with a number for --micro_batch_size auto, for a model
-    of this architecture. Every process must call it."""
+    """Return the options with a dtype and a number of sequences in place of --dtype auto and
+    --micro_batch_size auto, for a model of this architecture. Every process must call it."""
     options = resolve_dtype(options, process)
     if options.micro_batch_size != "auto":
         return options
     hardware = Hardware.of(options)
-    # The process with the least memory decides for all, as they need equal micro-batches.
+    # All processes need equal micro-batches, so the one with the least memory decides.
     hardware = replace(hardware, free_bytes=process.min(hardware.free_bytes))
     # the largest micro-batch that should fit, in sequences, and a sentence for the user
     micro_batch_size, sentence = choose_micro_batch(options, recipe, model_config, hardware)
@@ -276,12 +282,13 @@ def resolve_on_device(
 def continued_model_config(
     options: ResolvedTrainOptions, recipe: Recipe, saved_config: GPTConfig
 ) -> GPTConfig:
-    """Return the architecture of a run that begins with weights of `saved_config`, which are
-    resumed or those of --init_from. Raises UserError for options that ask for another one."""
+    """Return the architecture of a run that begins with the weights of --resume or --init_from,
+    which have the architecture `saved_config`. It may differ in dropout and context only. Raises
+    UserError for options that ask for another architecture."""
     if options.block_size > saved_config.block_size:
         raise UserError(
             f"{options.weights_from} has a context of {saved_config.block_size}: give that "
-            "--block_size, or a smaller one"
+            "--block_size or a smaller one"
         )
     # Dropout is not part of the weights, and a new run may train the first positions of a longer
     # context. A resumed run may not: its data order and optimizer state belong to its context.
@@ -289,12 +296,12 @@ def continued_model_config(
     if options.resumed is None:
         model_config = replace(model_config, block_size=options.block_size)
 
-    # With --init_from the architecture is that of the weights. Options that ask for GPT-2's own
-    # are taken for defaults that nobody gave; any others must agree with the weights.
+    # With --init_from the weights decide the architecture. If the options ask for GPT-2's own,
+    # nobody gave them: they are defaults. All other options must agree with the weights.
     options_config = options.model_config(recipe, model_config.vocab_size)
     gpt2_config = GPTConfig(options.block_size, model_config.vocab_size, dropout=options.dropout)
     if options.init_from is not None and options_config == gpt2_config:
-        # in a resumed run a shorter --block_size is still a difference, and refused below
+        # A shorter --block_size of a resumed run still differs from model_config: refused below.
         options_config = replace(model_config, block_size=options.block_size)
     if options_config == model_config:
         return model_config
@@ -306,9 +313,10 @@ def continued_model_config(
 
 
 def list_changes(saved: Mapping[str, object], here: Mapping[str, object]) -> str:
-    """Return the names whose values differ, such as "n_layer 12 (here 6), n_head 12 (here 6)"."""
+    """Return the names whose values differ, such as "n_layer 12 (here 6), n_head 12 (here 6)".
+    Errors of a resumed run or sweep show it."""
     changes: list[str] = []
     for name, value in saved.items():
-        if here.get(name) != value:  # None for an option of another version
+        if here.get(name) != value:  # None if this version has no such option
             changes.append(f"{name} {value} (here {here.get(name)})")
     return ", ".join(changes)

@@ -1,7 +1,7 @@
 """Learning rate as a pure function of the step.
 
 A run warms up linearly to max_lr, keeps it until the decay begins, and decays to exactly min_lr at
-`decay_end` of its options. A schedule is an entry of SCHEDULES. There is no state: a resumed run
+the step `decay_end` of its options. SCHEDULES has the schedules. There is no state: a resumed run
 computes the same learning rates.
 """
 
@@ -19,9 +19,9 @@ class Schedule:
     """Decay of the learning rate from max_lr to min_lr."""
 
     remaining: Callable[[float], float]
-    """Share of max_lr - min_lr that remains, for the fraction of the decay that is done, 0 to 1."""
+    """Map the fraction of the decay that is done, 0 to 1, to the share of max_lr - min_lr left."""
     decay_share: float = 1.0
-    """Share of all steps that the decay takes; 1: it begins at the end of warmup."""
+    """Share of all steps that the decay takes. With 1, it begins at the end of warmup."""
 
 
 def cosine(decay_fraction: float) -> float:
@@ -42,20 +42,19 @@ SCHEDULES = {
 
 
 def learning_rate(step: int, options: ResolvedOptions) -> float:
-    """Return the learning rate of step `step`, which counts from 0. The options are resolved:
-    what nobody gave follows from the recipe, and is a number."""
-    num_steps = options.decay_end + 1  # decay_end counts from 0
-    # Warmup takes at most half of all steps, so that some are left for the decay.
+    """Return the learning rate of step `step`, which counts from 0."""
+    num_steps = options.decay_end + 1  # decay_end is the step of min_lr, from 0
+    # Warmup takes at most half of all steps, which leaves some for the decay.
     warmup_steps = min(options.warmup_steps, num_steps // 2)
     if step < warmup_steps:
         # + 1: the first rate is not 0, and the first one after warmup is max_lr.
         return options.max_lr * (step + 1) / (warmup_steps + 1)
 
     schedule = SCHEDULES[options.schedule]
-    # At least two steps, as the first one of the decay still has max_lr.
+    # At least two steps: the first one of the decay still has max_lr.
     decay_steps = max(2, round(schedule.decay_share * num_steps))
     decay_start = max(warmup_steps, num_steps - decay_steps)
-    # The last step has exactly min_lr. A run of one step would divide by 0.
+    # The last step has exactly min_lr. `max` keeps a run of one step from dividing by 0.
     decay_length = max(1, options.decay_end - decay_start)
     decay_fraction = max(0, step - decay_start) / decay_length  # 0 until the decay begins
     remaining = schedule.remaining(decay_fraction)  # falls from 1 to 0
@@ -65,10 +64,10 @@ def learning_rate(step: int, options: ResolvedOptions) -> float:
 def set_learning_rates(
     optimizers: list[torch.optim.Optimizer], options: ResolvedOptions, step: int
 ) -> float:
-    """Set the learning rate of every parameter group for step `step`; return it, for the log.
+    """Set the learning rate of every parameter group for step `step`. Return the rate for the log.
 
-    A group's "lr_scale" (training/optimizers.py) multiplies it: recipes give embeddings their own
-    rate.
+    A group's rate is multiplied by its "lr_scale" (training/optimizers.py), because recipes give
+    embeddings and heads rates of their own.
     """
     lr = learning_rate(step, options)
     for optimizer in optimizers:

@@ -17,8 +17,8 @@ from utils.devices import seconds_on_cpu
 from utils.distributed import Process
 from utils.errors import UserError
 
-MOST_EPOCHS = 100  # above this the model would learn its text by heart
-SLOW_RUN_SECONDS = 3600  # above this the user is told how long a run on a CPU takes
+MOST_EPOCHS = 100  # above this the model would memorize its text
+SLOW_RUN_SECONDS = 3600  # above this, a run on a CPU prints how long it will take
 
 
 def agreed_model_config(
@@ -27,11 +27,12 @@ def agreed_model_config(
     stream: TokenStream | None,
     initial: InitialModel | None,
 ) -> GPTConfig:
-    """Return the architecture of the run: that of the model that it begins with, but dropout may
-    differ, and a new run's context may be shorter. `stream` is None in a dry run without shards.
+    """Return the architecture of the run: for a new model the options decide it. A run from
+    `initial` keeps its architecture, except for dropout and, in a new run, a shorter context.
+    `stream` has the train tokens; it is None in a dry run without shards.
 
-    Raise UserError if options ask for another architecture, if the processes that share each block
-    do not divide it, and unless the shards hold the tokens of that model.
+    Raises UserError if options ask for another architecture, if the number of processes that share
+    each block (tensor parallelism) does not divide it, or if shards and model differ in tokenizer.
     """
     if initial is None:
         vocab_size = GPTConfig.vocab_size if stream is None else stream.vocab_size
@@ -42,7 +43,7 @@ def agreed_model_config(
             identity = tokenizer_identity(initial.tokenizer)
             if identity != stream.tokenizer_identity:
                 raise UserError(
-                    f"{options.weights_from} takes tokens of {identity}, the shards hold those of "
+                    f"{options.weights_from} takes tokens of {identity}, the shards hold tokens of "
                     f"{stream.tokenizer_identity}"
                 )
     check_divides(model_config, options.tensor_parallel)
@@ -52,8 +53,8 @@ def agreed_model_config(
 def note_recipe(
     options: ResolvedTrainOptions, recipe: Recipe, initial: InitialModel | None, process: Process
 ) -> None:
-    """Say so if the weights that a run begins with were trained by another recipe."""
-    # {} for a model of another project; finetune.py's have no recipe
+    """Print a note if another recipe trained the weights that a run begins with."""
+    # {} for a model of another project; checkpoints of finetune.py have no recipe
     checkpoint = initial.checkpoint if initial is not None else {}
     if checkpoint.get("recipe", asdict(recipe)) != asdict(recipe):
         process.print(
@@ -64,7 +65,7 @@ def note_recipe(
 
 
 def describe_epochs(options: ResolvedTrainOptions, train_data: Mixture) -> str:
-    """Return how often the run reads its data, with a warning above MOST_EPOCHS."""
+    """Return how often the run reads its data, as text, with a warning above MOST_EPOCHS."""
     run_tokens = options.max_steps * options.total_batch_size
     text = train_data.describe_epochs(run_tokens)  # "0.53 epochs"
     if run_tokens > MOST_EPOCHS * len(train_data.stream):
@@ -73,8 +74,8 @@ def describe_epochs(options: ResolvedTrainOptions, train_data: Mixture) -> str:
 
 
 def describe_steps(options: ResolvedTrainOptions, micro_steps: int, data_parallel: int) -> str:
-    """Return how the run is cut into steps, and a step into micro-batches, `micro_steps` on each
-    of `data_parallel` parts of the data."""
+    """Return as text how the run is divided into steps, and a step into micro-batches: each of the
+    `data_parallel` parts of the data has `micro_steps` of them."""
     text = (
         f"{options.max_steps:,} steps of {options.total_batch_size:,} tokens = "
         f"{options.block_size} x micro-batch {options.micro_batch_size} x micro-steps {micro_steps}"
@@ -87,12 +88,14 @@ def describe_steps(options: ResolvedTrainOptions, micro_steps: int, data_paralle
 def print_summary(
     run: Run[ResolvedTrainOptions], model: GPT, train_data: Mixture, slicing: Slicing
 ) -> None:
-    """Print the size of model and data, the steps, and how a step is cut into micro-batches. Before
-    that, warn of each folder of train shards whose sharding was interrupted or still runs."""
+    """Warn of train shards whose sharding is not finished and of a long warmup. Then print the size
+    of model and data, the steps, their micro-batches and, for a slow run on a CPU, its time."""
     options = run.options
     # logger.print writes above the progress bar, on the main process only
     for folder in train_data.stream.unfinished:
-        run.logger.print(f"warning: {folder} holds a part of its text: run the sharding to its end")
+        run.logger.print(
+            f"warning: {folder} holds only a part of its text: run the sharding to its end"
+        )
     if options.warmup_steps > options.max_steps // 2:
         run.logger.print(f"warning: warmup ends after half of the {options.max_steps:,} steps")
     epochs = describe_epochs(options, train_data)
@@ -107,8 +110,8 @@ def print_summary(
     run.logger.print(line)
 
     if run.process.device.type == "cpu":
-        # Estimated from the speed of a matmul: a progress bar shows nothing before the first step
-        # ends, which may take minutes.
+        # Estimated from the speed of a matmul, because a progress bar shows nothing until the first
+        # step ends, which may take minutes.
         step_seconds = seconds_on_cpu(step_flops(options, model), run.process.dtype)
         run_seconds = step_seconds * (options.max_steps - run.progress.step)
         if run_seconds > SLOW_RUN_SECONDS:

@@ -1,7 +1,7 @@
-"""Trial of the micro-batch that a forecast of memory gave --micro_batch_size auto.
+"""Trial of the micro-batch that --micro_batch_size auto took from a forecast of memory.
 
-The forecast (training/forecast/memory.py) counts what PyTorch keeps, and cannot know of fragments,
-of what libraries take, or of other programs on a GPU. This file is not about the first choice
+The forecast (training/forecast/memory.py) counts what PyTorch allocates. It cannot know about
+fragmentation, libraries, or other programs on a GPU. This file is not about the first choice
 (training/forecast/advice.py).
 """
 
@@ -18,13 +18,13 @@ from utils.errors import UserError, is_out_of_memory
 
 
 def halve_until_it_fits(run: Run[ResolvedTrainOptions], wrapped: nn.Module) -> ResolvedTrainOptions:
-    """Return the options of a run with --micro_batch_size halved until a micro-batch runs in the
-    memory of every process; `wrapped` is what Run.distribute returned. Every process must call it.
-    Raises UserError if not even one sequence runs."""
+    """Return the options of a run with --micro_batch_size halved until a micro-batch fits the
+    memory of every process. `wrapped` is the module to train, from Run.distribute. Every process
+    must call it. Raises UserError if not even one sequence fits."""
     options = run.options
     process = run.process
-    # Processes that divide weights wait for each other within a forward pass. One of them must not
-    # leave it alone, so that there the forecast stays.
+    # Sharded processes wait for each other within a forward pass. If one ran out of memory, the
+    # others would wait forever, so with sharding the forecast is not tried out.
     if options.sharding != "none" and process.world_size > 1:
         return options
     micro_batch_size = options.sequences_per_pass
@@ -35,7 +35,7 @@ def halve_until_it_fits(run: Run[ResolvedTrainOptions], wrapped: nn.Module) -> R
                 "the state among more processes, or train a smaller model"
             )
         smaller = micro_batch_size // 2
-        # a divisor of the old one divides a process's share of a step, too
+        # a divisor of the old size also divides the sequences of a process in a step
         while micro_batch_size % smaller:
             smaller -= 1
         process.print(
@@ -47,15 +47,15 @@ def halve_until_it_fits(run: Run[ResolvedTrainOptions], wrapped: nn.Module) -> R
 
 def has_memory(run: Run[ResolvedTrainOptions], wrapped: nn.Module, micro_batch_size: int) -> bool:
     """Return whether this process has the memory for the forward and backward passes of a step with
-    micro-batches of `micro_batch_size` sequences. It exchanges nothing with others, and leaves no
-    gradients."""
+    micro-batches of `micro_batch_size` sequences. No process waits for another one in it, and it
+    leaves no gradients."""
     device = run.process.device
     shape = (micro_batch_size, run.options.block_size)  # (B, T)
     idx = torch.zeros(shape, dtype=torch.long, device=device)
     try:
         if run.progress.step == 0:
-            # Optimizers take the memory of their state in the first step, at most that of AdamW:
-            # `state` holds as much until this function returns.
+            # The first step allocates the optimizer state. Until this function returns, `state`
+            # takes its place, with the size for AdamW, which no other optimizer exceeds.
             num_weights = sum(p.numel() for p in wrapped.parameters())
             state = torch.empty(MOMENTS["adamw"], num_weights, device=device)  # noqa: F841
         for _ in range(2):  # gradients of the first micro-batch are in memory during the second

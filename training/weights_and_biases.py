@@ -7,8 +7,9 @@ from config import RunOptions
 
 
 def open_wandb(options: RunOptions, run_id: str) -> Any:
-    """Open a run of Weights & Biases, or go on with it. WANDB_PROJECT and WANDB_NAME in the
-    environment name project and run. Raises what the package raises, as without a login."""
+    """Open a run of Weights & Biases, or continue it. The environment variables WANDB_PROJECT and
+    WANDB_NAME name project and run. Raises the errors of the package, for example without a login.
+    """
     import wandb  # an optional package
 
     wandb_run = wandb.init(
@@ -18,7 +19,7 @@ def open_wandb(options: RunOptions, run_id: str) -> Any:
         config=options.to_dict(),
         resume="allow",  # continue the run of this id if it exists
     )
-    # The charts use the training step as their axis. The service's own step only grows, and would
+    # The charts use the training step as their axis. The service's own step only grows: it would
     # drop the rows of steps that a resumed run repeats.
     wandb_run.define_metric("step")
     wandb_run.define_metric("*", step_metric="step")

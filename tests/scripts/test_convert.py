@@ -65,7 +65,7 @@ def test_a_converted_checkpoint_is_no_run(shards, exported, tmp_path):
     path = tmp_path / "checkpoints" / "model_last.pt"
     main(ConvertOptions(path, model=str(exported)))
     args = train_args(shards, tmp_path, 3)
-    bad([*args, "--resume", "auto"], f"convert.py: begin from it by --init_from {path}", tmp_path)
+    bad([*args, "--resume", "auto"], f"convert.py: begin from it with --init_from {path}", tmp_path)
     bad(args, "holds the checkpoints of another run", tmp_path)
     # exported again, its card names the model that was imported
     main(ConvertOptions(tmp_path / "hf", path))

@@ -262,7 +262,7 @@ def test_unfinished_data_and_another_order_are_warned_of(shards, tmp_path):
     write_manifest(second, manifest)
     args = train_args(first, tmp_path, 2, "--eval_every", 0, "--data_dir")
     begun = script(*args, first, second).stdout
-    assert "second holds a part of its text: run the sharding to its end" in begun
+    assert "second holds only a part of its text: run the sharding to its end" in begun
     args[-1:] = ["--resume", "auto", "--data_dir"]
     same = script(*args, moved, second, "--max_steps", 3).stdout
     assert "data order" not in same

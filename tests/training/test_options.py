@@ -70,9 +70,9 @@ def test_a_tilde_is_the_home_folder_in_a_file_and_on_the_command_line(tmp_path, 
     "name, text, message",
     [
         ("a.toml", "n_lyaer = 2", "--n_layer"),
-        ("a.toml", "n_layer = two", "a.toml is no .toml and no run's config.json"),
+        ("a.toml", "n_layer = two", "a.toml is neither a .toml nor a run's config.json"),
         ("a.toml", "n_layer = 'two'", "two"),
-        ("config.json", "{}", "config.json is no .toml and no run's config.json"),
+        ("config.json", "{}", "config.json is neither a .toml nor a run's config.json"),
     ],
 )
 def test_a_file_with_a_wrong_option_is_named(tmp_path, name, text, message):

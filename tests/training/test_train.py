@@ -131,7 +131,7 @@ def test_mistakes_are_one_sentence_and_write_nothing(shards, trained, tmp_path):
         (["--block_size", 10_000, "--total_batch_size", 40_000], "too few for"),
         (
             [*of_bytes, "--data_dir", tmp_path],
-            "takes tokens of bytes, the shards hold those of gpt",
+            "takes tokens of bytes, the shards hold tokens of gpt",
         ),
         ([*of_bytes, "--data_dir", tmp_path, "--dry_run"], "takes tokens of bytes, the shards"),
     ):
