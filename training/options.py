@@ -296,8 +296,8 @@ def continued_model_config(
     if options.resumed is None:
         model_config = replace(model_config, block_size=options.block_size)
 
-    # With --init_from the weights decide the architecture. If the options ask for GPT-2's own,
-    # nobody gave them: they are defaults. All other options must agree with the weights.
+    # With --init_from the weights decide the architecture. Options for GPT-2's own architecture
+    # count as defaults, which nobody gave. Other options must agree with the weights.
     options_config = options.model_config(recipe, model_config.vocab_size)
     gpt2_config = GPTConfig(options.block_size, model_config.vocab_size, dropout=options.dropout)
     if options.init_from is not None and options_config == gpt2_config:

@@ -181,7 +181,7 @@ def test_a_wrong_option_is_a_sentence(flags, message):
 def test_the_checkpoint_of_another_script_is_not_resumed(trained, tmp_path):
     state = load_checkpoint(trained / "checkpoints/model_last.pt")
     torch.save({**state, "script": "finetune.py"}, tmp_path / "a.pt")
-    with user_error("is of finetune.py: begin from it by --init"):
+    with user_error("is of finetune.py: begin from it with --init"):
         resolve("--resume", tmp_path / "a.pt")
     longer = ["train.py", "--resume", trained, "--max_steps", 9]
     bad(longer, "is at step 20, after --max_steps 9", trained)

@@ -1,17 +1,18 @@
 """Data parallelism, applied to a plain model from outside: DDP, or FSDP2 for sharded state.
 
-Every process trains on its own part of the batch, and gradients are averaged. What a process holds:
+Every process trains on its own part of the batch, and gradients are averaged. --sharding decides
+what a process holds:
 
     none    DistributedDataParallel: everything
     zero1   a shard of optimizer state and float32 weights; gradients are reduced once a step
-    zero2   a shard of the gradients, too: they are reduced in every micro-step
-    zero3   a shard of the weights for compute, too: each block is gathered before it runs, in the
-            forward and in the backward pass, and freed after it
+    zero2   also only a shard of the gradients, which are reduced in every micro-step
+    zero3   also only a shard of the weights for compute: each block is gathered before its forward
+            and backward pass, and freed after it
 
 zero1 to zero3 are FSDP2 (torch.distributed.fsdp.fully_shard), named as in Rajbhandari et al. 2020,
 "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models". FSDP2 keeps each parameter
-as a DTensor, of which a process holds some rows. Tensor parallelism, which divides the blocks
-before, is training/parallel/tensor_parallel.py; pipeline parallelism is not here.
+as a DTensor, and a process holds some of its rows. Before FSDP2, tensor parallelism divides the
+blocks (training/parallel/tensor_parallel.py). There is no pipeline parallelism.
 """
 
 import functools
@@ -41,51 +42,53 @@ from utils.distributed import Process
 
 
 def wrap(model: GPT, weights: Mapping[str, Rows], process: Process, sharding: str) -> nn.Module:
-    """Make a model on the device "meta" data-parallel, fill in its weights on its device, and
-    return the module to train.
+    """Make a model data-parallel, move it from the device "meta" to the device of the process, fill
+    in `weights`, and return the module to train. `sharding` is --sharding.
 
-    A process alone gets the model itself. DDP returns a module around it; FSDP2 turns its
-    parameters into DTensors in place. `sharding` is --sharding.
+    DDP returns a module around the model. FSDP2 returns the model, with DTensors as parameters, and
+    a single process returns it unchanged.
     """
     if sharding != "none" and dist.is_initialized():  # False for a single process
-        # On "meta", before weights take memory: no process ever holds more than its part.
-        shard(model, process, sharding)
+        # On "meta", before weights take memory, so no process ever holds more than its part.
+        divide_model(model, process, sharding)
     fill_model(model, weights, process.device)
     if sharding != "none" or not dist.is_initialized():
         return model
     device_ids = [process.device.index] if process.device.type == "cuda" else None
-    # Gradients become views of the buckets that DDP reduces, so that they take their memory once.
-    # Sums of earlier micro-steps, which are not reduced, lie apart from the buckets.
+    # gradient_as_bucket_view: gradients share the memory of the buckets that DDP reduces. Gradients
+    # that accumulate over micro-steps without a reduction have memory of their own.
     return DistributedDataParallel(model, device_ids=device_ids, gradient_as_bucket_view=True)
 
 
-def shard(model: GPT, process: Process, sharding: str) -> None:
-    """Divide a model on the device "meta" among processes, in place.
+def divide_model(model: GPT, process: Process, sharding: str) -> None:
+    """Divide a model on the device "meta" among processes, in place: first by tensor parallelism,
+    then by FSDP2.
 
-    Blocks are gathered in the dtype of matmuls, and gradients are reduced in float32. Each replica
-    is one copy of the state, weights and optimizer state; by default a machine has one.
+    Blocks are gathered in the dtype of matmuls, and gradients are reduced in float32. A replica is
+    a set of processes that together hold one copy of the weights and optimizer state. By default it
+    is a machine.
     """
-    # On a mesh of two dimensions FSDP2 shards along the second one, reduce-scatters gradients
-    # there, and all-reduces the shards along the first one (HSDP): with a copy in each machine,
-    # only the all-reduce goes between machines. Along a third dimension, processes with consecutive
-    # numbers share each block.
+    # FSDP2 shards along "shard" and reduce-scatters gradients there. It all-reduces the shards of
+    # gradients along "replicate" (HSDP): with a copy in each machine, only this goes between
+    # machines. Along "tensor", processes with consecutive ranks share each block (tensor
+    # parallelism).
     all_mesh = init_device_mesh(
         process.device.type,
         (process.replicas, process.data_parallel // process.replicas, process.tensor_parallel),
         mesh_dim_names=("replicate", "shard", "tensor"),
     )
     mesh = all_mesh["replicate", "shard"] if process.replicas > 1 else all_mesh["shard"]
-    # Tensor parallelism comes first: FSDP2 then divides what a process holds.
+    # Tensor parallelism comes first. FSDP2 then divides the part that each process holds.
     if process.tensor_parallel > 1:
         parallelize(model, all_mesh["tensor"])
 
-    # FSDP2 casts the weights of a block when it gathers them, which sends half of the bytes. It
-    # leaves the inputs alone: the residual stream stays float32, as under autocast.
+    # FSDP2 casts the weights of a block before it gathers them, which halves the bytes to send. It
+    # does not cast inputs: the residual stream stays float32, as under autocast.
     mixed_precision = MixedPrecisionPolicy(
         process.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
-    # The parameters of a block are gathered together just before its forward. zero3 frees them
-    # after it and gathers them again for the backward; zero1 and zero2 keep them.
+    # FSDP2 gathers the parameters of a block together just before its forward. zero3 frees them
+    # after the forward and gathers them again for the backward. zero1 and zero2 keep them.
     for block in model.transformer.h:
         fully_shard(
             block,
@@ -93,51 +96,52 @@ def shard(model: GPT, process: Process, sharding: str) -> None:
             mp_policy=mixed_precision,
             reshard_after_forward=sharding == "zero3",
         )
-    # The root unit has the rest: embeddings, final norm and head, in float32. The backward pass
-    # begins with the head, so that they are not freed after the forward.
+    # The root unit has the rest: embeddings, final norm and head, in float32. It is not freed after
+    # the forward, because the backward begins with the head.
     fully_shard(model, mesh=mesh, reshard_after_forward=False)
-    # Only `forward` gathers the root's parameters by itself; evaluation and sampling call `hidden`.
+    # By default only `forward` gathers the parameters of the root. Evaluation and sampling call
+    # `hidden`.
     register_fsdp_forward_method(model, "hidden")
-    # FSDP2 warns if a module returns a view, as an in-place operation on it would lose a hook. The
-    # loss is a view, but nothing changes it in place.
+    # FSDP2 warns if a module returns a view, because an in-place operation on it would lose a hook.
+    # The loss is a view, but nothing changes it in place.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module.*returned a view tensor")
 
 
 def sync_gradients(wrapped: nn.Module, sharding: str, *, is_last: bool) -> AbstractContextManager:
-    """Return the context in which forward and backward of a micro-step run; `wrapped` is what
-    `wrap` returned.
+    """Return the context in which forward and backward of a micro-step run, so that gradients are
+    not reduced more often than needed. `wrapped` is the module from `wrap`.
 
-    Without it, gradients would be reduced in every micro-step. Only zero2 and zero3 need that, to
-    hold no whole gradients; the others reduce in the last micro-step of a step (`is_last`).
+    DDP and zero1 reduce gradients only in the last micro-step of a step (`is_last`). zero2 and
+    zero3 reduce them in each, so that no process holds whole gradients.
     """
     if isinstance(wrapped, DistributedDataParallel):
         return nullcontext() if is_last else wrapped.no_sync()
-    if isinstance(wrapped, FSDPModule):  # fully_shard has changed the model's class
+    if isinstance(wrapped, FSDPModule):  # fully_shard changes the model's class
         if sharding == "zero1":
             wrapped.set_requires_gradient_sync(is_last)
         else:
-            # Reduce-scatter in each micro-step; all-reduce between replicas in the last.
+            # Reduce-scatter in each micro-step, all-reduce between replicas in the last one.
             wrapped.set_requires_all_reduce(is_last)
-        # Gathered weights stay valid until the optimizer's step, so that they are kept until then;
-        # under zero3 only the root's (recurse=False), as it frees its blocks.
+        # Keep gathered weights until the last micro-step: they do not change before the optimizer
+        # step. zero3 keeps only those of the root (recurse=False) and frees its blocks.
         wrapped.set_reshard_after_backward(is_last, recurse=sharding != "zero3")
     return nullcontext()  # FSDP2 keeps these settings in the module
 
 
 def clip_grad_norm(wrapped: nn.Module, max_norm: float) -> Tensor:
-    """Scale gradients in place to an L2 norm, of all together, of at most `max_norm`, unless it is
-    0. Return the norm before, the same on every process, as a tensor on the device: reading it
-    makes the host wait. Every process must call it."""
-    # One list for each mesh: a norm cannot mix DTensors of several. Without sharding, one list.
+    """Scale gradients in place so that their total L2 norm is at most `max_norm`; 0 means no limit.
+    Return the norm before scaling, the same on every process, as a tensor on the device, because
+    reading it would make the host wait. Every process must call it."""
+    # One list for each device mesh: a norm cannot mix DTensors of several meshes.
     parameter_lists = by_mesh(wrapped.parameters())
     norms: list[Tensor] = []
     for parameters in parameter_lists:
         norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-        # The norm of DTensors is a DTensor: full_tensor reduces over the processes.
+        # The norm of DTensors is a DTensor: full_tensor reduces it over the processes.
         norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
     full_norm = functools.reduce(torch.hypot, norms)  # root of the sum of squares
     if max_norm > 0:
         for parameters in parameter_lists:
-            # The factor is at most 1: an `if` on the norm would make the host wait.
+            # This multiplies by at most 1. An `if` on the norm would make the host wait.
             nn.utils.clip_grads_with_norm_(parameters, max_norm, full_norm)
     return full_norm
