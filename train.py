@@ -4,8 +4,8 @@
     torchrun --standalone --nproc_per_node=8 train.py      # eight GPUs
     python train.py --resume auto                          # continue after a crash or a signal
 
-The global batch has --total_batch_size tokens on any number of processes: gradient accumulation
-makes up the difference. After SIGTERM, SIGINT, SIGHUP or SIGUSR1 the run ends its step or
+The global batch has --total_batch_size tokens on any number of processes: each process accumulates
+gradients over its share. After SIGTERM, SIGINT, SIGHUP or SIGUSR1 the run ends its step or
 evaluation, saves and exits. SIGKILL loses the steps since the last checkpoint. On CPUs a resumed
 run gives the same bits as a run that was never stopped.
 
@@ -239,9 +239,9 @@ def checkpoint_entries(
     val_data: Mixture,
     weights_checksum: int | None,
 ) -> Checkpoint:
-    """Return the entries of checkpoints and config.json that stay the same for the whole run. Saver
-    adds options, model and progress. `weights_checksum` is the checksum of the --init_from weights,
-    None for random weights."""
+    """Return the entries of checkpoints and config.json that do not change from step to step. Saver
+    adds options, model and progress. `weights_checksum` is of the --init_from weights, None for
+    random weights."""
     return {
         "script": "train.py",
         "command": sys.argv,

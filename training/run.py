@@ -89,11 +89,11 @@ class Progress:
     parent: dict | None = None
     """{"run_id", "step"} of the checkpoint that a branch began from; None for other runs."""
     bad_steps: int = 0
-    """Last steps in a row that were skipped. Saver.end_after_patience ends the run at PATIENCE."""
+    """Skipped steps in a row, up to now. Saver.end_after_patience ends the run at PATIENCE."""
 
     @classmethod
     def start(cls, checkpoint: Checkpoint | None) -> "Progress":
-        """Return the progress in the resumed checkpoint, or zero progress for a new run (None)."""
+        """Return the progress in the resumed checkpoint. None: a new run, which begins at step 0."""
         if checkpoint is None:
             return cls()
         # as a Mapping, because mypy wants literal keys for a TypedDict
@@ -229,7 +229,7 @@ def check_space(options: ResolvedOptions, file_bytes: int) -> None:
 
 @dataclass
 class Run(Generic[Options]):
-    """What all parts of a run share: options, this process, progress and log."""
+    """State that all parts of a run share: options, this process, progress and log."""
 
     options: Options
     """Resolved options of train.py or finetune.py."""
@@ -240,7 +240,7 @@ class Run(Generic[Options]):
     progress: Progress
     """Steps, tokens, ... so far; the loop of the script advances it."""
     entries: Checkpoint
-    """Entries of checkpoints and config.json that stay the same for the whole run: see
+    """Entries of checkpoints and config.json that do not change from step to step: see
     checkpoint_entries in train.py and finetune.py. Saver adds options, model and progress."""
     stopping: bool = False
     """True once a signal has ended the loop, which sets it. `finish` then says how to continue."""

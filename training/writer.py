@@ -74,7 +74,7 @@ def save_checkpoint(
 
 
 def whole_tensor(own_rows: OwnRows) -> Tensor:
-    """Return the whole tensor of a process that trains alone, and so has all rows."""
+    """Return the whole tensor. Call it in a process that writes alone, and so has all rows."""
     return own_rows.values.view(own_rows.shape)
 
 
