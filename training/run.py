@@ -93,7 +93,7 @@ class Progress:
 
     @classmethod
     def start(cls, checkpoint: Checkpoint | None) -> "Progress":
-        """Return the progress in the resumed checkpoint. None: a new run, which begins at step 0."""
+        """Return the progress in the resumed checkpoint. None: a new run, from step 0."""
         if checkpoint is None:
             return cls()
         # as a Mapping, because mypy wants literal keys for a TypedDict

@@ -19,7 +19,7 @@ class Schedule:
     """Decay of the learning rate from max_lr to min_lr."""
 
     remaining: Callable[[float], float]
-    """Function from the done fraction of the decay, 0 to 1, to the share of max_lr - min_lr left."""
+    """Share of max_lr - min_lr that is left, by the fraction of the decay that is done, 0 to 1."""
     decay_share: float = 1.0
     """Share of all steps that the decay takes. With 1, it begins at the end of warmup."""
 
