@@ -107,8 +107,7 @@ class Evaluator:
             # Blocks are compiled for one shape: each new length of text would compile them again.
             with uncompiled(self.options.use_torch_compile):
                 results, _ = score_benchmark()  # without the rows for --dump
-            # The last result is that of the whole benchmark. For CORE, n counts the items of all
-            # tasks.
+            # The last result is of the whole benchmark. For CORE, n counts the items of all tasks.
             metrics: dict[str, float] = {"n": results[-1].n}
             for result in results:
                 if result.task == name:  # not a single task of CORE

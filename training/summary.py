@@ -59,8 +59,8 @@ def note_recipe(
     if checkpoint.get("recipe", asdict(recipe)) != asdict(recipe):
         process.print(
             f"note: {options.weights_from} was trained by the recipe "
-            f"{checkpoint['config']['recipe']}; its architecture stays, optimizer and rates are "
-            f"now those of {options.recipe}"
+            f"{checkpoint['config']['recipe']}; this run keeps its architecture and "
+            f"takes optimizer and rates from {options.recipe}"
         )
 
 

@@ -123,7 +123,7 @@ def sync_gradients(wrapped: nn.Module, sharding: str, *, is_last: bool) -> Abstr
             # Reduce-scatter in each micro-step, all-reduce between replicas in the last one.
             wrapped.set_requires_all_reduce(is_last)
         # Keep gathered weights until the last micro-step: they do not change before the optimizer
-        # step. zero3 keeps only those of the root (recurse=False) and frees its blocks.
+        # step. zero3 keeps only the root's weights (recurse=False) and frees blocks.
         wrapped.set_reshard_after_backward(is_last, recurse=sharding != "zero3")
     return nullcontext()  # FSDP2 keeps these settings in the module
 

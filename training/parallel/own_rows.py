@@ -58,8 +58,8 @@ def held_rows(model: GPT, name: str, x: Tensor) -> Tensor:
 @torch.no_grad()
 def fill(model: GPT, name: str, x: Tensor, whole: Rows) -> None:
     """Copy into `x`, in place, the part of the tensor `whole` that this process holds. `x` is the
-    parameter `name` or a tensor of its optimizer state. If `whole` has more rows, the last ones are
-    left out."""
+    parameter `name` or a tensor of its optimizer state. If `whole` has more rows, the last rows
+    are left out."""
     if x.dim() == 0:  # AdamW's "step"
         assert isinstance(whole, Tensor)  # for mypy: optimizer state in files is Tensors
         x.copy_(whole)

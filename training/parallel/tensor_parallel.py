@@ -46,7 +46,7 @@ def tensor_parallel_of(model: GPT) -> int:
     """Return how many processes share each block of a model; 1 without tensor parallelism."""
     block = model.transformer.h[0]
     assert isinstance(block, Block)  # for mypy, which sees a Module
-    return model.config.n_head // block.attn.num_heads  # all heads / those of this process
+    return model.config.n_head // block.attn.num_heads  # all heads / heads of this process
 
 
 def row_order(fused_rows: tuple[int, ...], tensor_parallel: int) -> Tensor:
