@@ -153,7 +153,7 @@ def test_what_does_not_divide_is_a_sentence(shards, tmp_path):
     # --n_head 2; a dry run asks before processes connect
     world = environment() | {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3"}
     said = script(*args(*tensor_parallel(3), "--dry_run"), env=world, code=2).stderr
-    assert "to divide the 2 key/value heads" in said
+    assert "must divide the 2 key/value heads" in said
 
 
 def test_each_process_gets_its_heads_of_every_stacked_matrix():
