@@ -216,7 +216,7 @@ class Process:
         """Call `read` on every process and return its result; raise on all processes if one fails.
         The main process reads first and fills the cache, so that a file is downloaded only once."""
         for is_turn_of_main in (True, False):
-            # If one process left alone with an error, the others would wait for ever. So each round
+            # If one process left alone with an error, the others would wait forever. So each round
             # ends on all processes together, and raises an error on all of them.
             with self.together():
                 if self.is_main == is_turn_of_main:

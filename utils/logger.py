@@ -1,9 +1,9 @@
 """The log of a run: numbers in metrics.jsonl, texts in samples.txt, progress on the console.
 
-A row is a line of JSON with "step" and "split": "train", "val", "held_out", a benchmark's name,
-"skipped", or "resume", which says that the steps after it are run again. A run that is resumed
-appends rows; `read_metrics` leaves out those that were run again. The picture of a log is the
-subject of evaluation/figure.py.
+A row is one line of JSON with a "step" and a "split": "train", "val", "held_out", a benchmark's
+name, "skipped" or "resume". A resumed run appends its rows: its first row has the split "resume",
+and says that the steps after that step run again. `read_metrics` then drops the earlier rows of
+these steps. evaluation/figure.py draws a log.
 """
 
 import json
@@ -19,27 +19,28 @@ from tqdm import tqdm
 from utils.errors import UserError, reading
 from utils.files import to_json
 
-# files in the folder of a log
+# names of the files in the folder of a log
 METRICS = "metrics.jsonl"
 SAMPLES = "samples.txt"
-CONFIG = "config.json"  # options, tokenizer and versions of the run, by training/run.py
+CONFIG = "config.json"  # options, tokenizer and versions of the run, written by training/run.py
 
-# Time between two lines of training on a console without a progress bar.
+# Time between two progress lines on a console without a progress bar
 SECONDS_PER_LINE = 10
-# Steps of a start before the console shows the time left. The first ones take longer: they compile,
-# allocate memory and fill caches.
+# The console shows the time left after this number of steps. The first steps are slower: they
+# compile, allocate memory and fill caches.
 STEPS_BEFORE_FORECAST = 10
-# tqdm's own format, without the time left
+# tqdm's default format, but without the time left
 BAR_WITHOUT_FORECAST = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}, {rate_fmt}{postfix}]"
 
 
 class Logger:
     """Write the log of a run that begins after the step `start` and ends at the step `total`.
 
-    It does nothing unless `is_main`. With `begins_empty`, as for a new run, the files are emptied;
-    otherwise a row marks where an existing log continues. Numbers go to the run of Weights & Biases
-    that `open_wandb` returns, too. As a context it closes the log however the with
-    statement ends; `print` works after that, too.
+    Only the main process writes: without `is_main` no method does anything. With `begins_empty` (a
+    new run) the files are emptied first. Otherwise new rows follow those of an existing log, after
+    a row of the split "resume". `open_wandb` returns a run of Weights & Biases, which gets the
+    numbers, too; None: no such run. The with statement closes the log, also after an error, but
+    `print` still works then.
     """
 
     def __init__(
@@ -55,24 +56,24 @@ class Logger:
         self.is_main = is_main
         if not is_main:
             return
-        self.wandb_run: Any = None  # opened below, when a warning can be printed; read by `log`
-        self.last_line_seconds = float("-inf")  # time.monotonic() of the last line
-        self.forecast_step = start + STEPS_BEFORE_FORECAST  # first one that shows the time left
+        self.wandb_run: Any = None  # opened below, once `print` works for its warning
+        self.last_line_seconds = float("-inf")  # time.monotonic() of the last progress line
+        self.first_forecast_step = start + STEPS_BEFORE_FORECAST  # first step that shows time left
         folder.mkdir(parents=True, exist_ok=True)
         metrics_path = folder / METRICS
-        is_resumed = metrics_path.exists() and not begins_empty
+        is_resumed = metrics_path.exists() and not begins_empty  # an earlier start wrote the file
         if is_resumed:
-            # cut off half a row after the last line break, which a killed process may have left
+            # cut off half a row after the last line break: a killed process may have left one
             num_bytes = metrics_path.read_bytes().rfind(b"\n") + 1
             os.truncate(metrics_path, num_bytes)
         mode = "w" if begins_empty else "a"
-        # buffering=1: each line is written at once, and survives a kill
+        # buffering=1 writes each line at once, so that it survives a kill
         self.metrics_file = open(metrics_path, mode, buffering=1, encoding="utf-8")
         self.samples_file = open(folder / SAMPLES, mode, buffering=1, encoding="utf-8")
         if is_resumed:
-            # tells read_metrics to drop the earlier rows of later steps
+            # read_metrics reads this row and drops the earlier rows of later steps
             self.log({"split": "resume"}, start)
-        # disable=None: no bar unless standard error is a terminal
+        # disable=None shows a bar only if standard error is a terminal
         self.bar = tqdm(
             total=total,
             initial=start,
@@ -85,50 +86,52 @@ class Logger:
             self.wandb_run = self.call_wandb(open_wandb)  # None after an error
 
     def log(self, metrics: dict, step: int) -> None:
-        """Write one row, which has its "split", and send its numbers to Weights & Biases."""
+        """Write one row to metrics.jsonl and send its numbers to Weights & Biases. `metrics` must
+        have the row's "split"."""
         if not self.is_main:
             return
         self.metrics_file.write(to_json({"step": step, **metrics}) + "\n")
         if self.wandb_run is None:
             return
         split = metrics["split"]
-        # keys such as "train/loss"; texts and an MFU of None are left out
+        # Keys are such as "train/loss". Texts and an MFU of None are left out.
         numbers = {
             f"{split}/{name}": x for name, x in metrics.items() if isinstance(x, int | float)
         }
-        # "step" is a column, because wandb's own step only grows and would lose repeated steps
+        # "step" is a column, because wandb's own step can only grow: a resumed run repeats steps
         self.call_wandb(self.wandb_run.log, {"step": step, **numbers})
 
     def call_wandb(self, function: Callable[..., Any], *arguments: object) -> Any:
-        """Return the result of a function of Weights & Biases. After an error, as without a login
-        or when its helper process has died, say so and go on without it."""
+        """Call a function of Weights & Biases and return its result. After an error, such as a
+        missing login or a dead helper process, print a warning, return None and send no more."""
         try:
             return function(*arguments)
         except Exception as error:
-            self.wandb_run = None  # no further rows are sent
+            self.wandb_run = None  # `log` sends no further rows
             self.print(f"warning: the run goes on without Weights & Biases ({error!s:.200})")
             return None
 
     def log_train(self, metrics: dict, step: int) -> None:
-        """Write a row of the split "train", after step `step`; show it on the progress bar, or as a
-        line at times. `metrics` has those of StepResult and those of StepTimer.stop."""
+        """Write a row of the split "train", after step `step`. Show it on the progress bar; without
+        a bar, print a line every SECONDS_PER_LINE. `metrics` holds the fields of StepResult (loss,
+        lr, grad_norm, ...) and of StepTimer.stop (tokens_per_s, mfu, ms)."""
         self.log({"split": "train", **metrics}, step)
         if not self.is_main:
             return
         text = f"loss {metrics['loss']:.4f}  {metrics['tokens_per_s']:,.0f} tok/s"
-        if "reward" in metrics:  # GRPO
+        if "reward" in metrics:  # only in GRPO
             text = f"reward {metrics['reward']:.4f}  {text}"
-        # None on CPUs, and on GPUs whose peak is not known
+        # a fraction; None on CPUs and on GPUs with unknown peak FLOP/s
         if metrics["mfu"]:
             text += f"  mfu {metrics['mfu']:.1%}"
         if not self.bar.disable:
-            if step >= self.forecast_step:
-                self.bar.bar_format = None  # tqdm's own, with the time left
-            # `update` redraws the bar, at most ten times a second
+            if step >= self.first_forecast_step:
+                self.bar.bar_format = None  # tqdm's default format, with the time left
+            # refresh=False: `update` redraws the bar, at most ten times a second
             self.bar.set_postfix_str(text, refresh=False)
             self.bar.update(step - self.bar.n)  # more than 1 after a skipped step
             return
-        # without a terminal, print a line at times, for the log of a scheduler
+        # without a terminal, as in the log of a scheduler, print a line from time to time
         now = time.monotonic()
         is_last = step == self.bar.total
         if is_last or now - self.last_line_seconds >= SECONDS_PER_LINE:
@@ -136,31 +139,32 @@ class Logger:
             details = (
                 f"lr {metrics['lr']:.2e}  norm {metrics['grad_norm']:.2f}  {metrics['ms']:,.0f} ms"
             )
-            if step >= self.forecast_step:
-                # such as "1:23:45", at the speed of this step and without evaluations
+            if step >= self.first_forecast_step:
+                # such as "1:23:45", if all steps are as fast as this one, without evaluations
                 left = tqdm.format_interval((self.bar.total - step) * metrics["ms"] / 1000)
                 details += f"  {left} left"
             self.print(f"step {step}/{self.bar.total}  {text}  {details}")
 
     def log_evaluation(self, split: str, metrics: dict[str, float], step: int) -> None:
-        """Write and print the metrics of a validation or a benchmark."""
+        """Write and print the metrics of a validation (`split` is "val", or "held_out" in
+        fine-tuning) or of the benchmark that `split` names."""
         self.log({"split": split, **metrics}, step)
-        metrics = dict(metrics)  # a copy to pop from
-        line = split  # "hellaswag", or "held_out" of fine-tuning
+        unprinted = dict(metrics)  # a copy, from which `pop` takes what the line has already
+        line = split
         if split == "val":
-            line = f"validation loss {metrics.pop('loss'):.4f}"
-            if "n" in metrics:  # absent in fine-tuning
-                line += f" of {metrics.pop('n'):,} tokens"
-            if "bits_per_byte" in metrics:  # absent if shards lack the size of their text
-                line += f", {metrics.pop('bits_per_byte'):.4f} bits per byte"
-        # those of a benchmark, or loss_NAME for each of several validation corpora
-        for name, metric in metrics.items():
+            line = f"validation loss {unprinted.pop('loss'):.4f}"
+            if "n" in unprinted:  # number of tokens; absent in fine-tuning
+                line += f" of {unprinted.pop('n'):,} tokens"
+            if "bits_per_byte" in unprinted:  # absent if shards lack the size of their text
+                line += f", {unprinted.pop('bits_per_byte'):.4f} bits per byte"
+        # metrics of a benchmark, or loss_NAME for each of several validation corpora
+        for name, metric in unprinted.items():
             line += f", {name} {metric:.5g}"
         self.print(f"step {step}: {line}")
 
     def log_skip(self, reason: str, sequence_ids: list[int], step: int) -> None:
-        """Write and print why the update of a step was skipped; write the ids of the sequences
-        (in fine-tuning of the examples) that it read, to look at or to leave out."""
+        """Write and print why the update of a step was skipped. The row also has the ids of the
+        step's sequences (in fine-tuning: examples), so that a person can inspect or remove them."""
         self.log({"split": "skipped", "reason": reason, "sequences": sequence_ids}, step)
         self.print(f"step {step} skipped: {reason}")
 
@@ -170,24 +174,25 @@ class Logger:
             self.samples_file.write(f"--- step {step}\n{text}\n")
 
     def print(self, message: str) -> None:
-        """Print a message above the progress bar."""
+        """Print a message above the progress bar; do nothing on other processes than the main."""
         if not self.is_main:
             return
         try:
             self.bar.write(message, file=sys.stdout)  # a plain print would break the bar
             sys.stdout.flush()
-        except OSError:  # Ctrl-C has ended `| tee`: go on without a console, to save
+        except OSError:  # Ctrl-C has ended `| tee`: go on without a console, so that the run saves
             sys.stdout = open(os.devnull, "w")
 
     def __enter__(self) -> "Logger":
         return self
 
     def __exit__(self, error_type: type[BaseException] | None, *error: object) -> None:
-        """Close the files, the bar and the run of Weights & Biases, which fails after an error."""
+        """Close the files, the bar and the run of Weights & Biases. After an error, that run is
+        marked as failed."""
         if not self.is_main:
             return
-        # First: what is not uploaded is lost when the process ends, and on a full disk closing a
-        # file raises an error.
+        # Weights & Biases comes first: rows that are not uploaded are lost when the process ends,
+        # and on a full disk closing a file raises an error.
         if self.wandb_run is not None:
             self.call_wandb(self.wandb_run.finish, 0 if error_type is None else 1)
         self.bar.close()
@@ -196,11 +201,11 @@ class Logger:
 
 
 def logged_run(folder: Path) -> dict | None:
-    """Return the content of the config.json beside the metrics of a folder, which training/run.py
-    writes: "run_id", "config" (the options), "tokenizer" and others; {} if it cannot be read.
+    """Return the config.json of the log in a folder, which tells whose log it is.
 
-    None means that there is no log in the folder. One without a row counts as none: its run was
-    killed before its first step, and nothing in it is lost.
+    Its keys are "run_id", "config" (the options), "tokenizer" and others; training/run.py writes
+    it. Return {} if the file cannot be read, and None if the folder holds no log. A log without a
+    row counts as none: its run was killed before its first step, and overwriting it loses nothing.
     """
     metrics_path = folder / METRICS
     if not metrics_path.exists() or metrics_path.stat().st_size == 0:
@@ -208,12 +213,12 @@ def logged_run(folder: Path) -> dict | None:
     try:
         return json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return {}  # for example, cut short when a run was killed
+        return {}  # for example a file that a killed run left half-written
 
 
 def find_metrics(path: Path | str) -> Path:
-    """Return the metrics.jsonl that a path is, or that lies in the folder of a log or of a run.
-    Raises UserError without one."""
+    """Return the path of a metrics.jsonl. `path` is this file, the folder of its log, or the folder
+    of its run (which has the log in logs/). Raises UserError if none of these exists."""
     for metrics_path in (Path(path), Path(path, METRICS), Path(path, "logs", METRICS)):
         if metrics_path.is_file():
             return metrics_path
@@ -221,22 +226,23 @@ def find_metrics(path: Path | str) -> Path:
 
 
 def read_metrics(path: Path | str) -> dict[str, list[dict]]:
-    """Read the log of a run into lists of rows by split, sorted by step.
+    """Read the log of a run. Return its rows in a dict by split, in lists sorted by step.
 
-    `path` is as for find_metrics. Of steps that were run again, the last rows are returned. Raises
-    UserError for a file that holds other lines.
+    `path` is a metrics.jsonl, the folder of a log or the folder of a run. If a step ran more than
+    once, only its last row is returned. Raises UserError if there is no such file, or if it holds
+    lines of another format.
     """
     metrics_path = find_metrics(path)
     rows: dict[tuple[str, int], dict] = {}  # by split and step
-    # `reading` turns what a line of another format raises into a UserError
+    # `reading` raises UserError in place of the errors that a line of another format causes
     with reading(metrics_path, "the log of a run"), open(metrics_path, encoding="utf-8") as file:
         for line in file:
             if not line.endswith("\n"):
                 break  # half a row: the writer was killed, or is writing it
             row = json.loads(line)
             if row["split"] == "resume":
-                # The run continued after this step. Drop all later rows, because it may not write
-                # each of them again: it may end before them, or have another --eval_every.
+                # The run was resumed after this step. Drop all rows of later steps: it may not
+                # write each of them again, as it may end earlier or have another --eval_every.
                 rows = {key: old for key, old in rows.items() if old["step"] <= row["step"]}
             else:
                 # a later row of the same step replaces an earlier one
