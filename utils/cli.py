@@ -1,8 +1,8 @@
 """Entry point of all scripts: the command line as a dataclass, errors as sentences, exit codes.
 
-Options are a list of flags wherever they come from: a file, a checkpoint, a point of a sweep. They
-become flags in front of those that the user typed, and one parser checks them all; of two flags
-with one name the last one wins.
+Options from a file, a checkpoint or a point of a sweep become flags, too. They stand in front of
+the flags that the user typed, and one parser checks them all. If a flag occurs twice, the last one
+wins.
 """
 
 import contextlib
@@ -24,8 +24,8 @@ from typing import NoReturn, TypeVar
 from utils.errors import UserError, check_text, is_out_of_memory
 from utils.ranges import Dataclass, check_ranges
 
-# This project's flags, by nanoGPT's names. tyro suggests flags with similar names, but hardly finds
-# these. docs/NANOGPT.md translates all of nanoGPT's options. "epochs" is of other trainers.
+# This project's flags by nanoGPT's names, for error messages: tyro suggests similar names only.
+# docs/NANOGPT.md translates all of nanoGPT's options. Other trainers have "epochs".
 FLAGS_BY_NANOGPT_NAME = {
     "learning_rate": "max_lr",
     "epochs": "max_steps",
@@ -42,28 +42,30 @@ FLAGS_BY_NANOGPT_NAME = {
     "wandb_log": "wandb",
     "start": "prompt",
 }
-# Flags that a path without a flag is most likely meant for, as in `sample.py runs/own`.
+# Flags to suggest for a path without a flag, as in `sample.py runs/own`, the likeliest first.
 FLAGS_OF_PATHS = ("checkpoint", "log", "input", "config")
 
 Options = TypeVar("Options", bound=Dataclass)
 
 
 def parse(options_class: type[Options], args: list[str] | None = None) -> Options:
-    """Parse flags, by default the command line, into a dataclass; exit with code 2 if one is wrong.
-    Raises UserError for a value out of its range, a flag by nanoGPT's name, a boolean flag with a
-    value, a word without a flag, and one that is not UTF-8 text.
+    """Parse flags into a dataclass; without `args`, parse the command line.
 
-    --help shows a group of flags for each dataclass that `options_class` inherits from, named after
-    it without "Options" or "Config"; the last one comes first.
+    tyro exits with code 2 for a wrong flag. Raises UserError for a value out of its range, a flag
+    by nanoGPT's name, a boolean flag with a value, a word without a flag, and a word that is not
+    UTF-8 text.
+
+    --help shows a group of flags for each dataclass that `options_class` inherits from, and names
+    it after the dataclass, without "Options" or "Config". The last dataclass comes first.
     """
-    # train.py and finetune.py give flags, with those of a file or a checkpoint in front, which a
-    # flag of the same name replaces: there, and there alone, one may stand twice.
+    # train.py and finetune.py give `args`: the user's flags behind those of a file or a checkpoint,
+    # which they replace. Only then may a flag stand twice.
     is_command_line = args is None
     args = expand_home(sys.argv[1:] if args is None else args)
     defaults = {option.name: option.default for option in fields(options_class)}
     types = {option.name: str(option.type) for option in fields(options_class)}  # "bool | None"
     for word in args:
-        if not os.path.exists(word):  # a file may have any name
+        if not os.path.exists(word):  # the name of a file may hold any bytes
             check_text(word, "an argument")
     # nanoGPT's `train.py config/FILE.py`
     if args and not args[0].startswith("-"):
@@ -79,35 +81,35 @@ def parse(options_class: type[Options], args: list[str] | None = None) -> Option
         # Correct it only if the script has the option; tyro refuses all other unknown flags below.
         if name not in defaults and flag in defaults:
             corrections.append(f"there is no --{name}, but --{flag}")
-        # nanoGPT's --compile=False
+        # such as nanoGPT's --compile=False
         if value in ("True", "False") and "bool" in types.get(flag, ""):
             corrections.append(f"--{flag} takes no value: it is off by --no_{flag}")
-        # Of `--input a --input b` the last would win, and without a value the default.
+        # tyro would take only b of `--input a --input b`, and the default for a bare `--input`.
         is_repeated = is_command_line and name in given_names
         if types.get(name, "").startswith("tuple") and (value is None or is_repeated):
             corrections.append(f"give --{name} once, with all of its values behind it")
-        number = missed_number(types.get(name, ""), value)
-        if number is not None:
-            corrections.append(f"--{name} takes {number.upper()}, not {value}")
+        number_type = missed_number(types.get(name, ""), value)  # "int", "float" or None
+        if number_type is not None:
+            corrections.append(f"--{name} takes {number_type.upper()}, not {value}")
         given_names.add(name)
     if corrections:
         raise UserError("; ".join(corrections) + "; --help says more")
 
-    # --help begins with two examples: the first commands in the script's docstring, except those
-    # that a backslash continues on the next line
+    # --help begins with two examples: the first two commands of the script's docstring. Commands
+    # that a backslash continues on the next line do not count.
     commands = re.findall(r"^ *(python .*[^\\])$", sys.modules["__main__"].__doc__ or "", re.M)
     description = "\n  ".join([inspect.cleandoc(options_class.__doc__ or "")] + commands[:2])
-    # empty for EvalOptions and other classes that declare their options themselves
+    # empty for classes that declare their options themselves, such as EvalOptions
     groups = [base for base in reversed(options_class.__bases__) if is_dataclass(base)]
     if not groups:
         options = call_tyro(options_class, args, description)
     else:
-        # tyro makes a group of each field that is a dataclass itself: parse into a class with one
-        # such field for each group, and take them apart again
+        # tyro makes a group of each field that is itself a dataclass. So parse into a class with
+        # one such field for each group, then collect the options of all groups again.
         group_fields = []
         for group in groups:
             label = re.sub("Options$|Config$", "", group.__name__).lower()  # "machine"
-            # `options_class` may have another default than the group it inherits from
+            # `options_class` may override a default of the group that it inherits from
             default = group(**{option.name: defaults[option.name] for option in fields(group)})
             group_fields.append((label, group, field(default=default)))
         grouped_class = make_dataclass(options_class.__name__, group_fields)
@@ -121,29 +123,30 @@ def parse(options_class: type[Options], args: list[str] | None = None) -> Option
 
 
 def missed_number(option_type: str, value: str | None) -> str | None:
-    """Return "int" or "float" if an option takes a number with a rule, as Count, and the value is
-    none, else None. tyro would quote the type as Python writes it: typing.Annotated[int, ...]."""
-    number = re.search(r"Annotated\[(int|float),", option_type)
-    # tyro itself names a flag without a value; some take several numbers, or also "auto"
-    if value is None or number is None or re.search("tuple|Literal", option_type):
+    """Return "int" or "float" if an option takes a number with a rule, such as Count, and the value
+    is not such a number; else None. tyro's own message would quote typing.Annotated[int, ...]."""
+    annotated = re.search(r"Annotated\[(int|float),", option_type)
+    # Skip a flag without a value, which tyro names, and types of several numbers or also "auto".
+    if value is None or annotated is None or re.search("tuple|Literal", option_type):
         return None
-    convert = int if number[1] == "int" else float
+    convert = int if annotated[1] == "int" else float
     try:
         convert(value)
     except ValueError:
-        return number[1]
+        return annotated[1]
     return None
 
 
 def call_tyro(options_class: type[Options], args: list[str], description: str) -> Options:
-    """Return the options that tyro parses; it raises SystemExit after --help or an error. The help
-    has tyro's "(default: X)" only where X says something and the flag's own text has no default."""
-    import tyro  # imported here, as other users of this module do not need it
+    """Parse the flags with tyro and return the options. tyro raises SystemExit after --help or an
+    error. Remove tyro's "(default: X)" from the help where X is empty or None, and where the text
+    of the flag names its default."""
+    import tyro  # imported here, because other users of this module do not need it
 
     if {"-h", "--help"} & set(args):
-        # In a wider terminal tyro prints groups side by side: a line would be of several flags.
+        # In a wider terminal tyro prints groups side by side, so a line would mix several flags.
         os.environ["COLUMNS"] = str(min(129, shutil.get_terminal_size().columns))
-    printed = io.StringIO()  # the help; errors go to standard error
+    printed = io.StringIO()  # tyro's help; its errors go to standard error
     try:
         with contextlib.redirect_stdout(printed):
             return tyro.cli(
@@ -156,16 +159,16 @@ def call_tyro(options_class: type[Options], args: list[str], description: str) -
                 console_outputs=os.environ.get("RANK", "0") == "0",
             )
     finally:
-        for text in re.split(r"(?=\n  -)", printed.getvalue()):  # before each flag
+        for text in re.split(r"(?=\n  -)", printed.getvalue()):  # split before each flag
             if re.search(r"[^(]default:|\(default:\s+(None)?\)", text):
                 text = re.sub(r"\s*\(default:[^)]*\) *", "", text)
-            # tyro ends a line of the help wherever one of the docstring ends
+            # tyro keeps the line breaks of the docstrings: fill the lines anew
             text = re.sub(r"(?m)^ {12,}\S.*(\n {12,}\S.*)*", fill_lines, text)
             print(text, end="")
 
 
 def fill_lines(lines: re.Match[str]) -> str:
-    """Return indented lines of a text with as many words in each as the terminal has room for."""
+    """Return indented lines of text filled to the width of the terminal, for `re.sub`."""
     indent = lines[0].removesuffix(lines[0].lstrip())
     width = int(os.environ["COLUMNS"]) - len(indent) - 1
     text = " ".join(lines[0].split())
@@ -174,20 +177,21 @@ def fill_lines(lines: re.Match[str]) -> str:
 
 
 def expand_home(words: list[str]) -> list[str]:
-    """Return the words of a command line with the home folder for ~, also in --name=~/folder and in
-    words of a file, where no shell has done it."""
+    """Return the words with the home folder in place of ~, in --name=~/folder, too. A shell does
+    not expand that one, nor words that come from a file."""
     home = str(Path.home())
     return [re.sub(r"^(--\w+=)?~(?=/|$)", rf"\1{home}", word) for word in words]
 
 
 def to_flags(options: dict[str, object]) -> list[str]:
-    """Return the flags that parse to these options; None and empty lists get none."""
+    """Return the flags that `parse` turns into these options. Options that are None or an empty
+    list are left out."""
     flags: list[str] = []
     for name, value in options.items():
         if value in (None, [], ()):
             continue
         if isinstance(value, bool):
-            flags.append(f"--{name}" if value else f"--no_{name}")  # tyro's flags for a bool
+            flags.append(f"--{name}" if value else f"--no_{name}")  # tyro's two flags of a bool
             continue
         items = value if isinstance(value, list | tuple) else [value]
         flags.append(f"--{name}")
@@ -196,7 +200,7 @@ def to_flags(options: dict[str, object]) -> list[str]:
 
 
 def named_flags(flags: list[str]) -> list[tuple[str, str | None]]:
-    """Return the name of each flag, with underscores, and its first value, None without one."""
+    """Return a pair for each flag: its name with underscores, and its first value or None."""
     pairs: list[tuple[str, str | None]] = []
     for word in flags:
         if word.startswith("--"):  # --name or --name=value
@@ -209,12 +213,12 @@ def named_flags(flags: list[str]) -> list[tuple[str, str | None]]:
 
 
 def flag_value(flags: list[str], name: str) -> str | None:
-    """Return the value of the last flag of this name, None without one."""
+    """Return the value of the last flag of this name; None if the flag or its value is missing."""
     return dict(named_flags(flags)).get(name)  # dict keeps the last value of equal keys
 
 
 def start_script(main: Callable[[Options], None], options_class: type[Options]) -> NoReturn:
-    """Run a script: parse the command line, call `main` with the options, exit."""
+    """Run a script: parse the command line, call `main` with the options, and exit."""
     call_and_exit(lambda: main(parse(options_class)))
 
 
@@ -223,23 +227,24 @@ def call_and_exit(
     before_exit: Callable[[], None] = lambda: None,
     explain: Callable[[Exception], str | None] = lambda error: None,
 ) -> NoReturn:
-    """Call `main`, then `before_exit`, and exit.
+    """Call `main`, then `before_exit`, and exit the process.
 
-    The exit code is 0, or that of a SystemExit; 2 after a mistake of the user or a fault of the
-    machine, of which one sentence is printed; 1 after a bug, with its traceback; 128 + the number
-    of a signal. `explain` returns the sentence for an error of which `user_message` knows none, as
-    distributed.explain for a lost process; None for a bug.
+    The exit code is 0 after success, or the code of a SystemExit. It is 2 after a mistake of the
+    user or a fault of the machine, for which one sentence is printed; 1 after a bug, with its
+    traceback; 128 + the number of a signal. `explain` is asked about errors for which
+    `user_message` has no sentence: it returns a sentence, or None for a bug. An example is
+    explain_lost_process of utils/distributed.py.
     """
     # PyTorch warns about its own use of TypedStorage, and about a choice of its compiler.
     warnings.filterwarnings("ignore", "TypedStorage is deprecated")
     warnings.filterwarnings("ignore", "\nOnline softmax is disabled")
-    message = None
+    message = None  # the sentence to print after an error
     exit_code = 0
     try:
         main()
     except SystemExit as end:  # from tyro (--help, a wrong flag), or a run after a signal
-        exit_code = int(end.code or 0)  # None after sys.exit()
-    except BrokenPipeError:  # the reader of standard output, such as `head`, has ended
+        exit_code = int(end.code or 0)  # the code of sys.exit() is None
+    except BrokenPipeError:  # the program that read standard output, such as `head`, has ended
         sys.stdout = open(os.devnull, "w")  # the flush below would raise again
         exit_code = 128 + signal.SIGPIPE
     except KeyboardInterrupt:
@@ -248,30 +253,31 @@ def call_and_exit(
     except Exception as error:
         message = user_message(error) or explain(error)
         exit_code = 2
-        if message is None:  # a bug
+        if message is None:  # neither has a sentence: a bug
             traceback.print_exc()
             exit_code = 1
     if message:
-        sys.stdout.flush()  # what was printed before the error, also into a file or a pipe
-        rank = os.environ.get("RANK")  # None without a launcher
+        sys.stdout.flush()  # earlier output comes first, also in a file or a pipe
+        rank = os.environ.get("RANK")  # None without torchrun
         label = f"error on rank {rank}" if rank else "error"
         print(f"{label}: {message}", file=sys.stderr)
-    before_exit()  # a training run waits for its checkpoints to be written
+    before_exit()  # a training run waits here until its checkpoints are written
     sys.stdout.flush()  # os._exit does not flush buffers
-    # Skip the interpreter's shutdown: reader threads of `datasets` can block it for ever, and gloo
-    # aborts in it if one of its threads waits for the interpreter lock to release a tensor.
+    # Skip the interpreter's shutdown: reader threads of `datasets` can block the shutdown forever,
+    # and gloo aborts in it if a gloo thread waits for the interpreter lock to release a tensor.
     os._exit(exit_code)
 
 
 def user_message(error: Exception) -> str | None:
-    """Return the sentence to print for a mistake of the user or a full machine, None for a bug."""
+    """Return the sentence to print for a mistake of the user, a fault of a file or of the machine;
+    return None for any other error."""
     if isinstance(error, UserError):
         return str(error)
-    # strerror is, for example, "No space left on device"; None if a library raised its own text
+    # strerror is for example "No space left on device"; it is None for a library's own OSError
     if isinstance(error, OSError) and error.strerror:
-        if error.filename is None:  # writing to an open file, for example on a full disk
+        if error.filename is None:  # writing to an open file failed, for example on a full disk
             return error.strerror
         return f"{error.filename}: {error.strerror}"
-    if is_out_of_memory(error):  # PyTorch's text may have many lines
+    if is_out_of_memory(error):  # .200, because PyTorch's text may have many lines
         return f"out of memory: take smaller batches, or fewer samples at a time ({error!s:.200})"
     return None

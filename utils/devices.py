@@ -1,4 +1,4 @@
-"""Devices: which one a run uses, and in which dtype it multiplies matrices.
+"""Choose the device of a run and the dtype of its matmuls; describe this machine.
 
 Nothing here computes a model: training runs the same forward of model/ on every device.
 """
@@ -14,30 +14,29 @@ import torch
 
 from utils.errors import UserError
 
-# Share of matmuls in the time of a training step on a CPU, for the forecast of `seconds_on_cpu`. It
-# was measured as 0.88 for a compiled 124M, and as 0.4 for small models.
+# Fraction of a training step on a CPU that matmuls take, for the forecast of `seconds_on_cpu`. We
+# measured 0.88 for a compiled 124M, and 0.4 for small models.
 SHARE_OF_MATMULS = 0.6
-# "auto" trains in bfloat16 on a CPU whose matmuls are this many times as fast in it as in float32.
+# "auto" trains in bfloat16 on a CPU if its bfloat16 matmuls are this many times as fast as float32.
 # Casts of weights and activations would eat up a smaller gain.
 BFLOAT16_SPEEDUP = 1.2
-# where Linux says in which control groups a process is, and mounts them
-CGROUPS = Path("/proc/self/cgroup")
-CGROUP_ROOT = Path("/sys/fs/cgroup")
+CGROUPS = Path("/proc/self/cgroup")  # Linux lists the control groups of this process here
+CGROUP_ROOT = Path("/sys/fs/cgroup")  # Linux mounts the control groups here
 
 
 def pick_device(name: str, local_rank: int = 0) -> torch.device:
     """Return the device for "auto", "cpu", "cuda", "cuda:1" or "mps".
 
-    Without a number, a process gets the GPU of its number on this machine, `local_rank`. Raises
-    UserError for a device that this machine does not have.
+    "cuda" gives a process the GPU whose number is `local_rank`, the number of the process on this
+    machine. Raises UserError for a device that this machine does not have.
     """
-    # fastest first, as "auto" takes the first
+    # the fastest comes first, because "auto" takes the first
     available = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
     if torch.mps.is_available():  # Apple GPU
         available.append("mps")
     available.append("cpu")
     if name == "auto":
-        # "cuda" for "cuda:0", so that each process takes its own
+        # "cuda:0" becomes "cuda", so that each process takes a GPU of its own
         name = available[0].partition(":")[0]
     if name == "cuda":
         name = f"cuda:{local_rank}"
@@ -59,16 +58,16 @@ def has_onednn(dtype: torch.dtype) -> bool:
 
 @cache
 def is_bfloat16_faster() -> bool:
-    """Return whether this CPU multiplies in bfloat16 BFLOAT16_SPEEDUP times as fast as in float32.
+    """Return whether bfloat16 matmuls on this CPU are BFLOAT16_SPEEDUP times as fast as float32.
 
-    It is measured, because processors that have instructions for bfloat16 can still be slow in it.
+    Measure it, because a processor with instructions for bfloat16 can still be slow in bfloat16.
     """
     if not has_onednn(torch.bfloat16):
         return False
     num_threads = torch.get_num_threads()
     # a single thread, because several would wait for each other on a busy machine
     torch.set_num_threads(1)
-    # the fastest of 20, because other programs can only make a matmul slower
+    # take the fastest of 20, because other programs can only make a matmul slower
     float32_seconds = min(matmul_seconds(256, torch.float32) for _ in range(20))
     bfloat16_seconds = min(matmul_seconds(256, torch.bfloat16) for _ in range(20))
     torch.set_num_threads(num_threads)
@@ -76,8 +75,8 @@ def is_bfloat16_faster() -> bool:
 
 
 def matmul_seconds(size: int, dtype: torch.dtype) -> float:
-    """Return the time in which this CPU multiplies two matrices (size, size)."""
-    # "cpu" also where torch.set_default_device has named another device
+    """Return the seconds in which this CPU multiplies two (size, size) matrices."""
+    # device="cpu", because torch.set_default_device may have named another device
     matrix = torch.ones(size, size, dtype=dtype, device="cpu")
     start_seconds = time.perf_counter()
     matrix.mm(matrix)
@@ -85,18 +84,18 @@ def matmul_seconds(size: int, dtype: torch.dtype) -> float:
 
 
 def seconds_on_cpu(flops: float, dtype: torch.dtype) -> float:
-    """Return a forecast of the time in which this CPU trains for a number of FLOPs."""
+    """Return a forecast of the seconds in which this CPU trains for a number of FLOPs."""
     fastest_seconds = min(matmul_seconds(512, dtype) for _ in range(3))
     matmul_flops_per_second = 2 * 512**3 / fastest_seconds
-    # the rest of a step, such as softmax and the optimizer, takes time but counts no FLOPs
+    # The rest of a step, such as softmax and the optimizer, takes time but has no counted FLOPs.
     return flops / (SHARE_OF_MATMULS * matmul_flops_per_second)
 
 
 def has_bfloat16(device: torch.device) -> bool:
-    """Return whether a GPU multiplies in bfloat16, as NVIDIA's do since Ampere."""
+    """Return whether a GPU has bfloat16 matmuls; NVIDIA's GPUs have them since Ampere."""
     # is_bf16_supported asks about the current device
     with torch.cuda.device(device):
-        # including emulation, it is True for older GPUs, too, which are slow in bfloat16
+        # without emulation, which makes bfloat16 work on older GPUs, but slowly
         return torch.cuda.is_bf16_supported(including_emulation=False)
 
 
@@ -105,21 +104,21 @@ def pick_dtype(
 ) -> torch.dtype:
     """Return the dtype of matmuls for "auto", "float32", "bfloat16" or "float16".
 
-    "auto" is bfloat16 on GPUs that have it, float16 on older ones; on a CPU it is bfloat16 where
-    that is faster, else float32. `all_agree` says whether something holds for all processes, which
-    need the same dtype: Process.all_agree, or `bool` for a process alone. Raises UserError for
-    bfloat16 on a GPU without it, where kernels would fail to compile or to run.
+    "auto" is bfloat16 on GPUs that have it, and float16 on older GPUs. On a CPU it is bfloat16 if
+    that is faster, else float32. All processes need the same dtype: `all_agree` returns whether a
+    condition holds on all of them. It is Process.all_agree, or `bool` for a single process. Raises
+    UserError for bfloat16 on a GPU without it, where kernels would fail to compile or to run.
     """
     is_gpu = device.type == "cuda"
     if name == "bfloat16" and is_gpu and not has_bfloat16(device):
         gpu_name = torch.cuda.get_device_name(device)
-        raise UserError(f"this {gpu_name} has no bfloat16: take float16")
+        raise UserError(f"this {gpu_name} has no bfloat16; use --dtype float16")
     if name != "auto":
         return getattr(torch, name)
     if is_gpu:
         use_bfloat16 = has_bfloat16(device)
     else:
-        # an Apple GPU gets float32
+        # False for an Apple GPU, which gets float32
         use_bfloat16 = device.type == "cpu" and is_bfloat16_faster()
     if all_agree(use_bfloat16):
         return torch.bfloat16
@@ -127,11 +126,11 @@ def pick_dtype(
 
 
 def missing_compiler(on_gpu: bool) -> str | None:
-    """Return what to install for torch.compile, None if it is there: Triton needs a C compiler for
-    GPUs, and inductor one for C++ for CPUs."""
+    """Return what the user must install for torch.compile, or None if a compiler is there. Triton
+    needs a C compiler for GPUs, and inductor a C++ compiler for CPUs."""
     variable, usual = ("CC", ["gcc", "clang"]) if on_gpu else ("CXX", ["g++"])
     named = os.environ.get(variable)
-    # A compiler that is named is used, whichever others there are.
+    # PyTorch uses the compiler that the variable names, and then no other one.
     compilers = [named] if named else usual
     if any(shutil.which(compiler) for compiler in compilers):
         return None
@@ -139,23 +138,22 @@ def missing_compiler(on_gpu: bool) -> str | None:
 
 
 def host_memory() -> int:
-    """Return the bytes of memory that processes may use together: all of the machine's, or in a
-    container the lowest limit of the control groups that this process is in, which may be nested
-    (cgroup v1 and v2)."""
+    """Return the bytes of host memory that all processes may use together: the memory of the
+    machine, or the lowest limit of the nested control groups (cgroup v1 or v2) of a container."""
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     # macOS has no control groups
     lines = CGROUPS.read_text().splitlines() if CGROUPS.exists() else []
     for line in lines:
-        # "4:memory:/docker/1f" of version 1, "0::/user.slice" of version 2
+        # "4:memory:/docker/1f" in version 1, "0::/user.slice" in version 2
         _, controller, group = line.split(":", 2)
         if controller not in ("", "memory"):
             continue
-        # A container may not see its own group, but one above it, as the root of its own.
+        # A container may not see its own group, only one above it: read all folders upwards.
         folder = CGROUP_ROOT / controller / group.lstrip("/")
         name = "memory.limit_in_bytes" if controller else "memory.max"
         for path in (folder / name, *(parent / name for parent in folder.parents)):
             limit = path.read_text().strip() if path.exists() else "max"
-            if limit != "max":  # which stands for none
+            if limit != "max":  # "max" means no limit
                 limits.append(int(limit))
     return min(limits)
 
@@ -163,20 +161,19 @@ def host_memory() -> int:
 def autocast(
     device: torch.device, dtype: torch.dtype, *, keep_weights: bool = True
 ) -> torch.autocast:
-    """Return a context in which matmuls run in `dtype`; it does nothing for float32.
+    """Return a context in which matmuls run in `dtype`; for float32 it does nothing.
 
-    `keep_weights` keeps the cast copy of each weight until the context ends, for several forward
-    passes; else none is kept.
+    With `keep_weights` autocast keeps the cast copy of each weight until the context ends, so that
+    several forward passes cast it only once.
     """
-    # for float32 there is nothing to cast
     enabled = dtype is not torch.float32
     return torch.autocast(device.type, dtype, enabled=enabled, cache_enabled=keep_weights)
 
 
 def describe_device(device: torch.device) -> dict[str, str]:
-    """Return the names of the device and of PyTorch's version, which speed and rounding depend on,
-    for config.json. The version ends in that of CUDA."""
-    name = str(device)  # "cpu" or "mps"
+    """Return the name of the device and PyTorch's version, which includes CUDA's, for config.json:
+    speed and rounding depend on both."""
+    name = str(device)  # "cpu" or "mps"; a GPU gets its own name below
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
     return {"device": name, "torch": str(torch.__version__)}

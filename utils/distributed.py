@@ -102,7 +102,7 @@ class Process:
     stop: StopSignal | None = None
     """Signal handler of a run, which saves before it ends; None in scripts that a signal ends."""
     tensor_parallel: int = 1
-    """Processes that share each block (tensor parallelism, training/parallel/tensor_parallel.py)."""
+    """Processes that share each block: tensor parallelism (training/parallel/tensor_parallel)."""
     tensor_rank: int = 0
     """Number of this process in its tensor-parallel group, from 0."""
 

@@ -1,8 +1,8 @@
 """Check that this project's packages are installed, before a script imports the first of them.
 
-A user whose environment is not active then reads what to type, not a traceback. So the scripts
-import this module above everything that is installed; it has nothing to import. It also sets
-environment variables that PyTorch's libraries read when they are loaded.
+Without an active environment, the user then reads what to type instead of a traceback. So each
+script imports this module, which has nothing to call, above all installed packages. The module also
+sets an environment variable that a library of PyTorch reads when it is loaded.
 """
 
 import os
@@ -12,13 +12,13 @@ from pathlib import Path
 
 VENV = Path(__file__).resolve().parents[1] / ".venv"  # train.sh makes it
 
-# Threads of GNU OpenMP that wait for each other spin, by default 300,000 times. If another program
-# shares the cores, this uses up time slices in which the threads that they wait for could work.
-# Fewer spins help more there, and cost more on an idle machine (docs/BENCHMARKS.md).
+# Threads of GNU OpenMP that wait for another thread spin, by default 300,000 times. If another
+# program shares the cores, the spinning threads take time slices from the thread that they wait
+# for. Fewer spins are faster on such a machine, and slower on an idle one (docs/BENCHMARKS.md).
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 
-# These four are enough to check, as all packages are installed together.
+# These four packages are enough to check, because all packages are installed together.
 for package in ("torch", "numpy", "tyro", "yaml"):
     if find_spec(package) is None:  # searches the disk, imports nothing
         command = "bash train.sh demo, which installs it, or see Install in README.md"

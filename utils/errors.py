@@ -8,20 +8,24 @@ from pathlib import Path
 
 
 class UserError(ValueError):
-    """Mistake of the user, or a fault of a file or the machine; its text is one sentence, which
-    scripts print before they exit with code 2."""
+    """Mistake of the user, or a fault of a file or of the machine. Scripts print its text, which is
+    one sentence, and exit with code 2."""
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Return whether the host or a GPU has no memory left; PyTorch says so in several ways."""
-    # PyTorch's host allocator raises a plain RuntimeError, CUDA raises errors of several classes
+    """Return whether an error says that the host or a GPU has no memory left."""
+    # Compare the text: PyTorch raises a plain RuntimeError for the host, and several classes of
+    # errors for GPUs.
     messages = "can't allocate memory|out of memory|MemoryError"
     return re.search(messages, f"{type(error).__name__}: {error}") is not None
 
 
 def check_text(text: str, name: str) -> None:
-    """Raise UserError for a text that is not UTF-8. A byte that is none, of an argument or of a
-    pipe, becomes half of a surrogate pair in Python, and JSON can hold one."""
+    """Raise UserError, which calls the text `name`, if a text is not valid UTF-8.
+
+    Python turns a byte of an argument or of a pipe that is not valid UTF-8 into half of a surrogate
+    pair. A text from JSON can hold such a half, too. No tokenizer or file can take it.
+    """
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -30,18 +34,19 @@ def check_text(text: str, name: str) -> None:
 
 @contextmanager
 def reading(path: Path | str, kind: str) -> Iterator[None]:
-    """Turn what Python, NumPy or torch raise for the content of a file into a UserError of one
-    sentence: PATH is damaged or not KIND: reason. A UserError that names the path has its sentence
-    already."""
+    """Return a context for the code that reads a file: it replaces errors of Python, NumPy or torch
+    about the content by a UserError, "PATH is damaged or not KIND: reason". It leaves a UserError
+    that names the path alone."""
     try:
         yield
     except Exception as error:
-        # Missing memory, permissions or packages, or a faulty disk: the file is not damaged.
+        # These errors mean missing memory, permissions or packages, or a faulty disk, and not a
+        # damaged file.
         if isinstance(error, OSError | ImportError) or is_out_of_memory(error):
             raise
         reason = f"{type(error).__name__}: {error}"  # "KeyError: 'step'"
         if isinstance(error, UserError):
-            reason = str(error)  # already a sentence, for example from GPTConfig
+            reason = str(error)  # a sentence already, for example from GPTConfig
             if str(path) in reason:
                 raise
         reason = textwrap.shorten(reason, 300)  # at most 300 characters, on one line
@@ -50,15 +55,15 @@ def reading(path: Path | str, kind: str) -> Iterator[None]:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turn what the body of a with statement raises into a UserError of one sentence: PATH could
-    not be written: reason. A full disk is an OSError to Python and a RuntimeError to torch."""
+    """Return a context for the code that writes a file: it replaces any error by a UserError, "PATH
+    could not be written: reason". For a full disk Python raises OSError, torch RuntimeError."""
     try:
         yield
     except Exception as error:
         cause: BaseException = error
-        # On a full disk torch raises its own error, after the OSError that has the reason.
+        # On a full disk torch raises its own error after an OSError, which has the reason.
         if isinstance(error, RuntimeError) and isinstance(error.__context__, OSError):
             cause = error.__context__
-        # only the first line, as torch adds its C++ stack; a MemoryError has no text
+        # only the first line, because torch adds its C++ stack; a MemoryError may have no text
         reason = str(cause).partition("\n")[0] or type(cause).__name__
         raise UserError(f"{path} could not be written: {reason}") from error

@@ -4,10 +4,10 @@ import zlib
 
 
 def hash_seed(parts: str) -> int:
-    """Return a seed that follows from a text with all that it depends on, such as "SEED STEP".
+    """Return a 32-bit seed: the hash of a text that names everything the seed depends on, such as
+    "SEED STEP".
 
-    Hashed to 32 bits, all that PyTorch's generator for CPUs keeps of a seed: whole numbers of any
-    size can be parts. A sum of them would be the same for the next step of one process and for the
-    same step of the next process.
+    PyTorch's generator for CPUs keeps only 32 bits of a seed. A hash, unlike a sum, takes numbers
+    of any size and differs between step 1 of process 0 and step 0 of process 1.
     """
     return zlib.crc32(parts.encode())

@@ -1,7 +1,7 @@
 """Speed of training: peak FLOP/s of known GPUs, and the time, tokens/s and MFU of a step.
 
-MFU, model FLOPs utilization (Chowdhery et al. 2022, PaLM), is the FLOP/s that the model's formula
-needs at the measured tokens/s, divided by the peak of the devices.
+MFU (model FLOPs utilization; Chowdhery et al. 2022, PaLM) is the model's FLOPs per token, by
+formula, times the measured tokens/s, divided by the peak FLOP/s of all devices.
 """
 
 import re
@@ -17,21 +17,21 @@ NETWORK_BANDWIDTH = 50e9  # bytes/s of a 400 Gbit/s network card, one per GPU
 
 @dataclass(frozen=True)
 class GPU:
-    """Model of a GPU, from the maker's data sheet."""
+    """Model of a GPU, with numbers of the maker's data sheet."""
 
     name: str
-    """Words that are all in the name that the driver gives, such as "NVIDIA H100 80GB HBM3"."""
+    """Words that the driver's name of the GPU, such as "NVIDIA H100 80GB HBM3", must all hold."""
     peak_flops: float
-    """Peak FLOP/s of dense matmuls in 16 bits that add up in float32."""
+    """Peak FLOP/s of dense 16-bit matmuls that accumulate in float32."""
     memory_gb: int = 0
-    """GB of 1e9 bytes, for the GPUs that --dry_run --device can name."""
+    """Memory in GB of 1e9 bytes; 0 for GPUs that --dry_run --device cannot name."""
     dtype: str = "bfloat16"
-    """Dtype that --dtype auto takes on it."""
+    """Dtype that --dtype auto takes on this GPU."""
     bandwidth: float = 0.0
-    """Bytes/s that it sends to GPUs of its machine, by NVLink or else PCIe; 0: not known."""
+    """Bytes/s from this GPU to others of its machine, by NVLink or else PCIe; 0: not known."""
 
 
-# The first entry that fits is used: "H200 NVL" comes before "H200", which would fit, too.
+# find_gpu takes the first entry that fits, so "H200 NVL" comes before "H200", which fits it, too.
 GPUS = (
     GPU("GB200", 2500e12),
     GPU("B200", 2250e12, memory_gb=180, bandwidth=900e9),
@@ -57,23 +57,23 @@ GPUS = (
     GPU("RTX 4080", 97.5e12, memory_gb=16, bandwidth=32e9),
     GPU("RTX 3090", 71e12),
     GPU("RTX 3080", 59.5e12, memory_gb=10, bandwidth=32e9),
-    # An eighth of 1 PFLOP/s in sparse FP4, the only peak that the maker gives.
+    # an eighth of 1 PFLOP/s in sparse FP4, which is the only peak that the maker gives
     GPU("GB10", 125e12, memory_gb=128),
     GPU("MI300X", 1307e12),
     GPU("V100 PCIE", 112e12, dtype="float16"),
     GPU("V100", 125e12, memory_gb=16, dtype="float16", bandwidth=150e9),
     GPU("T4", 65e12, memory_gb=16, dtype="float16", bandwidth=16e9),
 )
-# GPUs that --dry_run --device can name, by that name, such as "rtx4090"
+# GPUs that --dry_run --device can name, by the value of --device, such as "rtx4090"
 NAMED_GPUS = {gpu.name.lower().replace(" ", ""): gpu for gpu in GPUS if gpu.memory_gb}
-# Words in the names of variants ("RTX 4090 Laptop GPU") and of parts of a GPU (MIG), whose peak is
-# not that of the table.
+# Words in the names of variants ("RTX 4090 Laptop GPU") and of parts of a GPU (MIG). Their peaks
+# differ from the table.
 VARIANTS = {"MIG", "Laptop", "D", "Ti", "SUPER", "FHHL"}
 
 
 def find_gpu(device_name: str) -> GPU | None:
-    """Return the GPU that the driver calls `device_name`, None if its peak is not known."""
-    # names are written like "NVIDIA H100 80GB HBM3" or "A100-SXM4-80GB"
+    """Return the entry of GPUS for the driver's name of a GPU; None if its peak is not known."""
+    # such as "NVIDIA H100 80GB HBM3" or "A100-SXM4-80GB"
     words = set(re.split("[ -]", device_name))
     if words & VARIANTS:
         return None
@@ -84,36 +84,36 @@ def find_gpu(device_name: str) -> GPU | None:
 
 
 def gpu_of(device: torch.device, dtype: torch.dtype) -> GPU | None:
-    """Return the GPU that a device is, None if its peak of matmuls in `dtype` is not known, as for
-    CPUs and float32."""
-    # The table holds the peak of float16 and bfloat16. float32 reaches a fraction of it.
+    """Return the entry of GPUS for a device, whose peak gives the MFU. Return None if the peak of
+    matmuls in `dtype` is not known, as for CPUs and for float32."""
+    # The table holds the peak of float16 and bfloat16. float32 reaches only a fraction of it.
     if device.type != "cuda" or dtype is torch.float32:
         return None
     return find_gpu(torch.cuda.get_device_name(device))
 
 
 class StepTimer:
-    """Measure the time of training steps on the equal devices of all processes."""
+    """Measure the time, tokens/s and MFU of training steps; all processes have equal devices."""
 
     def __init__(self, flops_per_token: int, process: Process) -> None:
-        self.flops_per_token = flops_per_token  # forward and backward
-        self.gpu = gpu_of(process.device, process.dtype)  # None if its peak is not known
+        self.flops_per_token = flops_per_token  # of forward and backward pass
+        self.gpu = gpu_of(process.device, process.dtype)  # None: peak not known, so no MFU
         self.num_devices = process.world_size
         self.start_seconds = 0.0  # time.perf_counter() at the start of the step
 
     def start(self) -> None:
-        """Begin a step."""
+        """Start the clock of a step."""
         self.start_seconds = time.perf_counter()
 
     def stop(self, num_tokens: int) -> dict[str, float | None]:
-        """End a step on `num_tokens` tokens of all devices; return columns for the log:
-        tokens/s, MFU, milliseconds.
+        """Stop the clock of a step on `num_tokens` tokens, counted over all devices. Return columns
+        for the log: tokens_per_s, mfu and ms (milliseconds).
 
-        The step must have ended with a host sync, or a GPU is still at work on it.
+        The step must have ended with a host sync; else a GPU may still be working on it.
         """
         seconds = time.perf_counter() - self.start_seconds
         tokens_per_second = num_tokens / seconds
-        mfu = None  # a share, 0 to 1; None on CPUs and unknown GPUs
+        mfu = None  # a fraction, 0 to 1; None on CPUs and on unknown GPUs
         if self.gpu is not None:
             total_peak_flops = self.num_devices * self.gpu.peak_flops
             mfu = self.flops_per_token * tokens_per_second / total_peak_flops
