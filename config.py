@@ -1,12 +1,12 @@
-"""Options of train.py as dataclasses: the command line is made from them.
+"""Options of train.py as dataclasses: utils/cli.py makes the command line from them.
 
-An option is declared once, as a field with its type, default, unit and help. The groups RunOptions,
-OptimizerOptions, SaveOptions and MachineOptions are finetune.py's, too, and scripts/bench.py takes
-ModelOptions and MachineOptions; other scripts declare their options themselves. SamplingConfig says
-how text is written. This file is not about files, checkpoints or processes.
+Each option is declared once, as a field with its type, default, unit and help text. finetune.py
+uses the groups RunOptions, OptimizerOptions, SaveOptions and MachineOptions, too. scripts/bench.py
+uses ModelOptions and MachineOptions. Other scripts declare their own options. SamplingConfig holds
+the options of text generation. This file is not about files, checkpoints or processes.
 
-Options are frozen, and go one way: flags -> options, in which None stands for what nobody gave ->
-resolved options, which training/options.py completes from the recipe and the machine.
+Options are frozen and go one way: flags -> options (None: not given) -> resolved options, which
+training/options.py completes from the recipe and the machine.
 """
 
 import os
@@ -21,15 +21,15 @@ from utils.cli import flag_value
 from utils.errors import UserError
 from utils.ranges import BelowOne, Count, Natural, NonNegative
 
-WARMUP_STEPS = 715  # GPT-3's 375M tokens at 524,288 a step (Brown et al. 2020)
+WARMUP_STEPS = 715  # GPT-3's 375M tokens, at 524,288 tokens per step (Brown et al. 2020)
 
-# Options of one start of a script: RunOptions.to_dict leaves them out of checkpoints and
+# Options of one launch of a script. RunOptions.to_dict leaves them out of checkpoints and
 # config.json, so that a resumed run does not take them over.
 PER_LAUNCH = ("run_dir", "config", "resume", "overwrite", "dry_run")
 
-# Options that follow from other options, the recipe or the device if they are not given, or are
-# "auto". A resumed run derives them again (saved_options of training/options.py), except for its
-# warmup: a new --max_lr changes --min_lr.
+# Options that follow from other options, the recipe or the device if they are not given or "auto".
+# A resumed run derives all of them again, except for its warmup (saved_options of
+# training/options.py). For example, a new --max_lr changes --min_lr.
 DERIVED = (
     "log_dir",
     "max_lr",
@@ -41,8 +41,8 @@ DERIVED = (
     "use_torch_compile",
 )
 
-# last words of each error that refuses to write over another run
-OTHER_RUN_REMEDY = "continue that one by --resume, give another --run_dir, or --overwrite it"
+# end of each error message that refuses to write over another run
+OTHER_RUN_REMEDY = "continue that run by --resume, give another --run_dir, or --overwrite it"
 
 Resolved = TypeVar("Resolved", bound="ResolvedOptions")
 
@@ -52,51 +52,52 @@ class RunOptions:
     """Where the run reads and writes."""
 
     run_dir: Path | None = None
-    """Folder of the run: short for --checkpoint_dir RUN_DIR/checkpoints, where that is not given;
-    the log goes to RUN_DIR/logs. Without it the two flags below name the folders."""
+    """Folder of the run: short for --checkpoint_dir RUN_DIR/checkpoints; the log goes to
+    RUN_DIR/logs. The two flags below override it."""
     checkpoint_dir: Path = Path("checkpoints")
     """Folder for model_last.pt, model_best.pt and numbered checkpoints."""
     log_dir: Path | None = None
-    """Folder for metrics.jsonl, samples.txt and config.json; default: logs, beside a
-    --checkpoint_dir named checkpoints, else in it. A resumed run keeps it unless it was moved."""
+    """Folder for metrics.jsonl, samples.txt and config.json; default: logs, beside --checkpoint_dir
+    if that is named checkpoints, else in it. A resumed run keeps its folder unless it was moved."""
     config: Path | None = None
-    """Options from a .toml file (see configs/) or a run's config.json, behind those of the command
-    line; default: none."""
+    """File of options: a .toml file (see configs/) or a run's config.json. The command line
+    overrides its options; default: none."""
     resume: str | None = None
-    """Checkpoint, or the folder of a run; auto: that of --run_dir or --checkpoint_dir, or a new run
-    if there is none. Default: a new run."""
+    """Run to continue: a checkpoint or the folder of a run; auto: the run in --run_dir or
+    --checkpoint_dir, or a new run if there is none. Default: a new run."""
     init_from: str | None = None
-    """Weights to start from: a checkpoint of ours or its folder, one of nanoGPT, build-nanogpt or
-    llm.c, or a Hugging Face name (gpt2) or folder; train.py without it: random weights."""
+    """Weights to start from: a checkpoint of this project or its folder, a checkpoint of nanoGPT,
+    build-nanogpt or llm.c, or a Hugging Face name (gpt2) or folder; train.py's default: random
+    weights."""
     overwrite: bool = False
-    """Replace the checkpoints and logs of another run, or of later steps."""
+    """Replace the checkpoints and logs of another run, or of later steps of this run."""
 
     @property
     def resumed(self) -> Path | None:
-        """The checkpoint that is resumed, None for a new run: training/options.py puts the path
-        into `resume`, and leaves "auto" where there is none to continue."""
+        """Path of the checkpoint to resume; None for a new run. training/options.py has put this
+        path into `resume`, or left "auto" there if there is no checkpoint to resume."""
         if self.resume is None or self.resume == "auto":
             return None
         return Path(self.resume)
 
     @property
     def weights_from(self) -> Path | str | None:
-        """Where the weights come from that this start of the run begins with, None for new ones."""
+        """Checkpoint to resume, or else the value of --init_from; None for random weights."""
         return self.resumed or self.init_from
 
     @property
     def is_branch(self) -> bool:
-        """True if the checkpoint that is resumed lies in another folder than --checkpoint_dir. The
-        run there is another one from then on; a whole folder that was moved or copied is not."""
+        """True if the checkpoint to resume lies outside of --checkpoint_dir. The run is then a new
+        run with its own id. A moved or copied folder continues the same run."""
         if self.resumed is None:
             return False
-        # resolved: "runs/a" and a link to it are one folder
+        # resolve: "runs/a" and a symbolic link to it are the same folder
         return self.resumed.parent.resolve() != self.checkpoint_dir.resolve()
 
     @classmethod
     def checkpoint_folder(cls, flags: list[str]) -> Path:
-        """Return the --checkpoint_dir of a command line, before it is parsed: --resume auto looks
-        there for a checkpoint, which brings options along."""
+        """Return the --checkpoint_dir of a command line that is not parsed yet. --resume auto looks
+        for a checkpoint there before parsing, because the checkpoint adds options."""
         return Path(flag_value(flags, "checkpoint_dir") or cls.checkpoint_dir)
 
     def to_dict(self) -> dict:
@@ -106,12 +107,12 @@ class RunOptions:
         for name, value in vars(self).items():
             if name in PER_LAUNCH:
                 continue
-            # neither JSON nor torch.load(weights_only=True) has paths
+            # JSON and torch.load(weights_only=True) cannot hold paths
             if isinstance(value, Path):
-                # A start from another working directory has to find the folders that are written.
+                # A resume from another working directory must find the folders that are written.
                 is_written = name in ("checkpoint_dir", "log_dir")
                 value = str(value.absolute() if is_written else value)
-            elif isinstance(value, tuple):  # a tuple of Paths
+            elif isinstance(value, tuple):  # a tuple of Paths, such as data_dir
                 value = [str(folder) for folder in value]
             options[name] = value
         return options
@@ -122,26 +123,29 @@ class DataOptions:
     """Tokens and batches."""
 
     data_dir: tuple[Path, ...] = (Path("data/edu_fineweb10B"),)
-    """Folders of token shards, by data/fineweb-edu.py, build-nanogpt, llm.c or modded-nanogpt."""
+    """Folders of token shards, made by data/fineweb-edu.py, build-nanogpt, llm.c or modded-nanogpt.
+    """
     total_batch_size: Count = 524_288
-    """Tokens per step over all processes; gradient accumulation follows from it."""
+    """Tokens per step, over all processes; it sets the number of gradient accumulation steps."""
     micro_batch_size: Count | Literal["auto"] = 16
-    """Sequences per forward pass of a process; auto: what should fit; default: 16, on CUDA auto."""
+    """Sequences per forward pass of a process; auto: as many as should fit into memory; default:
+    16, on CUDA auto."""
 
     @property
     def sequences_per_pass(self) -> int:
-        """--micro_batch_size, once a number is found for "auto"."""
-        # resolve_on_device (training/options.py), or a dry run, has replaced it by a number
+        """--micro_batch_size as a number; read it only after "auto" was replaced."""
+        # resolve_on_device (training/options.py) or a dry run has replaced "auto" by a number
         assert self.micro_batch_size != "auto"
         return self.micro_batch_size
 
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """Architecture: sizes from --model_type or from these options, the rest from --recipe."""
+    """Architecture: --model_type or these options set the sizes, --recipe sets the rest."""
 
     recipe: str = "gpt2"
-    """gpt2, modern, speedrun or llama; modern,qk_norm=False changes a field (docs/RECIPES.md)."""
+    """Architecture and optimizer: gpt2, modern, speedrun or llama; modern,qk_norm=False changes a
+    field of a recipe (docs/RECIPES.md)."""
     model_type: Literal[
         "gpt2",
         "gpt2-medium",
@@ -156,31 +160,32 @@ class ModelOptions:
         "gpt3-13b",
         "gpt3-175b",
     ] = "gpt2"
-    """Named size: GPT-2's 124M, 355M, 774M, 1558M parameters, or one of GPT-3, whose context is
-    2,048 tokens. The paper trained those with total_batch_size 524288 and max_lr 6e-4 (small), 3e-4
+    """Named size: GPT-2's sizes have 124M, 355M, 774M and 1558M parameters; GPT-3's have a context
+    of 2,048 tokens. The GPT-3 paper used total_batch_size 524288 and max_lr 6e-4 (small), 3e-4
     (medium), 2.5e-4 (large); 1048576 and 2e-4 (xl), 1.6e-4 (2.7b); 2097152 and 1.2e-4 (6.7b), 1e-4
     (13b); 3145728 and 6e-5 (175b)."""
     n_layer: Count | None = None
-    """Transformer blocks; default: those of --model_type."""
+    """Number of transformer blocks; default: from --model_type."""
     n_head: Count | None = None
-    """Attention heads; default: those of --model_type."""
+    """Number of attention heads; default: from --model_type."""
     n_embd: Count | None = None
-    """Channels of the residual stream; default: those of --model_type."""
+    """Channels of the residual stream; default: from --model_type."""
     block_size: Count | None = None
-    """Tokens per sequence; default: 1,024, for GPT-3's sizes 2,048."""
+    """Context length, tokens per sequence; default: 1,024, for GPT-3's sizes 2,048."""
     dropout: BelowOne = 0.0
-    """Dropout probability; 0 for runs of about one epoch."""
+    """Dropout probability; use 0 for runs of about one epoch."""
 
     @property
     def resolved_block_size(self) -> int:
-        """--block_size, or the default of the size in --model_type: tokens per sequence."""
+        """Tokens per sequence: --block_size, or the default of --model_type."""
         default = 2048 if self.model_type in GPT3_SIZES else 1024
         return self.block_size or default
 
     def model_config(self, recipe: Recipe, vocab_size: int) -> GPTConfig:
-        """Return the architecture: the recipe's, the named size and the options over it."""
+        """Return the architecture: the recipe's fields, and the sizes of --model_type unless these
+        options override them."""
         n_layer, n_head, n_embd = SIZES[self.model_type]
-        # n_embd, block_size, vocab_size, and the fields that the recipe sets, such as "position"
+        # arguments of GPTConfig by name: n_embd, block_size, vocab_size and the recipe's fields
         model_fields = recipe.model_fields(
             self.n_embd or n_embd, self.resolved_block_size, vocab_size
         )
@@ -197,24 +202,26 @@ class OptimizerOptions:
     """Steps, learning rate and AdamW."""
 
     max_steps: Count | None = 19_073
-    """Optimizer steps; 19,073 of 524,288 tokens are 10B."""
+    """Optimizer steps; 19,073 steps of 524,288 tokens are 10B tokens."""
     max_lr: NonNegative | None = None
-    """Learning rate after warmup; default: of the recipe, gpt2: 6e-4, modern: 0.012."""
+    """Learning rate after warmup; default: from the recipe (gpt2: 6e-4, modern: 0.012)."""
     min_lr: NonNegative | None = None
-    """Learning rate of the last step; default: gpt2: a tenth of --max_lr, modern: 0."""
+    """Learning rate of the last step; default: from the recipe (gpt2: a tenth of --max_lr, modern:
+    0)."""
     warmup_steps: Natural | None = None
-    """Steps of linear warmup, at most half of --max_steps; default: 715, at most a tenth."""
+    """Steps of linear warmup, at most half of --max_steps; default: 715, or a tenth of --max_steps
+    if that is less."""
     schedule: ScheduleName | None = None
-    """Decay after warmup: cosine, linear, or wsd (constant, then linear in the last fifth);
-    default: of the recipe."""
+    """Decay of the learning rate after warmup: cosine, linear, or wsd (constant, then linear in the
+    last fifth); default: from the recipe."""
     weight_decay: NonNegative | None = None
-    """Weight decay of matrices and embeddings (Muon: of its matrices only); default: 0.1."""
+    """Weight decay of matrices and embeddings, with Muon only of Muon's matrices; default: 0.1."""
     beta1: BelowOne = 0.9
-    """AdamW: decay of the first moment."""
+    """AdamW's decay of the first moment."""
     beta2: BelowOne = 0.95
-    """AdamW: decay of the second moment."""
+    """AdamW's decay of the second moment."""
     grad_clip: NonNegative = 1.0
-    """Largest gradient norm; 0: no clipping."""
+    """Clip the gradient to this norm; 0: no clipping."""
 
 
 @dataclass(frozen=True)
@@ -222,15 +229,16 @@ class SaveOptions:
     """Evaluation, checkpoints, samples and Weights & Biases."""
 
     eval_every: Natural = 250
-    """Steps between validations; 0: only after the last step."""
+    """Steps between validations; 0: validate only after the last step."""
     save_every: Natural = 500
-    """Steps between checkpoints; 0: only before the first step and after the last one."""
+    """Steps between checkpoints; 0: save only before the first and after the last step."""
     keep_last: Natural = 0
-    """Numbered checkpoints (model_step_005000.pt) to keep beside the last and the best."""
+    """Number of numbered checkpoints (model_step_005000.pt) to keep besides model_last.pt and
+    model_best.pt."""
     sample_every: Natural = 500
-    """Steps between samples in samples.txt; 0: none."""
+    """Steps between generated texts in samples.txt; 0: none."""
     wandb: bool = False
-    """Log to Weights & Biases as well; WANDB_PROJECT and WANDB_NAME name project and run."""
+    """Log to Weights & Biases, too; WANDB_PROJECT and WANDB_NAME name the project and the run."""
 
 
 @dataclass(frozen=True)
@@ -238,21 +246,21 @@ class EvaluationOptions:
     """Validation and benchmarks."""
 
     val_tokens: Count = 10_485_760
-    """Validation tokens, the same at every validation."""
+    """Tokens per validation; each validation reads the same tokens."""
     hellaswag_every: Natural = 0
     """Steps between HellaSwag scores; 0: none."""
     lambada_every: Natural = 0
     """Steps between LAMBADA scores; 0: none."""
     core_every: Natural = 0
-    """Steps between CORE scores, of 22 tasks; 0: none."""
+    """Steps between scores of CORE, a set of 22 tasks; 0: none."""
     eval_full: bool = False
-    """Score all examples of a benchmark, not a fixed subset of 500 (of CORE, 500 a task)."""
+    """Score all examples of a benchmark, instead of a fixed subset of 500 (CORE: 500 per task)."""
     hellaswag_data: Path | None = None
-    """HellaSwag .jsonl in the original format; default: from the hub."""
+    """HellaSwag .jsonl file in the original format; default: download it from the hub."""
     lambada_data: Path | None = None
-    """LAMBADA .jsonl in OpenAI's format; default: from the hub."""
+    """LAMBADA .jsonl file in OpenAI's format; default: download it from the hub."""
     core_data: Path | None = None
-    """Folder of CORE in the layout of nanochat's eval_bundle; default: downloaded, 160 MB."""
+    """Folder of CORE in the layout of nanochat's eval_bundle; default: download it, 160 MB."""
 
 
 @dataclass(frozen=True)
@@ -260,23 +268,24 @@ class MachineOptions:
     """Device, precision, parallelism and memory."""
 
     seed: Natural = 1337
-    """Seed of weights, data order, dropout and samples."""
+    """Seed of the initial weights, the data order, dropout and samples."""
     device: str = "auto"
-    """auto, cpu, cuda, cuda:1 or mps."""
+    """Device: auto (the fastest of this machine), cpu, cuda, cuda:1 or mps."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Dtype of matmuls. auto: bfloat16 where it is faster, float16 on old GPUs."""
+    """Dtype of matmuls; auto: bfloat16 where it is faster, float16 on old GPUs, else float32."""
     sharding: Literal["none", "zero1", "zero2", "zero3"] = "none"
-    """none: DDP; zero1: shard optimizer state and float32 weights, zero2: gradients, too, zero3:
-    also the weights in the dtype of matmuls."""
+    """none: DDP; zero1: shard the optimizer state and the float32 weights; zero2: shard the
+    gradients, too; zero3: shard also the weights in the dtype of matmuls."""
     tensor_parallel: Count = 1
-    """Processes of a machine that share each block; needs --sharding zero1, zero2 or zero3."""
+    """Degree of tensor parallelism: processes of a machine that share each block; needs --sharding
+    zero1, zero2 or zero3."""
     shard_across: Count | None = None
-    """Processes that divide one copy of the state under --sharding, a multiple of those of a
-    machine, which are the default (docs/SCALING.md)."""
+    """Processes that divide one copy of the training state under --sharding, a multiple of the
+    processes of a machine; default: the processes of one machine, HSDP (docs/SCALING.md)."""
     activation_checkpointing: Literal["none", "cheap", "block"] = "none"
-    """Recompute in the backward pass: cheap: norms and activations, block: whole blocks."""
+    """What the backward pass recomputes; cheap: norms and activations, block: whole blocks."""
     use_torch_compile: bool = False
-    """Compile the blocks of training, except in grpo; default: on CUDA alone."""
+    """Compile the transformer blocks for training, except in grpo; default: only on CUDA."""
 
 
 @dataclass(frozen=True)
@@ -284,28 +293,29 @@ class PlanningOptions:
     """Print something instead of training."""
 
     dry_run: bool = False
-    """Check options, shards, folders and benchmarks, print model, memory, time and, for GPUs, cost,
-    and exit. --device then takes a GPU that need not be there, too: a100, h100, h200, b200, t4,
-    ..., whose run has other folders."""
+    """Check options, shards, folders and benchmarks; print the model's size, memory, time and, for
+    GPUs, cost; exit. --device may then name a GPU of another machine: a100, h100, h200, b200, t4,
+    ...; folders and benchmarks are not checked then."""
 
 
 @dataclass(frozen=True)
 class SamplingConfig:
-    """How text is written: options of sample.py, and of every other place that writes text."""
+    """Text generation: options of sample.py, and of every other script that generates text."""
 
     max_new_tokens: Natural = 200
-    """Most tokens of a continuation; end of text ends it, a full context drops its older half."""
+    """Most tokens to generate. The end-of-text token ends a text earlier. A full context drops its
+    older half."""
     temperature: NonNegative = 0.8
-    """Divisor of the logits: below 1 unlikely tokens, which are mostly errors of a small model, get
-    rarer; 0: always the likeliest token."""
+    """Divisor of the logits. Values below 1 make unlikely tokens rarer, which are mostly errors of
+    a small model; 0: always take the likeliest token."""
     top_k: Count | None = None
-    """Sample from the k likeliest tokens, exactly k where some are tied."""
+    """Sample from the k likeliest tokens; of tied tokens only as many count as make k."""
     top_p: Annotated[float, "above 0 and at most 1"] | None = None
-    """Sample from the likeliest tokens that together have this probability."""
+    """Sample from the fewest likeliest tokens whose probabilities add up to this."""
     num_samples: Count = 1
-    """Texts that sample.py writes; the first is shown while it is generated."""
+    """Number of texts that sample.py writes; it shows the first while generating it."""
     seed: Natural = 1337
-    """Seed; sample i depends on (seed, i) alone."""
+    """Seed of sampling; sample i depends only on (seed, i)."""
 
 
 @dataclass(frozen=True)
@@ -319,15 +329,15 @@ class TrainOptions(
     DataOptions,
     RunOptions,
 ):
-    """Train a GPT-2. With --resume, options that are not given come from the checkpoint. Most
-    runs set --data_dir, --run_dir, --model_type (or sizes) and --max_steps, perhaps
+    """Train a GPT-2. With --resume, options that are not given come from the checkpoint. Most runs
+    set --data_dir, --run_dir, --model_type (or sizes) and --max_steps, and some also
     --micro_batch_size and --resume."""
 
     def micro_steps(self, data_parallel: int) -> int:
-        """Return the micro-batches that each process takes in a step, whose gradients add up, where
-        the processes read `data_parallel` parts of the data. Raises UserError for a
-        --total_batch_size that does not divide into them."""
-        # tokens of one micro-step of all processes
+        """Return the number of gradient accumulation steps: the micro-batches of each process in an
+        optimizer step. `data_parallel` is the number of parts into which the processes divide the
+        data. Raises UserError if --total_batch_size does not divide into micro-batches."""
+        # tokens of one micro-step, over all processes
         tokens_together = self.sequences_per_pass * self.resolved_block_size * data_parallel
         if self.total_batch_size % tokens_together:
             nearest = max(1, round(self.total_batch_size / tokens_together)) * tokens_together
@@ -341,9 +351,9 @@ class TrainOptions(
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedOptions(MachineOptions, SaveOptions, OptimizerOptions, RunOptions, ABC):
-    """Options of a run of train.py or finetune.py, with what was derived in place of None."""
+    """Options of a run of train.py or finetune.py after each None of DERIVED got its value."""
 
-    # declared again with types that exclude None
+    # declared again, with types that exclude None
     log_dir: Path
     max_steps: int
     max_lr: float
@@ -359,19 +369,21 @@ class ResolvedOptions(MachineOptions, SaveOptions, OptimizerOptions, RunOptions,
             raise UserError(
                 f"--tensor_parallel {self.tensor_parallel} needs --sharding zero1, zero2 or zero3"
             )
-        # DDP divides no state. A resumed run may bring the flag from one that was sharded.
+        # Without sharding (DDP) the flag would have no effect. A resumed run may have it from a
+        # checkpoint that was trained with sharding.
         if self.shard_across is not None and self.sharding == "none" and self.resumed is None:
             raise UserError("--shard_across needs --sharding zero1, zero2 or zero3")
 
     @property
     @abstractmethod
     def decay_end(self) -> int:
-        """Step, counted from 0, whose learning rate is --min_lr."""
+        """Step, counted from 0, at which the learning rate reaches --min_lr."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedTrainOptions(ResolvedOptions, TrainOptions):
-    """Options of a run of train.py; --micro_batch_size may be "auto" until the model is known."""
+    """Options of a run of train.py after each None of DERIVED got its value. --micro_batch_size is
+    still "auto" until the model is known."""
 
     block_size: int
 
@@ -381,19 +393,19 @@ class ResolvedTrainOptions(ResolvedOptions, TrainOptions):
 
 
 def resolve_from_recipe(options: TrainOptions, recipe: Recipe) -> ResolvedTrainOptions:
-    """Return the options with the learning rates, the schedule and the folder of the log, as far as
-    nobody gave them, from the recipe and from other options."""
+    """Return the options with values in place of None: learning rates, schedule, weight decay,
+    warmup, context length and folder of the log follow from the recipe and from other options."""
     assert options.max_steps is not None  # its default is a number
-    # `is None`, not `or`: --max_lr 0 is a rate, too
+    # `is None`, not `or`: --max_lr 0 is a valid learning rate
     max_lr = recipe.max_lr if options.max_lr is None else options.max_lr
-    # `resolve` uses these values only for options that are None
+    # `resolve` uses the values below only for options that are None
     return resolve(
         ResolvedTrainOptions,
         options,
         log_dir=log_folder(options.checkpoint_dir),
         block_size=options.resolved_block_size,
         max_lr=max_lr,
-        min_lr=0.0 if recipe.to_zero else max_lr / 10,  # a tenth: Brown et al. 2020
+        min_lr=0.0 if recipe.to_zero else max_lr / 10,  # a tenth as in Brown et al. 2020
         weight_decay=recipe.weight_decay,
         schedule=recipe.schedule,
         warmup_steps=min(WARMUP_STEPS, options.max_steps // 10),
@@ -401,17 +413,17 @@ def resolve_from_recipe(options: TrainOptions, recipe: Recipe) -> ResolvedTrainO
 
 
 def resolve(resolved_class: type[Resolved], options: RunOptions, **defaults: object) -> Resolved:
-    """Return the options as `resolved_class`, with these values in place of those that are None."""
+    """Return the options as a `resolved_class`; `defaults` replace options that are None."""
     given = {name: value for name, value in vars(options).items() if value is not None}
-    # later dicts win: a given value over its default, a default over None
+    # Later dicts win: a default replaces None, and a given value replaces its default.
     return resolved_class(**vars(options) | defaults | given)
 
 
 def log_folder(checkpoint_dir: Path) -> Path:
-    """Return the folder of the log of a folder of checkpoints: X/logs for X/checkpoints, else logs
-    in the folder itself."""
-    # absolute: the name of "." is that of the working directory
+    """Return the default folder of the log: X/logs for a `checkpoint_dir` X/checkpoints, else the
+    folder logs inside `checkpoint_dir`."""
+    # absolute, because the path "." has no name: its name is the name of the working directory
     if checkpoint_dir.absolute().name != "checkpoints":
         return checkpoint_dir / "logs"
-    # "checkpoints/../logs" to "logs"; of "." it is "../logs"
+    # normpath turns "checkpoints/../logs" into "logs"; for "." the result is "../logs"
     return Path(os.path.normpath(checkpoint_dir / "../logs"))

@@ -1,8 +1,9 @@
 """Recipes: named ways to build and train a model.
 
-A recipe says what --model_type and the options of sizes do not: the architecture beside its sizes,
-the optimizer, the learning rates and their schedule. docs/RECIPES.md says what each part gives.
-This file is not about options: config.py lets the user choose a recipe and override it.
+--model_type and a few options set the sizes of a model. A recipe sets the rest: the architecture
+apart from its sizes, the optimizer, the learning rates and their schedule. docs/RECIPES.md says
+what each part gains. This file is not about options: config.py has the options with which the user
+chooses a recipe and overrides it.
 """
 
 import math
@@ -21,56 +22,57 @@ class Recipe:
     """A way to build and train a model: architecture, optimizer, learning rates, schedule."""
 
     model: dict = field(default_factory=dict)
-    """Fields of GPTConfig that differ from GPT-2's, by name; mlp_ratio and ngram_bits give those
-    that follow from the sizes."""
+    """Fields of GPTConfig by name, with values that differ from GPT-2's. Fields that depend on the
+    sizes are not here: mlp_ratio gives n_inner, ngram_bits gives ngrams."""
     mlp_ratio: NonNegative = 4.0
-    """Width of the MLP over that of the residual stream, rounded up to a multiple of 64 unless it
-    is 4."""
+    """Width of the MLP divided by n_embd. Unless the ratio is 4, the width is rounded up to a
+    multiple of 64."""
     ngram_bits: NonNegative = 0.0
-    """Longest n-gram with an embedding, in bits: log2(V) for each token of a vocabulary of V."""
+    """Longest n-gram with an embedding, in bits: a token of a vocabulary of V has log2(V) bits."""
     optimizer: Literal["adamw", "muon"] = "adamw"
-    """Optimizer of the blocks' matrices, in training/optimizers.py. AdamW trains the rest."""
+    """Optimizer of the blocks' matrices (training/optimizers.py). AdamW trains the other weights."""
     max_lr: NonNegative = 6e-4
     """Learning rate after warmup."""
     embedding_rate: NonNegative = 1.0
-    """Factor on the learning rate of embeddings."""
+    """Embeddings have this factor times the learning rate."""
     head_rate: NonNegative = 1.0
-    """Factor on the learning rate of an untied head."""
+    """An untied head has this factor times the learning rate."""
     weight_decay: NonNegative = 0.1
     """Decoupled weight decay."""
     normuon: BelowOne = 0.0
-    """NorMuon: decay of each row's mean squared update, by whose root it is divided; 0: Muon."""
+    """NorMuon divides each row of an update by the root of a running mean of its squares. This is
+    the decay of that mean; 0: plain Muon."""
     momentum: BelowOne = 0.95
-    """Muon: momentum."""
+    """Muon's momentum."""
     schedule: ScheduleName = "cosine"
-    """Decay after warmup, in training/schedule.py."""
+    """Decay of the learning rate after warmup (training/schedule.py)."""
     to_zero: bool = False
-    """Decay to 0 instead of a tenth of max_lr."""
+    """Decay the learning rate to 0, instead of to a tenth of max_lr."""
 
     def __post_init__(self) -> None:
-        check_ranges(self)  # UserError for a value out of its field's range
+        check_ranges(self)  # raises UserError for a value out of its field's range
 
     def model_fields(self, n_embd: int, block_size: int, vocab_size: int) -> dict:
-        """Return the fields of GPTConfig that the recipe gives a model of these sizes, with the
-        sizes; layers, heads and dropout are the caller's."""
-        fields = {"block_size": block_size, "vocab_size": vocab_size, "n_embd": n_embd}
+        """Return arguments of GPTConfig by name: these sizes, and the fields that the recipe sets.
+        The caller adds n_layer, n_head and dropout."""
+        arguments = {"block_size": block_size, "vocab_size": vocab_size, "n_embd": n_embd}
 
-        # GPTConfig's own default is 4 x n_embd. Other widths are rounded up to 64, as matmuls are
-        # slow at odd ones.
+        # GPTConfig's default width is 4 x n_embd. Other widths are rounded up to a multiple of 64,
+        # because matmuls of odd widths are slow.
         if self.mlp_ratio != 4:
-            fields["n_inner"] = 64 * math.ceil(self.mlp_ratio * n_embd / 64)
+            arguments["n_inner"] = 64 * math.ceil(self.mlp_ratio * n_embd / 64)
 
-        # + 1, because the logarithm of a vocabulary of one token would be 0
+        # + 1, because a vocabulary of one token has a logarithm of 0
         ngrams = int(self.ngram_bits / math.log2(vocab_size + 1))
-        fields["ngrams"] = max(1, ngrams)  # 1: no embeddings of n-grams
-        return fields | self.model  # the recipe's own fields win
+        arguments["ngrams"] = max(1, ngrams)  # 1: no embeddings of n-grams
+        return arguments | self.model  # fields that the recipe names win
 
 
 LLAMA = {"position": "rotary", "norm": "rms", "activation": "swiglu", "bias": False, "tied": False}
 # These values won the searches of docs/RECIPES.md.
 MODERN = Recipe(
     model=LLAMA | {"qk_norm": True},
-    # SwiGLU has three matrices and GPT-2's MLP has two: this gives both as many weights
+    # SwiGLU has three matrices, GPT-2's MLP has two: this ratio gives both equally many weights
     mlp_ratio=8 / 3,
     optimizer="muon",
     max_lr=0.012,
@@ -84,41 +86,45 @@ MODERN = Recipe(
 RECIPES = {
     "gpt2": Recipe(),
     "modern": MODERN,
-    # 42 bits are n-grams of up to 5 bytes (8 bits each), or of 2 of GPT-2's tokens (15.6 each)
+    # 42 bits allow n-grams of 5 bytes (8 bits each), or of 2 GPT-2 tokens (15.6 bits each)
     "speedrun": replace(MODERN, model=MODERN.model | {"ngram_rows": 65_000}, ngram_bits=42.0),
     "llama": Recipe(model=LLAMA),
 }
 
 
 def parse_recipe(text: str) -> Recipe:
-    """Return the recipe of --recipe, NAME or NAME,FIELD=VALUE,...; a FIELD is one of Recipe or one
-    of GPTConfig that is no option of its own. Raises UserError for an unknown name or value."""
+    """Return the recipe for the text of --recipe, which is NAME or NAME,FIELD=VALUE,...
+
+    A FIELD is a field of Recipe, or a field of GPTConfig that has no flag and no size. Raises
+    UserError for an unknown name or a wrong value.
+    """
     name, *changes = text.split(",")  # "modern,qk_norm=False"
     if name not in RECIPES:
         raise UserError(f"there is no recipe {name!r}; there are {', '.join(RECIPES)}")
     recipe = RECIPES[name]
-    training_fields = [field.name for field in fields(Recipe) if field.name != "model"]
-    model_fields = [field.name for field in fields(GPTConfig) if field.name not in SIZED]
+    recipe_names = [f.name for f in fields(Recipe) if f.name != "model"]
+    # SIZED holds the fields of GPTConfig that options or the tokenizer set, such as n_layer
+    model_names = [f.name for f in fields(GPTConfig) if f.name not in SIZED]
     for change in changes:
-        field_name, _, text = change.strip().partition("=")  # "qk_norm", "=", "False"
-        if field_name in training_fields:
-            # the class attribute is the field's default, which tells the type of the value
-            value = parse_value(field_name, text, getattr(Recipe, field_name))
+        field_name, _, value_text = change.strip().partition("=")  # "qk_norm", "=", "False"
+        if field_name in recipe_names:
+            # the class attribute is the default of the field, which tells the type of the value
+            value = parse_value(field_name, value_text, getattr(Recipe, field_name))
             recipe = replace(recipe, **{field_name: value})  # type: ignore[arg-type]  # any field
-        elif field_name in model_fields:
-            value = parse_value(field_name, text, getattr(GPTConfig, field_name))
-            # GPTConfig checks the value when the model is built
+        elif field_name in model_names:
+            value = parse_value(field_name, value_text, getattr(GPTConfig, field_name))
+            # GPTConfig checks the value later, when the model is built
             recipe = replace(recipe, model=recipe.model | {field_name: value})
         else:
-            names = ", ".join(training_fields + model_fields)
+            names = ", ".join(recipe_names + model_names)
             raise UserError(f"a recipe has no {field_name!r}, but {names}")
     return recipe
 
 
 def parse_value(name: str, text: str, default: float | str | None) -> float | str:
-    """Return the value of a field that a text stands for; it has the type of the field's default,
-    int where that is None. Raises UserError for other text."""
-    # n_kv_head and n_inner, the fields with a default of None, are integers
+    """Convert a text to the type of the field's default, or to int if the default is None. Raises
+    UserError, which gives the `name` of the field, if the text has another type."""
+    # the fields whose default is None, n_kv_head and n_inner, are integers
     value_type = int if default is None else type(default)
     try:
         if value_type is bool:

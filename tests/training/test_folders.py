@@ -198,7 +198,7 @@ def test_a_run_that_is_killed_in_its_first_steps_keeps_options_id_and_log(shards
     before = logged_run(log)
     rows = (log / "metrics.jsonl").read_bytes()
     command = f"python train.py --resume '{run}'"
-    bad(args, "of another run; continue that one by --resume")
+    bad(args, "of another run; continue that run by --resume")
     elsewhere = [*folders(branch)[:2], "--log_dir", log]
     bad([*args, "--resume", "auto", *elsewhere], "of another run")
     script(*shlex.split(command)[1:], "--max_steps", 2)
