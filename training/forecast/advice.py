@@ -1,4 +1,4 @@
-"""The micro-batch that fits, and the flags with which a run fits and its steps are fastest."""
+"""Find the largest micro-batch that fits, and the flags with which a run fits and is fastest."""
 
 import itertools
 import math
@@ -22,15 +22,15 @@ def choose_micro_batch(
     model_config: GPTConfig,
     hardware: Hardware,
 ) -> tuple[int, str]:
-    """Return the sequences of a micro-batch for --micro_batch_size auto, and a sentence about it to
-    print. Raises UserError, which names flags that would do, if not even one sequence fits."""
+    """Return the number for --micro_batch_size auto, in sequences, and a sentence to print.
+    Raises UserError if not even one sequence fits; its message names flags with which one fits."""
     try:
         micro_batch_size, needed_bytes = largest_micro_batch(
             options, recipe, model_config, hardware
         )
     except UserError as error:  # the sequences of a step do not divide among the processes
         advice = advise(options, recipe, model_config, hardware)
-        if not advice:
+        if not advice:  # no flags make them divide
             raise
         raise UserError(f"{error}; {advice}") from error
     free_text = f"{hardware.free_bytes / 1e9:.2f} GB free"
@@ -46,36 +46,42 @@ def choose_micro_batch(
 def largest_micro_batch(
     options: ResolvedTrainOptions, recipe: Recipe, model_config: GPTConfig, hardware: Hardware
 ) -> tuple[int, int]:
-    """Return the most sequences of a micro-batch whose forecast fits USABLE of the free memory, and
-    that forecast in bytes; 0 and that of one sequence if none fits. The sequences divide a
-    process's share of a step."""
-    # A process has as many sequences in a step as micro-steps of one sequence.
+    """Return the largest micro-batch that fits, in sequences, and the forecast of its memory in
+    bytes. If not even one sequence fits, return 0 and the bytes of one sequence.
+
+    A micro-batch fits if its forecast is at most USABLE of the free memory. Its size divides the
+    sequences of a process in a step.
+    """
+    # With micro-batches of one sequence, the micro-steps of a process count its sequences.
     num_sequences = hardware.count_micro_steps(replace(options, micro_batch_size=1))
-    # A size that does not divide them would leave a smaller last micro-batch.
+    # Try only divisors: any other size would leave a smaller last micro-batch.
     for micro_batch_size in range(num_sequences, 0, -1):
         if num_sequences % micro_batch_size == 0:
             trial = replace(options, micro_batch_size=micro_batch_size)
             needed_bytes = sum(forecast_memory(trial, recipe, model_config, hardware).values())
             if needed_bytes <= USABLE * hardware.free_bytes:
                 return micro_batch_size, needed_bytes
-    return 0, needed_bytes  # bytes of one sequence, the last trial
+    return 0, needed_bytes  # of the last trial, one sequence
 
 
 def advise(
     options: ResolvedTrainOptions, recipe: Recipe, model_config: GPTConfig, hardware: Hardware
 ) -> str:
-    """Return the flags to change so that the run fits these devices and a step takes the least time
-    by forecast. Of equally fast ones, which on devices of unknown speed are all, the first counts:
-    the run's own flags with another micro-batch, then the plainest. Return what else would help if
-    none fits, and "" if no flags make the numbers of the run divide."""
+    """Return a text with the flags to change, so that the run fits these devices and its steps are
+    the fastest by forecast.
+
+    Of equally fast combinations the first wins: the run's own flags with another micro-batch, then
+    the simplest flags. On devices of unknown speed all count as equally fast. If no flags fit, the
+    text says what else helps. Return "" if no flags make the numbers of the run divide.
+    """
     model = build_without_weights(GPT, model_config)  # forecast_step counts its FLOPs
     world_size = hardware.world_size
-    # values of --shard_across: the processes of two machines, of three, ...
+    # values of --shard_across that divide a copy over two machines, three machines, ...
     several_machines = range(2 * hardware.per_machine, world_size + 1, hardware.per_machine)
-    # None of --shard_across is a replica in each machine. A run that gives another number has to
-    # give this one, too: flags that are returned can replace others, but take none away.
+    # --shard_across None means one copy of the state per machine. If the run gives a number, the
+    # advice must give per_machine instead of None: it can replace a flag, but not remove it.
     in_a_machine = None if options.shard_across is None else hardware.per_machine
-    # The run's own options come first, then the plainest: a later combination has to be faster.
+    # the values to try by option: the run's own value first, then the simplest
     choices: dict[str, tuple] = {
         "activation_checkpointing": (options.activation_checkpointing, "none", "cheap", "block"),
         "tensor_parallel": (options.tensor_parallel, 1, 2, 4, 8),
@@ -85,19 +91,19 @@ def advise(
     best_seconds = math.inf
     advice = ""
     for combination in itertools.product(*choices.values()):
-        flags = dict(zip(choices, combination, strict=True))
+        flags = dict(zip(choices, combination, strict=True))  # one value by option
         try:
             check_divides(model_config, flags["tensor_parallel"])
             # raises UserError for flags that exclude each other
             trial = replace(options, **flags)
             micro_batch_size, _ = largest_micro_batch(trial, recipe, model_config, hardware)
-        except UserError:  # the numbers do not divide, or the flags do not go together
+        except UserError:  # the numbers do not divide, or the flags exclude each other
             continue
-        if micro_batch_size == 0:
+        if micro_batch_size == 0:  # not even one sequence fits
             advice = advice or "no flags make it fit; take a smaller model, or more GPUs"
             continue
         forecast = forecast_step(replace(trial, micro_batch_size=micro_batch_size), model, hardware)
-        seconds = forecast.seconds if forecast is not None else 0.0
+        seconds = forecast.seconds if forecast is not None else 0.0  # 0: the first trial wins
         if seconds < best_seconds:
             best_seconds = seconds
             flags = {"micro_batch_size": micro_batch_size, **flags}

@@ -21,27 +21,30 @@ from utils.devices import seconds_on_cpu
 from utils.distributed import ALONE, is_main_process
 from utils.throughput import NAMED_GPUS, NETWORK_BANDWIDTH
 
-DOLLARS_PER_GPU_HOUR = 2.50  # rent of an H100, used for all GPUs
-LONG_HOURS = 100  # above this a run on a CPU is hardly meant
-FEWEST_FITTED_TOKENS = 100_000_000  # shortest run that fitted_loss was fitted to
+DOLLARS_PER_GPU_HOUR = 2.50  # rent of an H100, taken for all GPUs
+LONG_HOURS = 100  # for longer runs on a CPU, describe_time names the demo
+FEWEST_FITTED_TOKENS = 100_000_000  # tokens of the shortest run that fitted_loss was fitted to
 
 
 def print_forecast(
     options: ResolvedTrainOptions, recipe: Recipe, checkpoint: Checkpoint | None
 ) -> None:
-    """Print what would be trained and its forecast; on the main process, for all. `checkpoint` is
-    that of --resume, None for a new run. Raises UserError for what the run would refuse, as far as
-    it lies on this machine."""
+    """Print the size, memory, time and cost of a run; only the main process prints.
+
+    `checkpoint` is the checkpoint of --resume, None for a new run. Raises UserError for everything
+    that the run itself would refuse, as far as this machine has the files.
+    """
     # Not Process.is_main: a dry run does not connect the processes of torchrun.
     if not is_main_process():
         return
-    hardware = Hardware.of(options)
-    # ALONE: only the main process gets here.
-    initial = open_initial(options, checkpoint, ALONE)
-    data = open_data(options)
-    if initial is None and not data:  # only the user knows the tokenizer of shards that are to come
+    hardware = Hardware.of(options)  # devices, dtype, memory and number of processes
+    # ALONE stands for a single process: the other processes of torchrun have returned above.
+    initial = open_initial(options, checkpoint, ALONE)  # weights to begin with; None: random ones
+    data = open_data(options)  # by split, "train" and "val"; empty without shards
+    if initial is None and not data:  # only the user knows the tokenizer of future shards
         print("note: GPT-2's vocabulary assumed; a model of bytes is smaller")
     if checkpoint is not None:
+        # raises UserError if --init_from holds other weights than the resumed run began with
         init_checksum(options, checkpoint, initial, ALONE)
     stream = data["train"].stream if data else None
     model_config = agreed_model_config(options, recipe, stream, initial)
@@ -50,8 +53,8 @@ def print_forecast(
         print(sentence)
         options = replace(options, micro_batch_size=micro_batch_size)
 
-    # what is trained, on what
-    model = build_without_weights(GPT, model_config)
+    # size of the model, and the devices
+    model = build_without_weights(GPT, model_config)  # on the device "meta", without memory
     is_named_gpu = options.device in NAMED_GPUS  # such as h100
     data_parallel, _ = hardware.parallel_degrees(options)  # parts of the data
     steps_text = describe_steps(options, hardware.count_micro_steps(options), data_parallel)
@@ -60,56 +63,82 @@ def print_forecast(
         device_name = NAMED_GPUS[options.device].name
     print(f"{model.num_parameters():,} parameters; {steps_text} on {device_name}, {hardware.dtype}")
 
-    bytes_by_use = forecast_memory(options, recipe, model_config, hardware)
+    bytes_by_use = forecast_memory(options, recipe, model_config, hardware)  # of one process
     fits = sum(bytes_by_use.values()) <= USABLE * hardware.free_bytes
     print_memory(bytes_by_use, fits, hardware)
 
-    # bytes sent, and advice
-    forecast = forecast_step(options, model, hardware)  # None for devices of unknown speed
-    utilization = MFU  # share of the peak
+    # communication, and advice
+    forecast = forecast_step(options, model, hardware)  # of one step; None: speed is not known
+    utilization = MFU  # fraction of the peak FLOP/s; lower if a GPU waits for communication
     if forecast is not None and hardware.world_size > 1:
         print_sending(forecast)
-        # A GPU also waits for what others send.
         utilization *= forecast.compute_seconds / forecast.seconds
     if not fits or (forecast is not None and forecast.sending_seconds > forecast.compute_seconds):
         print(f"advice: {advise(options, recipe, model_config, hardware)}")
 
-    # time and cost of the remaining steps
-    steps_left = options.max_steps - (checkpoint["step"] if checkpoint else 0)
-    num_tokens = options.total_batch_size * steps_left
-    tokens_text = f"{num_tokens:,} tokens"
-    if checkpoint:
-        tokens_text = f"the {tokens_text} after step {checkpoint['step']:,}"
-    flops_per_step = step_flops(options, model)  # on all devices together
-    # MFU counts each FLOP of the model once, also if it is computed again.
-    mfu = utilization * model.flops_per_token() * options.total_batch_size / flops_per_step
-    if steps_left == 0:
-        print(f"the run is at its last step, {options.max_steps:,}: it would not go on")
-    else:
-        time = describe_time(flops_per_step * steps_left, hardware, utilization, mfu)
-        print(f"{model.flops_per_token() * num_tokens:.3g} FLOPs for {tokens_text}{time}")
+    print_time_and_cost(options, checkpoint, model, hardware, utilization)
 
-    # Loss of a new model, if it resembles those of the fit: they had GPT-2's tokens, and no n-gram
-    # embeddings, of whose many parameters a token uses few.
+    # Print the expected loss only for a new model that resembles the models of the fit: they had
+    # GPT-2's tokens, and no n-gram embeddings, which have many parameters but use few per token.
     has_gpt2_tokens = model_config.vocab_size == TOKENIZERS["gpt2"].vocab_size
     if options.init_from is None and has_gpt2_tokens and model_config.ngrams == 1:
         print(describe_loss(model.num_parameters(), options.total_batch_size * options.max_steps))
-    # A run on a named GPU takes place on another machine, with folders of its own.
-    if not is_named_gpu:
-        # train.sh reads these lines, and makes missing shards of the default folder
-        for folder in options.data_dir:
-            print(f"data_dir: {folder}")
-        refuse_overwriting(options, checkpoint)
-        if "val" in data:  # reads, or downloads, the benchmarks
-            Evaluator(options, model, data["val"], ALONE)
-    # train.sh replaces these lines
+    if not is_named_gpu:  # a named GPU is in another machine, which has its own folders
+        check_run_files(options, checkpoint, model, data)
+    # train.sh replaces the next two lines
     print("This was a dry run: nothing was trained or written.")
     print(f"next: {describe_next(options, fits, 'val' in data)}")
 
 
+def print_time_and_cost(
+    options: ResolvedTrainOptions,
+    checkpoint: Checkpoint | None,
+    model: GPT,
+    hardware: Hardware,
+    utilization: float,
+) -> None:
+    """Print the FLOPs, time and cost of the steps after `checkpoint`; of all steps if it is None.
+    The devices compute at the fraction `utilization` of their peak FLOP/s."""
+    steps_left = options.max_steps - (checkpoint["step"] if checkpoint else 0)
+    if steps_left == 0:
+        print(f"the run is at its last step, {options.max_steps:,}: it would not go on")
+        return
+    num_tokens = options.total_batch_size * steps_left
+    tokens_text = f"{num_tokens:,} tokens"
+    if checkpoint:
+        tokens_text = f"the {tokens_text} after step {checkpoint['step']:,}"
+    flops_per_step = step_flops(options, model)  # on all devices, with recomputation
+    # MFU counts each FLOP of the model only once, even if it is recomputed.
+    mfu = utilization * model.flops_per_token() * options.total_batch_size / flops_per_step
+    # such as ": 3.1 hours on 8 GPUs and ..."
+    time_text = describe_time(flops_per_step * steps_left, hardware, utilization, mfu)
+    print(f"{model.flops_per_token() * num_tokens:.3g} FLOPs for {tokens_text}{time_text}")
+
+
+def check_run_files(
+    options: ResolvedTrainOptions,
+    checkpoint: Checkpoint | None,
+    model: GPT,
+    data: dict[str, Mixture],
+) -> None:
+    """Check the folders and benchmarks of the run on this machine, and print its data folders.
+
+    `data` is by split. Raises UserError if the run would overwrite the files of another run, or if
+    it cannot score a benchmark.
+    """
+    # train.sh reads these lines, and makes the shards of the default folder if they are missing
+    for folder in options.data_dir:
+        print(f"data_dir: {folder}")
+    refuse_overwriting(options, checkpoint)  # refuses to overwrite files of another run
+    if "val" in data:
+        # The constructor opens, or downloads, the benchmarks. Nothing is evaluated here.
+        Evaluator(options, model, data["val"], ALONE)
+
+
 def open_data(options: ResolvedTrainOptions) -> dict[str, Mixture]:
-    """Open the data of the run, and print how often it is read; return it by split. Print a note
-    for a split without shards, which may be made before the run."""
+    """Open the data of the run and return it by split, "train" and "val". Print how often the run
+    reads it. Without shards of a split, print a note and leave the split out: the user may make
+    them before the run."""
     data: dict[str, Mixture] = {}
     try:
         for split in ("train", "val"):
@@ -118,13 +147,14 @@ def open_data(options: ResolvedTrainOptions) -> dict[str, Mixture]:
         epochs = describe_epochs(options, train_data)
         print(f"{len(train_data.stream):,} train tokens: {epochs}")
     except MissingShards as error:
-        # `describe_next` says how to make them
+        # describe_next tells how to make the shards
         print(f"note: {error}" if data else "note: there are no shards yet")
     return data
 
 
 def describe_next(options: ResolvedTrainOptions, fits: bool, has_shards: bool) -> str:
-    """Return what to do after the dry run."""
+    """Return what the user can do after the dry run. `fits` is True if the run fits into memory,
+    `has_shards` if there are shards to train and validate on."""
     if not fits:
         return "other options, as the advice above says, and a dry run with them"
     if options.device in NAMED_GPUS:
@@ -137,13 +167,13 @@ def describe_next(options: ResolvedTrainOptions, fits: bool, has_shards: bool) -
 
 
 def print_memory(bytes_by_use: dict[str, int], fits: bool, hardware: Hardware) -> None:
-    """Print the forecast of the memory of one process, and whether it fits."""
+    """Print the memory forecast of one process, in bytes by use, and whether it fits."""
     print("peak memory of one process in GB, without Python, CUDA's context and dropout's masks:")
     for name, num_bytes in bytes_by_use.items():
         print(f"  {num_bytes / 1e9:8.2f}  {name}")
     needed = sum(bytes_by_use.values())
     fits_text = "fits" if fits else "does not fit"
-    # not all that is free, as the forecast is not exact
+    # only USABLE of the free memory, because the forecast is not exact
     print(
         f"  {needed / 1e9:8.2f}  in all: {fits_text} {USABLE * hardware.free_bytes / 1e9:.2f} GB, "
         f"{USABLE:.0%} of {hardware.free_bytes / 1e9:.2f} GB free"
@@ -151,8 +181,8 @@ def print_memory(bytes_by_use: dict[str, int], fits: bool, hardware: Hardware) -
 
 
 def print_sending(forecast: StepForecast) -> None:
-    """Print the bytes that a GPU sends in a step by link, their time, and that of a step. A link
-    that carries nothing, as the network of a run on one machine, gets no line."""
+    """Print the bytes that a GPU sends in a step, their time for each link, and the time of a step.
+    A link without traffic gets no line, such as the network of a run on one machine."""
     print(f"a GPU sends in a step, beside {forecast.compute_seconds:.3f} s of compute:")
     for num_bytes, bandwidth, destination in (
         (forecast.machine_bytes, forecast.bandwidth, "within its machine"),
@@ -170,18 +200,18 @@ def print_sending(forecast: StepForecast) -> None:
 
 
 def describe_time(flops: float, hardware: Hardware, utilization: float, mfu: float) -> str:
-    """Return the time in which the devices compute a number of FLOPs, and the cost of GPUs at a
-    share of their peak, `utilization`, to append to a line; "" for a GPU whose peak is not known.
-    """
+    """Return a text, to append to a line, about the time of `flops` FLOPs on all devices and the
+    cost of the GPUs. The GPUs compute at the fraction `utilization` of their peak; `mfu` is only
+    printed. Return "" for a GPU whose peak is not known."""
     if hardware.device.type == "cpu":
-        hours = seconds_on_cpu(flops, hardware.dtype) / 3600  # times a matmul
+        hours = seconds_on_cpu(flops, hardware.dtype) / 3600  # measured by a matmul
         # train.sh quotes the text between "about" and "on this processor"
         text = f": about {describe_hours(hours)} on this processor"
         return text if hours < LONG_HOURS else f"{text}; bash train.sh demo takes minutes"
     if hardware.gpu is None:
         return ""
     peak_flops = hardware.gpu.peak_flops  # FLOP/s
-    gpu_hours = flops / (peak_flops * utilization) / 3600  # sum over GPUs
+    gpu_hours = flops / (peak_flops * utilization) / 3600  # sum over all GPUs
     num_gpus = hardware.world_size
     gpus_text = "1 GPU" if num_gpus == 1 else f"{num_gpus:,} GPUs"
     return (
@@ -192,37 +222,37 @@ def describe_time(flops: float, hardware: Hardware, utilization: float, mfu: flo
 
 
 def describe_hours(hours: float) -> str:
-    """Return a time in minutes, hours, or hours and days."""
+    """Return a time as text: in minutes, in hours, or in hours and days."""
     if hours < 1:
         return f"{max(0.1, 60 * hours):.1f} minutes"
     if hours < 48:
         return f"{hours:,.1f} hours"
-    hours = float(f"{hours:.2g}")  # two digits: it is a forecast
+    hours = float(f"{hours:.2g}")  # two digits, because a forecast is not exact
     return f"{hours:,.0f} hours ({hours / 24:,.0f} days)"
 
 
 def fitted_loss(num_parameters: float, num_tokens: float) -> float:
-    """Return the loss in nats per token of GPT-2's that a model reaches after so many tokens of C4,
-    each read once, by the fit of Muennighoff et al. 2023 (github.com/huggingface/datablations)."""
+    """Return the loss, in nats per GPT-2 token, that a model reaches after `num_tokens` tokens of
+    C4, each read once. Formula: Muennighoff et al. 2023 (github.com/huggingface/datablations)."""
     return 1.87 + 521 / num_parameters**0.3527 + 1488 / num_tokens**0.3527
 
 
 def describe_loss(num_parameters: int, num_tokens: int) -> str:
-    """Return the sentence about the loss that this number of parameters reaches on this number of
-    tokens, and about a better size for the same compute: about 6 x parameters x tokens."""
+    """Return a sentence about the loss to expect of this number of parameters and tokens, and about
+    a better size for the same compute, which is about 6 x parameters x tokens."""
     fit = "the fit of Muennighoff et al. 2023"
     if num_tokens < FEWEST_FITTED_TOKENS:
         return (
-            f"loss to expect: {fit} knows no runs of under {FEWEST_FITTED_TOKENS / 1e6:.0f}M tokens"
+            f"loss to expect: {fit} has no runs of under {FEWEST_FITTED_TOKENS / 1e6:.0f}M tokens"
         )
     loss = fitted_loss(num_parameters, num_tokens)
     text = f"loss to expect: about {loss:.2f}, by {fit}, for text like C4, read once, with AdamW"
-    # For a fixed product of both, the loss is lowest where the two terms of the fit are equal:
-    # 521 / parameters^a = 1488 / tokens^a, with a = 0.3527.
+    # For a fixed product of parameters and tokens, the loss is lowest where the two terms of the
+    # fit are equal: 521 / parameters^a = 1488 / tokens^a, with a = 0.3527.
     best_parameters = (521 / 1488) ** (0.5 / 0.3527) * (num_parameters * num_tokens) ** 0.5
     best_tokens = num_parameters * num_tokens / best_parameters
     best_loss = fitted_loss(best_parameters, best_tokens)
-    # Propose only a size that is worth the change and lies within the runs of the fit.
+    # Propose a size only if its loss is clearly lower and the fit covers its number of tokens.
     if loss - best_loss > 0.02 and best_tokens > FEWEST_FITTED_TOKENS:
         text += (
             f"; for the same compute it is lowest, {best_loss:.2f}, with "

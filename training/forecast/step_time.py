@@ -1,6 +1,6 @@
-"""Time of a step by forecast: what each GPU computes, and what it sends to the others.
+"""Forecast of the time of a step: the compute of each GPU, and the bytes that it sends to others.
 
-The formulas are those of docs/SCALING.md: ring algorithms, without latencies.
+docs/SCALING.md derives the formulas, for ring algorithms and without latencies.
 """
 
 from dataclasses import dataclass
@@ -10,53 +10,55 @@ from model.gpt import GPT
 from training.forecast.memory import FLOAT32_BYTES, Hardware, checkpointing, count_weights
 from utils.throughput import NETWORK_BANDWIDTH
 
-# MFU of llm.c's 124M on eight H100: 140 ms for 524,288 tokens (modded-nanogpt, 2024-10-13).
+# Fraction of the peak FLOP/s that a forecast assumes. llm.c's 124M reached it on eight H100: 140 ms
+# for 524,288 tokens (modded-nanogpt, 2024-10-13).
 MFU = 0.40
 
 
 @dataclass(frozen=True)
 class StepForecast:
-    """Forecast of a step of one GPU: what it computes, and the bytes that it sends."""
+    """Forecast of one step on one GPU: its compute time, and the bytes that it sends."""
 
     compute_seconds: float
-    """Seconds of its FLOPs at MFU, without waiting for others."""
+    """Seconds for the GPU's FLOPs at MFU, without waiting for other GPUs."""
     machine_bytes: float
-    """Weights and gradients that it sends within its machine."""
+    """Bytes of weights and gradients that the GPU sends within its machine."""
     network_bytes: float
-    """Weights and gradients that it sends to other machines."""
+    """Bytes of weights and gradients that the GPU sends to other machines."""
     activation_bytes: float
-    """Activations that it sends to the GPUs of its machine that share its blocks."""
+    """Bytes of activations that tensor parallelism sends to GPUs of the same machine."""
     bandwidth: float
-    """Bytes/s that it sends within its machine."""
+    """Bytes/s that the GPU sends within its machine."""
 
     @property
     def sending_seconds(self) -> float:
-        """Seconds in which weights and gradients are sent, over both links at the same time."""
+        """Seconds to send weights and gradients; both links work at the same time."""
         return max(self.machine_bytes / self.bandwidth, self.network_bytes / NETWORK_BANDWIDTH)
 
     @property
     def seconds(self) -> float:
-        """Least seconds of a step. Weights and gradients are sent while others are computed with,
-        but the next layer waits for activations."""
+        """Least seconds of a step. Weights and gradients are sent during compute, but each layer
+        waits for its activations."""
         overlapped = max(self.compute_seconds, self.sending_seconds)
         return overlapped + self.activation_bytes / self.bandwidth
 
 
 def step_flops(options: ResolvedTrainOptions, model: GPT) -> float:
-    """Return the FLOPs of a step on all devices."""
+    """Return the FLOPs of a step, summed over all devices, with recomputation."""
     model_config = model.config
-    token_flops = model.flops_per_token()
+    token_flops = model.flops_per_token()  # forward and backward
     if checkpointing(options) == "block":
-        # A second forward pass of the blocks: 2 FLOPs a weight, and 4 C T of attention. It ends
-        # before the last matmul, whose output only dropout needs.
-        recomputed, _ = count_weights(model_config)
+        # A second forward pass of the blocks costs 2 FLOPs per weight and token, and 4 C T per
+        # layer for attention. It skips the last matmul of a block, whose output only dropout needs.
+        recomputed, _ = count_weights(model_config)  # weights in the matrices of the blocks
         if model_config.dropout == 0:
             recomputed -= model_config.n_layer * model_config.inner * model_config.n_embd
         token_flops += (
             2 * recomputed
             + 4 * model_config.n_layer * model_config.n_embd * model_config.block_size
         )
-    # Each process of a tensor group computes the whole head, which is counted once above.
+    # With tensor parallelism each process of a group computes the whole head. flops_per_token
+    # counts the head once: add the other processes.
     token_flops += 6 * model.head_weight.numel() * (options.tensor_parallel - 1)
     return options.total_batch_size * token_flops
 
@@ -64,46 +66,46 @@ def step_flops(options: ResolvedTrainOptions, model: GPT) -> float:
 def forecast_step(
     options: ResolvedTrainOptions, model: GPT, hardware: Hardware
 ) -> StepForecast | None:
-    """Return the forecast of a step of a model, which may be on the device "meta"; None for devices
-    whose peak or bandwidth is not known."""
+    """Return the forecast of one step, or None for devices whose peak or bandwidth is not known.
+    The model may be on the device "meta": only its sizes are read."""
     gpu = hardware.gpu
     if gpu is None or gpu.bandwidth == 0:
         return None
     tensor_parallel = options.tensor_parallel  # processes that share each block
     data_parallel, num_shards = hardware.parallel_degrees(options)
     micro_steps = hardware.count_micro_steps(options)
-    itemsize = hardware.dtype.itemsize  # bytes per number in matmuls
+    itemsize = hardware.dtype.itemsize  # bytes of a number in matmuls
     model_config = model.config
 
-    # FSDP2 gathers the blocks' weights in the dtype of matmuls, all others in float32 and once a
-    # step, and reduces gradients in float32.
+    # FSDP2 gathers the blocks' matrices in the dtype of matmuls. It gathers all other weights once
+    # a step, in float32, and reduces gradients in float32.
     num_matrix_weights, num_other_weights = count_weights(model_config)
-    num_matrix_weights //= tensor_parallel  # tensor parallelism divides the blocks' matrices alone
-    gradients = FLOAT32_BYTES * (num_matrix_weights + num_other_weights)
-    sharded = 0  # bytes of all-gathers and reduce-scatters of a step; 0 under DDP
+    num_matrix_weights //= tensor_parallel  # per process; the other weights are not divided
+    gradients = FLOAT32_BYTES * (num_matrix_weights + num_other_weights)  # bytes
+    sharded = 0  # bytes of the all-gathers and reduce-scatters of a step; 0 under DDP
     if options.sharding != "none":
         # zero3 frees the blocks after the forward pass and gathers them again for the backward.
         num_gathers = 2 * micro_steps if options.sharding == "zero3" else 1
         num_reductions = 1 if options.sharding == "zero1" else micro_steps
         sharded = num_gathers * itemsize * num_matrix_weights
         sharded += FLOAT32_BYTES * num_other_weights + num_reductions * gradients
-    # Processes with consecutive ranks share blocks. Such tensor groups divide one copy of the
-    # state, and a machine with more groups than that holds several replicas.
-    shards_here = min(num_shards, hardware.per_machine // tensor_parallel)
+    # A tensor-parallel group has consecutive ranks in one machine, and holds one shard of a copy of
+    # the training state. If a machine has more than num_shards groups, it holds several replicas.
+    shards_here = min(num_shards, hardware.per_machine // tensor_parallel)  # in one machine
     replicas_here = hardware.per_machine // tensor_parallel // shards_here
     machine_bytes, network_bytes = split_by_link(sharded, num_shards, shards_here)
-    # An all-reduce of each shard averages the gradients of the replicas. It is a reduce-scatter and
-    # an all-gather, so that its bytes count twice.
+    # An all-reduce of each shard averages the gradients over the replicas (DDP, HSDP). It is a
+    # reduce-scatter and an all-gather, so its bytes count twice.
     between_replicas = split_by_link(
         2 * gradients / num_shards, data_parallel // num_shards, replicas_here
     )
 
-    # Tensor parallelism all-reduces (tokens, C) twice a block in each pass: in the dtype of matmuls
-    # in the forward, in float32 in the backward.
+    # Tensor parallelism all-reduces activations of shape (tokens, C) twice per block in each pass:
+    # in the dtype of matmuls in the forward pass, in float32 in the backward pass.
     token_bytes = model_config.n_layer * model_config.n_embd * (2 * itemsize + 2 * FLOAT32_BYTES)
     if checkpointing(options) == "block":
-        # Recomputation repeats the all-reduce after attention, and with dropout that after the MLP.
-        # The compiler keeps both under "cheap".
+        # Recomputation repeats the all-reduce after attention, and with dropout also the all-reduce
+        # after the MLP. Under "cheap" the compiler keeps the results of both.
         num_reduces = 1 if model_config.dropout == 0 else 2
         token_bytes += num_reduces * model_config.n_layer * model_config.n_embd * itemsize
     activations = options.total_batch_size // data_parallel * token_bytes  # bytes in a step
@@ -118,13 +120,14 @@ def forecast_step(
 
 
 def split_by_link(num_bytes: float, num_sharing: int, per_machine: int) -> tuple[float, float]:
-    """Return the bytes that a process sends in its machine and between machines in an all-gather or
-    a reduce-scatter of `num_bytes` in all, in a group with `per_machine` processes in a machine.
+    """Return the bytes that a process sends within its machine and to other machines, in an
+    all-gather or a reduce-scatter of `num_bytes` bytes among `num_sharing` processes.
 
-    Each process sends its part of the bytes through its own network card, as in NCCL's rings.
+    Each machine has `per_machine` of these processes. Each process sends its part of the bytes
+    through its own network card, as in NCCL's rings.
     """
     num_machines = num_sharing / per_machine
-    # In a ring of P processes each sends (P - 1) / P of the bytes.
+    # In a ring of P processes each process sends (P - 1) / P of the bytes.
     machine_bytes = num_bytes * (per_machine - 1) / per_machine
     network_bytes = num_bytes / per_machine * (num_machines - 1) / num_machines
     return machine_bytes, network_bytes

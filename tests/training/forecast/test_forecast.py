@@ -135,7 +135,7 @@ def test_times_have_a_unit_in_which_they_are_no_zero(hours, text):
         (("--model_type", "gpt2-xl"), "about 2.61, .*, with AdamW$"),
         (
             ("--config", "configs/five_minutes.toml"),
-            "the fit of .* knows no runs of under 100M tokens$",
+            "the fit of .* has no runs of under 100M tokens$",
         ),
         (("--data_dir", "BYTES"), None),
     ],
