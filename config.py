@@ -283,7 +283,7 @@ class MachineOptions:
     """Processes that divide one copy of the training state under --sharding, a multiple of the
     processes of a machine; default: the processes of one machine, HSDP (docs/SCALING.md)."""
     activation_checkpointing: Literal["none", "cheap", "block"] = "none"
-    """What the backward pass recomputes; cheap: norms and activations, block: whole blocks."""
+    """Recompute in the backward pass; cheap: norms and activations, block: whole blocks."""
     use_torch_compile: bool = False
     """Compile the transformer blocks for training, except in grpo; default: only on CUDA."""
 
@@ -351,7 +351,7 @@ class TrainOptions(
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedOptions(MachineOptions, SaveOptions, OptimizerOptions, RunOptions, ABC):
-    """Options of a run of train.py or finetune.py after each None of DERIVED got its value."""
+    """Options of a run of train.py or finetune.py, with a value for each None of DERIVED."""
 
     # declared again, with types that exclude None
     log_dir: Path
@@ -369,8 +369,7 @@ class ResolvedOptions(MachineOptions, SaveOptions, OptimizerOptions, RunOptions,
             raise UserError(
                 f"--tensor_parallel {self.tensor_parallel} needs --sharding zero1, zero2 or zero3"
             )
-        # Without sharding (DDP) the flag would have no effect. A resumed run may have it from a
-        # checkpoint that was trained with sharding.
+        # DDP divides no state. A resumed run may have the flag from a checkpoint with sharding.
         if self.shard_across is not None and self.sharding == "none" and self.resumed is None:
             raise UserError("--shard_across needs --sharding zero1, zero2 or zero3")
 
@@ -382,8 +381,8 @@ class ResolvedOptions(MachineOptions, SaveOptions, OptimizerOptions, RunOptions,
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedTrainOptions(ResolvedOptions, TrainOptions):
-    """Options of a run of train.py after each None of DERIVED got its value. --micro_batch_size is
-    still "auto" until the model is known."""
+    """Resolved options of a run of train.py. --micro_batch_size is "auto" until the model is
+    known."""
 
     block_size: int
 
@@ -393,8 +392,8 @@ class ResolvedTrainOptions(ResolvedOptions, TrainOptions):
 
 
 def resolve_from_recipe(options: TrainOptions, recipe: Recipe) -> ResolvedTrainOptions:
-    """Return the options with values in place of None: learning rates, schedule, weight decay,
-    warmup, context length and folder of the log follow from the recipe and from other options."""
+    """Return the options with values for each None: learning rates, schedule, folder of the log and
+    others follow from the recipe and from other options."""
     assert options.max_steps is not None  # its default is a number
     # `is None`, not `or`: --max_lr 0 is a valid learning rate
     max_lr = recipe.max_lr if options.max_lr is None else options.max_lr

@@ -1,9 +1,8 @@
 """Recipes: named ways to build and train a model.
 
---model_type and a few options set the sizes of a model. A recipe sets the rest: the architecture
-apart from its sizes, the optimizer, the learning rates and their schedule. docs/RECIPES.md says
-what each part gains. This file is not about options: config.py has the options with which the user
-chooses a recipe and overrides it.
+A recipe sets what --model_type and the options of sizes do not set: the rest of the architecture,
+the optimizer, the learning rates and their schedule. docs/RECIPES.md says what each part gains.
+This file is not about options: config.py lets the user choose a recipe and override it.
 """
 
 import math
@@ -93,17 +92,14 @@ RECIPES = {
 
 
 def parse_recipe(text: str) -> Recipe:
-    """Return the recipe for the text of --recipe, which is NAME or NAME,FIELD=VALUE,...
-
-    A FIELD is a field of Recipe, or a field of GPTConfig that has no flag and no size. Raises
-    UserError for an unknown name or a wrong value.
-    """
+    """Return the recipe of a --recipe, NAME or NAME,FIELD=VALUE,... A FIELD is a field of Recipe or
+    a field of GPTConfig outside of SIZED. Raises UserError for an unknown name or wrong value."""
     name, *changes = text.split(",")  # "modern,qk_norm=False"
     if name not in RECIPES:
         raise UserError(f"there is no recipe {name!r}; there are {', '.join(RECIPES)}")
     recipe = RECIPES[name]
     recipe_names = [f.name for f in fields(Recipe) if f.name != "model"]
-    # SIZED holds the fields of GPTConfig that options or the tokenizer set, such as n_layer
+    # SIZED: the fields of GPTConfig that options or the tokenizer set, such as n_layer
     model_names = [f.name for f in fields(GPTConfig) if f.name not in SIZED]
     for change in changes:
         field_name, _, value_text = change.strip().partition("=")  # "qk_norm", "=", "False"

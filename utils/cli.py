@@ -231,9 +231,8 @@ def call_and_exit(
 
     The exit code is 0 after success, or the code of a SystemExit. It is 2 after a mistake of the
     user or a fault of the machine, for which one sentence is printed; 1 after a bug, with its
-    traceback; 128 + the number of a signal. `explain` is asked about errors for which
-    `user_message` has no sentence: it returns a sentence, or None for a bug. An example is
-    explain_lost_process of utils/distributed.py.
+    traceback; 128 + the number of a signal. For an error without a `user_message`, `explain` (such
+    as explain_lost_process of utils/distributed.py) returns a sentence, or None for a bug.
     """
     # PyTorch warns about its own use of TypedStorage, and about a choice of its compiler.
     warnings.filterwarnings("ignore", "TypedStorage is deprecated")

@@ -48,10 +48,10 @@ class Stopped(Exception):
 class StopSignal:
     """Remember the first SIGTERM, SIGINT, SIGUSR1 or SIGHUP, and ignore all later signals.
 
-    `signal` is the number of the first signal, 0 before it has come. The run reads it between two
-    batches. The main process prints what will happen. Later signals are ignored because schedulers
-    and torchrun repeat theirs although nobody is in a hurry; SIGKILL ends a run that takes too
-    long. The exception is a second Ctrl-C without torchrun: it is a person's, and exits at once.
+    `signal` is the number of the first signal, 0 before it; the run reads it between two batches.
+    The main process prints what will happen. Schedulers and torchrun repeat their signals without
+    any hurry, and SIGKILL ends a run that takes too long. Only a second Ctrl-C without torchrun is
+    a person's, and exits at once.
     """
 
     def __init__(self) -> None:
@@ -171,16 +171,15 @@ class Process:
 
     def end_if_stopped(self) -> None:
         """Raise Stopped on every process if one of the processes got a signal."""
-        # A scheduler may signal one machine only. If that machine stopped alone, the others would
-        # wait for it in a collective.
+        # A scheduler may signal one machine only. The others would wait for it in a collective.
         if self.stop is not None and not self.all_agree(self.signal == 0):
             raise Stopped
 
     def all_done(self, is_done: bool) -> bool:
         """Return whether `is_done` is True on every process; raise Stopped after a signal.
 
-        Text generation calls this every few tokens: processes that have finished their texts go on
-        with the forward passes until all have finished, because a sharded forward is a collective.
+        Text generation calls this every few tokens, so that all processes run equally many
+        forwards: a sharded forward is a collective.
         """
         self.end_if_stopped()
         return self.all_agree(is_done)
@@ -217,7 +216,7 @@ class Process:
         The main process reads first and fills the cache, so that a file is downloaded only once."""
         for is_turn_of_main in (True, False):
             # If one process left alone with an error, the others would wait forever. So each round
-            # ends on all processes together, and raises an error on all of them.
+            # ends on all processes together.
             with self.together():
                 if self.is_main == is_turn_of_main:
                     content = read()
@@ -275,8 +274,7 @@ def is_main_process() -> bool:
 
 
 def launcher() -> str:
-    """Return the command that starts a script on the present number of processes, for messages that
-    tell the user what to type."""
+    """Return the command that starts a script on as many processes as now, for messages."""
     per_machine = launched("LOCAL_WORLD_SIZE", 1)
     if launched("WORLD_SIZE", 1) > per_machine:
         return "torchrun, on each machine as before,"
@@ -291,9 +289,9 @@ def count_shards(
     """Return the number of shards of one copy of the training state, --shard_across /
     --tensor_parallel: tensor parallelism has divided the copy already.
 
-    By default the `per_machine` processes of a machine divide one copy (HSDP). All `world_size`
-    processes divide one copy if each machine has one process, or if the machines have different
-    numbers of processes. Raises UserError for numbers that do not divide.
+    By default the `per_machine` processes of a machine divide one copy (HSDP); all processes do if
+    machines have one process each, or different numbers of processes. Raises UserError for numbers
+    that do not divide.
     """
     if per_machine % tensor_parallel:
         raise UserError(
@@ -325,11 +323,11 @@ def start(
     """Return this process; join the process group first if torchrun has started several processes.
 
     Both names may be "auto". With `catch_signals` a signal does not end the process: StopSignal
-    remembers it, and the run saves and ends itself. `tensor_parallel` processes with consecutive
-    ranks share each block (tensor parallelism). `shard_across` processes divide one copy of the
-    training state; None: see count_shards. The backend is NCCL between GPUs and gloo between CPUs.
-    Raises UserError if the device is missing, lacks the dtype or cannot be shared by several
-    processes, and if the numbers of processes do not divide.
+    remembers it, and the run ends itself. `tensor_parallel` processes with consecutive ranks share
+    each block (tensor parallelism), and `shard_across` processes divide one copy of the training
+    state (None: see count_shards). The backend is NCCL between GPUs and gloo between CPUs. Raises
+    UserError if the device is missing, lacks the dtype or cannot be shared by several processes,
+    and if the processes do not divide.
     """
     # RANK and WORLD_SIZE count processes; data_rank and data_parallel count parts of the data.
     rank = launched("RANK")  # 0 without torchrun
@@ -381,8 +379,8 @@ def keep_freed_memory() -> None:
 
 
 def explain_lost_process(error: Exception) -> str | None:
-    """Return a sentence for a collective that failed because another process has ended. Return None
-    for any other error: utils/cli.py then prints the traceback.
+    """Return a sentence for a collective that failed because another process has ended; None for
+    other errors, whose traceback utils/cli.py prints.
 
     gloo raises a plain RuntimeError; only the word "gloo" in its text tells where it comes from.
     """

@@ -36,11 +36,10 @@ BAR_WITHOUT_FORECAST = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}, {rate_fmt}
 class Logger:
     """Write the log of a run that begins after the step `start` and ends at the step `total`.
 
-    Only the main process writes: without `is_main` no method does anything. With `begins_empty` (a
-    new run) the files are emptied first. Otherwise new rows follow those of an existing log, after
-    a row of the split "resume". `open_wandb` returns a run of Weights & Biases, which gets the
-    numbers, too; None: no such run. The with statement closes the log, also after an error, but
-    `print` still works then.
+    Without `is_main` no method does anything. `begins_empty` (a new run) empties the files.
+    Otherwise a row of the split "resume" and the new rows follow an existing log. `open_wandb`
+    returns a run of Weights & Biases, which gets the numbers, too. The with statement closes the
+    log, also after an error; `print` still works then.
     """
 
     def __init__(
@@ -86,8 +85,7 @@ class Logger:
             self.wandb_run = self.call_wandb(open_wandb)  # None after an error
 
     def log(self, metrics: dict, step: int) -> None:
-        """Write one row to metrics.jsonl and send its numbers to Weights & Biases. `metrics` must
-        have the row's "split"."""
+        """Write one row, whose "split" is in `metrics`; send its numbers to Weights & Biases."""
         if not self.is_main:
             return
         self.metrics_file.write(to_json({"step": step, **metrics}) + "\n")
@@ -112,9 +110,9 @@ class Logger:
             return None
 
     def log_train(self, metrics: dict, step: int) -> None:
-        """Write a row of the split "train", after step `step`. Show it on the progress bar; without
-        a bar, print a line every SECONDS_PER_LINE. `metrics` holds the fields of StepResult (loss,
-        lr, grad_norm, ...) and of StepTimer.stop (tokens_per_s, mfu, ms)."""
+        """Write a row of the split "train". Show it on the progress bar; without a bar, print a
+        line every SECONDS_PER_LINE. `metrics` holds the fields of StepResult (loss, lr, ...) and of
+        StepTimer.stop (tokens_per_s, mfu, ms)."""
         self.log({"split": "train", **metrics}, step)
         if not self.is_main:
             return
@@ -163,8 +161,8 @@ class Logger:
         self.print(f"step {step}: {line}")
 
     def log_skip(self, reason: str, sequence_ids: list[int], step: int) -> None:
-        """Write and print why the update of a step was skipped. The row also has the ids of the
-        step's sequences (in fine-tuning: examples), so that a person can inspect or remove them."""
+        """Write and print why the update of a step was skipped. The row has the ids of the step's
+        sequences (in fine-tuning: examples), to inspect or to remove them."""
         self.log({"split": "skipped", "reason": reason, "sequences": sequence_ids}, step)
         self.print(f"step {step} skipped: {reason}")
 
@@ -174,7 +172,7 @@ class Logger:
             self.samples_file.write(f"--- step {step}\n{text}\n")
 
     def print(self, message: str) -> None:
-        """Print a message above the progress bar; do nothing on other processes than the main."""
+        """Print a message above the progress bar."""
         if not self.is_main:
             return
         try:
@@ -203,9 +201,9 @@ class Logger:
 def logged_run(folder: Path) -> dict | None:
     """Return the config.json of the log in a folder, which tells whose log it is.
 
-    Its keys are "run_id", "config" (the options), "tokenizer" and others; training/run.py writes
-    it. Return {} if the file cannot be read, and None if the folder holds no log. A log without a
-    row counts as none: its run was killed before its first step, and overwriting it loses nothing.
+    Its keys are "run_id", "config" (the options), "tokenizer" and others. Return {} if it cannot be
+    read, and None without a log. A log without rows counts as none: its run was killed before its
+    first step, and overwriting it loses nothing.
     """
     metrics_path = folder / METRICS
     if not metrics_path.exists() or metrics_path.stat().st_size == 0:
@@ -229,8 +227,8 @@ def read_metrics(path: Path | str) -> dict[str, list[dict]]:
     """Read the log of a run. Return its rows in a dict by split, in lists sorted by step.
 
     `path` is a metrics.jsonl, the folder of a log or the folder of a run. If a step ran more than
-    once, only its last row is returned. Raises UserError if there is no such file, or if it holds
-    lines of another format.
+    once, only its last row is returned. Raises UserError without such a file, and for lines of
+    another format.
     """
     metrics_path = find_metrics(path)
     rows: dict[tuple[str, int], dict] = {}  # by split and step

@@ -70,9 +70,9 @@ def advise(
     """Return a text with the flags to change, so that the run fits these devices and its steps are
     the fastest by forecast.
 
-    Of equally fast combinations the first wins: the run's own flags with another micro-batch, then
-    the simplest flags. On devices of unknown speed all count as equally fast. If no flags fit, the
-    text says what else helps. Return "" if no flags make the numbers of the run divide.
+    Of equally fast flags the first win: the run's own with another micro-batch, then the simplest.
+    On devices of unknown speed all are equally fast. If no flags fit, the text says what else
+    helps. Return "" if no flags make the numbers of the run divide.
     """
     model = build_without_weights(GPT, model_config)  # forecast_step counts its FLOPs
     world_size = hardware.world_size

@@ -37,8 +37,8 @@ def print_forecast(
     # Not Process.is_main: a dry run does not connect the processes of torchrun.
     if not is_main_process():
         return
-    hardware = Hardware.of(options)  # devices, dtype, memory and number of processes
-    # ALONE stands for a single process: the other processes of torchrun have returned above.
+    hardware = Hardware.of(options)
+    # ALONE: only the main process gets here.
     initial = open_initial(options, checkpoint, ALONE)  # weights to begin with; None: random ones
     data = open_data(options)  # by split, "train" and "val"; empty without shards
     if initial is None and not data:  # only the user knows the tokenizer of future shards
@@ -78,8 +78,8 @@ def print_forecast(
 
     print_time_and_cost(options, checkpoint, model, hardware, utilization)
 
-    # Print the expected loss only for a new model that resembles the models of the fit: they had
-    # GPT-2's tokens, and no n-gram embeddings, which have many parameters but use few per token.
+    # Forecast the loss only of new models like those of the fit, which had GPT-2's tokens and no
+    # n-gram embeddings: a token uses few of their many parameters.
     has_gpt2_tokens = model_config.vocab_size == TOKENIZERS["gpt2"].vocab_size
     if options.init_from is None and has_gpt2_tokens and model_config.ngrams == 1:
         print(describe_loss(model.num_parameters(), options.total_batch_size * options.max_steps))
@@ -110,7 +110,6 @@ def print_time_and_cost(
     flops_per_step = step_flops(options, model)  # on all devices, with recomputation
     # MFU counts each FLOP of the model only once, even if it is recomputed.
     mfu = utilization * model.flops_per_token() * options.total_batch_size / flops_per_step
-    # such as ": 3.1 hours on 8 GPUs and ..."
     time_text = describe_time(flops_per_step * steps_left, hardware, utilization, mfu)
     print(f"{model.flops_per_token() * num_tokens:.3g} FLOPs for {tokens_text}{time_text}")
 
@@ -121,11 +120,8 @@ def check_run_files(
     model: GPT,
     data: dict[str, Mixture],
 ) -> None:
-    """Check the folders and benchmarks of the run on this machine, and print its data folders.
-
-    `data` is by split. Raises UserError if the run would overwrite the files of another run, or if
-    it cannot score a benchmark.
-    """
+    """Print the data folders of the run, and check its folders and benchmarks. Raises UserError if
+    the run would overwrite files of another run, or cannot score a benchmark."""
     # train.sh reads these lines, and makes the shards of the default folder if they are missing
     for folder in options.data_dir:
         print(f"data_dir: {folder}")
@@ -136,9 +132,8 @@ def check_run_files(
 
 
 def open_data(options: ResolvedTrainOptions) -> dict[str, Mixture]:
-    """Open the data of the run and return it by split, "train" and "val". Print how often the run
-    reads it. Without shards of a split, print a note and leave the split out: the user may make
-    them before the run."""
+    """Open the data of the run, print how often the run reads it, and return it by split. Leave out
+    a split without shards, and print a note: the user may make them before the run."""
     data: dict[str, Mixture] = {}
     try:
         for split in ("train", "val"):
@@ -153,8 +148,7 @@ def open_data(options: ResolvedTrainOptions) -> dict[str, Mixture]:
 
 
 def describe_next(options: ResolvedTrainOptions, fits: bool, has_shards: bool) -> str:
-    """Return what the user can do after the dry run. `fits` is True if the run fits into memory,
-    `has_shards` if there are shards to train and validate on."""
+    """Return what the user can do after the dry run."""
     if not fits:
         return "other options, as the advice above says, and a dry run with them"
     if options.device in NAMED_GPUS:
@@ -200,9 +194,9 @@ def print_sending(forecast: StepForecast) -> None:
 
 
 def describe_time(flops: float, hardware: Hardware, utilization: float, mfu: float) -> str:
-    """Return a text, to append to a line, about the time of `flops` FLOPs on all devices and the
-    cost of the GPUs. The GPUs compute at the fraction `utilization` of their peak; `mfu` is only
-    printed. Return "" for a GPU whose peak is not known."""
+    """Return the end of a line: the time of `flops` FLOPs on all devices, and the cost of GPUs that
+    compute at the fraction `utilization` of their peak. `mfu` is only printed. Return "" for a GPU
+    whose peak is not known."""
     if hardware.device.type == "cpu":
         hours = seconds_on_cpu(flops, hardware.dtype) / 3600  # measured by a matmul
         # train.sh quotes the text between "about" and "on this processor"

@@ -31,8 +31,8 @@ USABLE = 0.9
 
 @dataclass(frozen=True)
 class Hardware:
-    """Devices of a run, and the number of its processes: all that a forecast needs about the
-    machines. With the options of the run, parallel_degrees returns how the processes divide it."""
+    """Devices of a run, and the number of its processes. parallel_degrees returns how the processes
+    divide the work, which depends on the options of the run."""
 
     device: torch.device
     dtype: torch.dtype
@@ -120,13 +120,13 @@ def block_activations(
     float32. `mode` is the activation checkpointing: "none", "cheap" or "block".
     """
     C = model_config.n_embd
-    residual = FLOAT32_BYTES * C  # bytes per token of the residual stream, whole on each process
+    residual = FLOAT32_BYTES * C  # whole on each process
     if mode == "block":
         return residual  # only the block's input is kept
 
     # numbers per token of each tensor, on one process
     inner = model_config.inner // tensor_parallel
-    attention = C // tensor_parallel  # of the queries, and of the output of the heads
+    attention = C // tensor_parallel  # queries; the output of the heads
     keys = model_config.kv_heads * model_config.head_size // tensor_parallel  # same for the values
     qkv = attention + 2 * keys  # c_attn's output
     c_fc_output = 2 * inner if model_config.is_gated else inner  # c_fc's output
@@ -180,9 +180,8 @@ def head_memory(
 # Cached, because each call builds the model, and `advise` calls it hundreds of times.
 @functools.cache
 def count_weights(model_config: GPTConfig) -> tuple[int, int]:
-    """Return the number of matrix weights and of other weights, which optimizers, casts and tensor
-    parallelism treat differently. Matrix weights are in the matrices of the blocks; the others are
-    embeddings, head, biases and the gains of norms."""
+    """Return the number of matrix weights (in the matrices of the blocks) and of other weights
+    (embeddings, head, biases, gains), because optimizers and parallelism treat them differently."""
     model = build_without_weights(GPT, model_config)
     num_weights = sum(p.numel() for p in model.parameters())
     num_matrix_weights = sum(p.numel() for p in model.transformer.h.parameters() if p.dim() >= 2)
@@ -192,12 +191,11 @@ def count_weights(model_config: GPTConfig) -> tuple[int, int]:
 def forecast_memory(
     options: ResolvedTrainOptions, recipe: Recipe, model_config: GPTConfig, hardware: Hardware
 ) -> dict[str, int]:
-    """Return the bytes of one process at its peak, by use. The run fits if their sum fits;
-    --dry_run prints the names of the uses."""
+    """Return the peak bytes of one process by use. The sum must fit; --dry_run prints the uses."""
     itemsize = hardware.dtype.itemsize  # bytes of a number in matmuls
     tensor_parallel = options.tensor_parallel  # processes that share each block
     data_parallel, num_shards = hardware.parallel_degrees(options)
-    # matrix: in the matrices of the blocks; other: embeddings, head, biases, gains of norms
+    # matrix: in the blocks' matrices; other: embeddings, head, biases, gains
     num_matrix_weights, num_other_weights = count_weights(model_config)
     num_matrix_weights //= tensor_parallel  # per process from here on, before sharding
     block_weights = num_matrix_weights // model_config.n_layer  # matrix weights of one block
@@ -207,8 +205,8 @@ def forecast_memory(
     num_moments += MOMENTS[recipe.optimizer] * num_matrix_weights
     micro_steps = hardware.count_micro_steps(options)
     mode = checkpointing(options)  # "none", "cheap" or "block"
-    # A single process trains the plain model. With tensor parallelism, FSDP2 gathers weights into
-    # copies even if it shards over a group of one process.
+    # A single process trains the plain model. With tensor parallelism, FSDP2 may shard over a group
+    # of one process, and still gathers copies.
     uses_fsdp = options.sharding != "none" and hardware.world_size > 1
     # zero1 sums unsharded gradients, and reduces them only in the last micro-step
     sums_gradients = options.sharding == "zero1" and micro_steps > 1
@@ -245,8 +243,7 @@ def forecast_memory(
         FLOAT32_BYTES * model_config.n_embd * (3 * num_tokens + model_config.padded_vocab_size)
     )
     if uses_fsdp:
-        # The gradients of a block's unsharded matrices are complete when its activations are used
-        # up, so the larger of the two counts.
+        # A block's unsharded gradients are complete when its activations are freed.
         recomputed = max(recomputed, itemsize * block_weights)
         if not sums_gradients:
             # float32 gradients of the previous block, in a buffer that is sent at the same time

@@ -48,8 +48,8 @@ def step_flops(options: ResolvedTrainOptions, model: GPT) -> float:
     model_config = model.config
     token_flops = model.flops_per_token()  # forward and backward
     if checkpointing(options) == "block":
-        # A second forward pass of the blocks costs 2 FLOPs per weight and token, and 4 C T per
-        # layer for attention. It skips the last matmul of a block, whose output only dropout needs.
+        # The second forward pass of a block costs 2 FLOPs per weight, and 4 C T for attention. It
+        # skips the block's last matmul, whose output only dropout needs.
         recomputed, _ = count_weights(model_config)  # weights in the matrices of the blocks
         if model_config.dropout == 0:
             recomputed -= model_config.n_layer * model_config.inner * model_config.n_embd
@@ -57,8 +57,7 @@ def step_flops(options: ResolvedTrainOptions, model: GPT) -> float:
             2 * recomputed
             + 4 * model_config.n_layer * model_config.n_embd * model_config.block_size
         )
-    # With tensor parallelism each process of a group computes the whole head. flops_per_token
-    # counts the head once: add the other processes.
+    # Each process of a tensor-parallel group computes the whole head, which is counted once above.
     token_flops += 6 * model.head_weight.numel() * (options.tensor_parallel - 1)
     return options.total_batch_size * token_flops
 
@@ -77,8 +76,8 @@ def forecast_step(
     itemsize = hardware.dtype.itemsize  # bytes of a number in matmuls
     model_config = model.config
 
-    # FSDP2 gathers the blocks' matrices in the dtype of matmuls. It gathers all other weights once
-    # a step, in float32, and reduces gradients in float32.
+    # FSDP2 gathers the blocks' matrices in the dtype of matmuls. It gathers other weights once a
+    # step in float32, and reduces gradients in float32.
     num_matrix_weights, num_other_weights = count_weights(model_config)
     num_matrix_weights //= tensor_parallel  # per process; the other weights are not divided
     gradients = FLOAT32_BYTES * (num_matrix_weights + num_other_weights)  # bytes
