@@ -112,7 +112,7 @@ def pick_dtype(
     is_gpu = device.type == "cuda"
     if name == "bfloat16" and is_gpu and not has_bfloat16(device):
         gpu_name = torch.cuda.get_device_name(device)
-        raise UserError(f"this {gpu_name} has no bfloat16; use --dtype float16")
+        raise UserError(f"this {gpu_name} has no bfloat16: take float16")
     if name != "auto":
         return getattr(torch, name)
     if is_gpu:

@@ -33,7 +33,7 @@ def t4(monkeypatch):
 
 def test_a_gpu_without_bfloat16_multiplies_in_float16_and_refuses_bfloat16(t4):
     assert pick_dtype("auto", t4) is torch.float16
-    with user_error("this Tesla T4 has no bfloat16; use --dtype float16"):
+    with user_error("this Tesla T4 has no bfloat16: take float16"):
         pick_dtype("bfloat16", t4)
 
 
