@@ -125,7 +125,7 @@ def check_run_files(
     # train.sh reads these lines, and makes the shards of the default folder if they are missing
     for folder in options.data_dir:
         print(f"data_dir: {folder}")
-    refuse_overwriting(options, checkpoint)  # refuses to overwrite files of another run
+    refuse_overwriting(options, checkpoint)  # UserError if the folders hold another run
     if "val" in data:
         # The constructor opens, or downloads, the benchmarks. Nothing is evaluated here.
         Evaluator(options, model, data["val"], ALONE)
