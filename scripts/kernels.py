@@ -80,13 +80,14 @@ def print_tables(path: str) -> None:
     """Print a file of JSON lines of scripts/bench.py, each with the name of its "variant": a table
     of kinds, then the longest kernels of each."""
     rows = [json.loads(line) for line in Path(path).read_text().splitlines()]
-    kinds = [*KINDS, "waiting"]
+    kinds = list(KINDS) + ["waiting"]
     print(f"| ms of a step | torch | all | {' | '.join(kinds)} |")
     print("|---|---" + "|---" * (1 + len(kinds)) + "|")
     for row in rows:
         kind_ms = row["measured"]["ours"]["kind_ms"]
-        cells = [f"{ms:.1f}" for ms in [sum(kind_ms.values()), *(kind_ms[kind] for kind in kinds)]]
-        print(f"| {row['variant']} | {row['torch']} | {' | '.join(cells)} |")
+        all_ms = sum(kind_ms.values())
+        cells = " | ".join(f"{kind_ms[kind]:.1f}" for kind in kinds)
+        print(f"| {row['variant']} | {row['torch']} | {all_ms:.1f} | {cells} |")
     for row in rows:
         print(f"\n{row['variant']}: ms of a step in the longest kernels")
         for kernel, ms in row["measured"]["ours"]["kernel_ms"].items():
