@@ -7,7 +7,8 @@ orthogonal matrix. AdamW trains embeddings, heads and vectors (training/optimize
 Matrices of the same shape, from different layers, are stacked and go through each operation
 together. One by one, a GPU would spend more time on kernel launches than on computing. The
 iterations need whole matrices. If parameters are sharded by rows, every process gathers the momenta
-of one stack after another, orthogonalizes them, and keeps the rows of its own parameters.
+of one stack after another. Several processes divide the matrices of a stack: each orthogonalizes
+its share and gathers the results of the others.
 
 Shapes: a stack has n matrices of R rows and C columns. This process holds r rows of each, all R of
 them without sharding. With tensor parallelism it holds only some columns of each c_proj.
@@ -16,6 +17,7 @@ them without sharding. With tensor parallelism it holds only some columns of eac
 import math
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -146,11 +148,30 @@ def orthogonalize_sharded(stack: Tensor, local_fused_rows: tuple[int, ...]) -> T
     """Orthogonalize a stack, also a DTensor: every process then gathers the whole matrices. Return
     the result sharded like the stack. `local_fused_rows` is explained in orthogonalize."""
     if not isinstance(stack, DTensor):
-        return orthogonalize(stack, local_fused_rows)
+        return orthogonalize_together(stack, local_fused_rows)
     # from the (n, r, C) of each process to the whole (n, R, C) on all of them
-    update = orthogonalize(stack.full_tensor(), local_fused_rows)
+    update = orthogonalize_together(stack.full_tensor(), local_fused_rows)
     # src_data_rank=None: each process keeps its rows of the update, and nothing is sent
     return distribute_tensor(update, stack.device_mesh, stack.placements, src_data_rank=None)
+
+
+def orthogonalize_together(stack: Tensor, local_fused_rows: tuple[int, ...]) -> Tensor:
+    """Return what orthogonalize returns for a stack (n, R, C) that all processes hold. Each process
+    orthogonalizes its share of the n matrices and gets the others from the other processes, so that
+    every process must call it."""
+    if not dist.is_initialized():  # a process alone
+        return orthogonalize(stack, local_fused_rows)
+    world_size = dist.get_world_size()
+    share = -(-len(stack) // world_size)  # matrices of a process, rounded up
+    start = dist.get_rank() * share
+    own_matrices = stack[start : start + share]  # fewer, or none, on the last processes
+    # all_gather takes equally many from each process
+    own_updates = stack.new_zeros(share, *stack.shape[1:])
+    if len(own_matrices) > 0:
+        own_updates[: len(own_matrices)] = orthogonalize(own_matrices, local_fused_rows)
+    updates = stack.new_empty(world_size * share, *stack.shape[1:])
+    dist.all_gather_into_tensor(updates, own_updates)
+    return updates[: len(stack)]
 
 
 def orthogonalize(stack: Tensor, local_fused_rows: tuple[int, ...]) -> Tensor:

@@ -1,11 +1,12 @@
 import pytest
 import torch
+import torch.distributed as dist
 from conftest import train_options
 
 from model.config import GPTConfig
 from model.gpt import GPT
 from recipes import Recipe, parse_recipe
-from training.muon import Muon
+from training.muon import Muon, orthogonalize, orthogonalize_together
 from training.optimizers import make_optimizers
 
 SHAPE = {"block_size": 8, "vocab_size": 64, "n_layer": 2, "n_head": 2, "n_embd": 16}
@@ -99,3 +100,19 @@ def test_normuon_divides_by_a_running_mean_that_begins_at_1():
         torch.testing.assert_close(p.detach(), expected)
         p.grad = gradient.clone()  # equal gradients have equal momenta, but for their size
         optimizer.step()
+
+
+def test_several_processes_divide_the_matrices_of_muon(monkeypatch):
+    torch.manual_seed(0)
+    stack = torch.randn(3, 6, 4)  # two for the first process, one for the second
+    expected = orthogonalize(stack, (4, 2))
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    sent = []
+    monkeypatch.setattr(dist, "all_gather_into_tensor", lambda _, own: sent.append(own.clone()))
+    for rank in range(2):
+        monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
+        orthogonalize_together(stack, (4, 2))
+    assert (torch.cat(sent)[3] == 0).all()  # fills up the share of the second process
+    monkeypatch.setattr(dist, "all_gather_into_tensor", lambda out, _: out.copy_(torch.cat(sent)))
+    assert torch.equal(orthogonalize_together(stack, (4, 2)), expected)
