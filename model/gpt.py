@@ -76,15 +76,16 @@ class Attention(nn.Module):
         H, K = self.num_heads, self.num_kv_heads
         qkv = self.c_attn(x).view(B, T, H + 2 * K, -1)  # (B, T, H + 2K, D)
 
-        # QK-norm and rotation treat all heads alike, so they get queries and keys as one tensor.
-        qk, v = qkv.split([H + K, K], dim=2)
+        q, k, v = qkv.split([H, K, K], dim=2)
+
         # QK-norm keeps the products of queries and keys from exploding (Henry et al. 2020). Under
         # autocast it returns float32 on a GPU, but attention needs the dtype of the values.
         if self.qk_norm is not None:
-            qk = self.qk_norm(qk).type_as(v)
+            q = self.qk_norm(q).type_as(v)
+            k = self.qk_norm(k).type_as(v)
         if angles is not None:  # rotary positions
-            qk = rotate(qk, angles)
-        q, k = qk.split([H, K], dim=2)
+            q = rotate(q, angles)
+            k = rotate(k, angles)
 
         q = q.transpose(1, 2)  # (B, H, T, D)
         k = k.transpose(1, 2)  # (B, K, T, D)
