@@ -75,7 +75,6 @@ class Attention(nn.Module):
         B, T, _ = x.shape
         H, K = self.num_heads, self.num_kv_heads
         qkv = self.c_attn(x).view(B, T, H + 2 * K, -1)  # (B, T, H + 2K, D)
-
         q, k, v = qkv.split([H, K, K], dim=2)
 
         # QK-norm keeps the products of queries and keys from exploding (Henry et al. 2020). Under
