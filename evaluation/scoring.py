@@ -32,7 +32,7 @@ from evaluation.tasks import (
     batched,
 )
 from evaluation.validation import Scorer
-from model.loss import chunk_bytes, rows_within
+from model.chunked_loss import chunk_bytes, rows_within
 from utils.errors import UserError
 
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint as recompute
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
+from model.chunked_loss import cross_entropy_
 from model.gpt import GPT, Block
-from model.loss import cross_entropy_
 
 # Operations whose outputs "cheap" checkpointing keeps, because they take nearly all of the time:
 # matmuls without and with bias, and each attention kernel. The list follows torchtitan's selective

@@ -49,8 +49,7 @@ class Attention(nn.Module):
     def __init__(self, config: GPTConfig, layer: int) -> None:
         super().__init__()
         self.layer = layer  # index of the block, 0 to L - 1, for the names in a KVCache
-        # `parallelize` of training/parallel/ divides both numbers under tensor parallelism, where
-        # each process has some of the heads.
+        # Tensor parallelism divides both: each process has some of the heads.
         self.num_heads = config.n_head
         self.num_kv_heads = config.kv_heads  # n_kv_head, or n_head if that is None
         # one matrix computes queries, keys and values, D channels for each head
@@ -66,17 +65,13 @@ class Attention(nn.Module):
     def forward(
         self, x: Tensor, angles: Angles | None, cache: KVCache | None, mask: Tensor | None
     ) -> Tensor:
-        """Return the output (B, T, C), which Block adds to the residual stream. x (B, T, C) is the
-        normalized residual stream.
-
-        `angles` is None with learned positions. The KV cache is None in training. `mask`
-        (B, 1, T, S) is True where a token may attend; None means causal attention.
-        """
+        """Return the output (B, T, C) for the normalized residual stream x (B, T, C). `angles` is
+        None with learned positions. The KV cache is None in training. `mask` (B, 1, T, S) is True
+        where a token may attend; None means causal attention."""
         B, T, _ = x.shape
         H, K = self.num_heads, self.num_kv_heads
         qkv = self.c_attn(x).view(B, T, H + 2 * K, -1)  # (B, T, H + 2K, D)
         q, k, v = qkv.split([H, K, K], dim=2)
-
         # QK-norm keeps the products of queries and keys from exploding (Henry et al. 2020). Under
         # autocast it returns float32 on a GPU, but attention needs the dtype of the values.
         if self.qk_norm is not None:
@@ -110,8 +105,7 @@ class MLP(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the output (B, T, C), which Block adds to the residual stream. x (B, T, C) is the
-        normalized residual stream."""
+        """Return the output (B, T, C) for the normalized residual stream x (B, T, C)."""
         x = self.c_fc(x)  # (B, T, num_inputs * inner)
         x = self.activate(x)  # (B, T, inner)
         return self.dropout(self.c_proj(x))  # (B, T, C)
@@ -210,8 +204,7 @@ class Transformer(nn.Module):
 
 
 class GPT(nn.Module):
-    """Transformer and head, which computes logits. The weight of a tied head is the token
-    embedding."""
+    """Transformer and head. The weight of a tied head is the token embedding."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()

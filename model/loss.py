@@ -1,17 +1,12 @@
-"""The loss: head and cross-entropy, one chunk of tokens at a time.
+"""The loss: the output head and its cross-entropy.
 
-The logits of a whole batch are in memory only if they are few: 64 x 1024 x 50304 logits take 13 GB
-in float32, and their gradient as much again. Otherwise one chunk of logits is in memory at a time,
-in a buffer that the next chunk overwrites. The backward pass has no logits, so the forward pass
-computes the gradients too.
-
-Three functions compute the loss of a chunk. A change of the loss has to change all three:
-`HeadCrossEntropy.loss_of_chunk` calls F.cross_entropy, for few logits and for the loss of each
-target. The other two compute the mean over many logits and overwrite the logits with their
-gradient: `cross_entropy_` where it is compiled, on GPUs, and `cross_entropy_by_rows_` elsewhere.
+HeadCrossEntropy applies the head itself, because the logits of a whole batch are in memory only if
+they are few. Three functions compute the loss of a chunk of tokens, and a change of the loss has to
+change all three: `loss_of_chunk` here, by F.cross_entropy, for few logits and for the loss of each
+target; cross_entropy_ and cross_entropy_by_rows_ of model/chunked_loss.py, with their gradient, for
+the mean over many logits.
 
 Shapes: N tokens of a batch, n of a chunk, C channels, V vocabulary, "padded V" with its padding.
-A name with a final underscore stands for a function that changes its argument, as in PyTorch.
 """
 
 import torch
@@ -20,192 +15,16 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint as recompute
 
-# Sizes in bytes. training/forecast/memory.py forecasts memory from LOGITS_BYTES and SOFTMAX_BYTES.
-# Up to this size of a batch's float32 logits, a single F.cross_entropy is faster than chunks.
+from model.chunked_loss import (
+    ChunkedCrossEntropy,
+    chunk_bytes,
+    cross_entropy_by_rows_,
+    rows_within,
+)
+
+# Up to this size in bytes of a batch's float32 logits, a single F.cross_entropy is faster than
+# chunks.
 PLAIN_BYTES = 2**22
-# Largest size of the float32 logits of a chunk.
-LOGITS_BYTES = 2**30
-LOGITS_BYTES_ON_CPU = 2**26
-# Size of the float32 logits in one round of cross_entropy_by_rows_. On a CPU they fit into caches.
-SOFTMAX_BYTES = 2**28
-SOFTMAX_BYTES_ON_CPU = 2**22
-# Largest size of a product that add_matmul_ holds in memory.
-MATMUL_BYTES = 2**29
-MATMUL_BYTES_ON_CPU = 2**23
-
-
-def chunk_bytes(device: torch.device) -> int:
-    """Return the size in bytes of the largest chunk of float32 logits on a device."""
-    if device.type == "cpu":
-        return LOGITS_BYTES_ON_CPU
-    return LOGITS_BYTES
-
-
-def rows_within(max_bytes: int, row_bytes: int) -> int:
-    """Return how many rows fit into `max_bytes`: at least 1, and from 32 rows on a multiple of 32,
-    because matmuls are faster then."""
-    num_rows = max_bytes // row_bytes
-    if num_rows >= 32:
-        return num_rows // 32 * 32
-    return max(1, num_rows)  # a single row may be larger than max_bytes
-
-
-def tokens_per_chunk(num_tokens: int, max_tokens: int) -> int:
-    """Return the size of a chunk, in tokens, for cutting up `num_tokens`: at most `max_tokens`.
-
-    Chunks of one size share one compiled graph, so all chunks are equal if that needs at most twice
-    the minimal number of chunks; else the last chunk is smaller.
-    """
-    min_chunks = -(-num_tokens // max_tokens)  # rounded up
-    for num_chunks in range(min_chunks, 2 * min_chunks + 1):
-        if num_tokens % num_chunks == 0:
-            return num_tokens // num_chunks
-    return max_tokens
-
-
-def cross_entropy_(
-    logits: Tensor, targets: Tensor, token_weights: Tensor | None, vocab_size: int
-) -> Tensor:
-    """Return the cross-entropy (n,) in nats of logits (n, padded V) against targets (n,), and
-    overwrite the logits with their gradient.
-
-    The gradient of token i is multiplied by `token_weights[i]`, which is 0 for a target of -1. The
-    cross-entropy of such a token is meaningless, and the caller multiplies it by 0. If
-    `token_weights` is None, the logits do not change.
-
-    The function is written for the compiler, which turns it into two loops.
-    """
-    # Comparison with the column index finds the target. A scatter would end the compiler's fused
-    # loop, and with a gather, torch 2.11 reads the target's logit after overwriting it.
-    column = torch.arange(logits.size(1), device=logits.device)  # (padded V,)
-    is_target = column == targets.unsqueeze(-1)  # (n, padded V)
-    # -inf removes the padded vocabulary from the softmax
-    x = logits.float().masked_fill(column >= vocab_size, -torch.inf)
-    # The compiler fuses these parts of logsumexp into one pass (an online softmax), so the function
-    # reads the logits twice. With torch.logsumexp it would read them three times.
-    maximum = x.amax(-1, keepdim=True)  # (n, 1)
-    logsumexp = maximum + (x - maximum).exp().sum(-1, keepdim=True).log()
-    target_logits = torch.where(is_target, x, 0.0).sum(-1)  # (n,)
-    nats = logsumexp.squeeze(-1) - target_logits
-    if token_weights is not None:  # None in validation
-        # softmax(x) - one_hot(target)
-        grad = (x - logsumexp).exp_().add_(is_target, alpha=-1)
-        logits.copy_(grad.mul_(token_weights.unsqueeze(-1)))
-    return nats
-
-
-def cross_entropy_by_rows_(
-    logits: Tensor, targets: Tensor, token_weights: Tensor | None, vocab_size: int
-) -> Tensor:
-    """Compute the same as cross_entropy_, but faster on a CPU and without the compiler: some rows
-    at a time, in few operations, and with gather and scatter instead of a comparison of each target
-    with every column."""
-    max_bytes = SOFTMAX_BYTES_ON_CPU if logits.device.type == "cpu" else SOFTMAX_BYTES
-    num_rows = rows_within(max_bytes, 4 * logits.size(1))  # 4 bytes per float32 logit
-    nats: list[Tensor] = []  # (rows,) each
-    for start in range(0, len(logits), num_rows):
-        rows = slice(start, start + num_rows)
-        target = targets[rows].clamp(min=0).unsqueeze(-1)  # (rows, 1); gather takes no -1
-        x = logits[rows].float()  # (rows, padded V), a copy unless the logits are float32
-        x[:, vocab_size:] = -torch.inf  # removes the padded vocabulary from the softmax
-        softmax = x.softmax(-1)
-        # The softmax of the largest logit m is exp(m - logsumexp).
-        logsumexp = x.amax(-1) - softmax.amax(-1).log()
-        nats.append(logsumexp - x.gather(-1, target).squeeze(-1))
-        if token_weights is not None:
-            # softmax(x) - one_hot(target), in place of the softmax
-            minus_one = torch.full_like(target, -1, dtype=softmax.dtype)
-            grad = softmax.scatter_add_(-1, target, minus_one)
-            # multiplies and rounds in one pass
-            torch.mul(grad, token_weights[rows].unsqueeze(-1), out=logits[rows])
-    return torch.cat(nats)
-
-
-class ChunkedCrossEntropy(torch.autograd.Function):
-    """Mean cross-entropy in nats of logits x @ weight.T against targets, for x (N, C), weight
-    (padded V, C) and targets (N,). Targets of -1 do not count.
-
-    Matmuls run in the autocast dtype, the rest in float32. The forward pass computes the gradients
-    as well, while the logits of a chunk are in memory. The backward pass multiplies them in place
-    by the gradient of the loss, so it can run only once.
-
-    `head` has vocab_size and chunk_cross_entropy_. Without `needs_grad`, as in validation, only the
-    loss is computed.
-    """
-
-    @staticmethod
-    def forward(
-        ctx, x: Tensor, weight: Tensor, targets: Tensor, head: "HeadCrossEntropy", needs_grad: bool
-    ) -> Tensor:
-        device_type = x.device.type
-        dtype = x.dtype
-        if torch.is_autocast_enabled(device_type):
-            dtype = torch.get_autocast_dtype(device_type)
-        # no autocast: every dtype below is explicit
-        with torch.autocast(device_type, enabled=False):
-            is_counted = targets >= 0  # (N,)
-            # `token_weights` is each token's share of the mean. In float16 the gradients of a mean
-            # over many tokens would round to 0. So in float16 `total` and the gradients are of the
-            # sum over tokens; the end of `forward` and the backward pass divide by ctx.divisor.
-            num_counted = is_counted.sum()
-            ctx.divisor = 1
-            if dtype is torch.float16:
-                ctx.divisor = num_counted
-            token_weights = is_counted * ctx.divisor / num_counted  # (N,), 0 for a target of -1
-
-            total = torch.zeros((), device=x.device)  # mean loss in nats, times ctx.divisor
-            low_x = x.to(dtype)
-            low_weight = weight.to(dtype)
-            if needs_grad:
-                grad_x = torch.empty_like(low_x)  # each chunk fills in its rows
-                # float32, because every chunk adds to it
-                grad_weight = torch.zeros_like(weight, dtype=torch.float32)
-            # 4 bytes: a chunk is counted in float32, though 16-bit logits take half of that
-            max_tokens = rows_within(chunk_bytes(x.device), 4 * len(weight))
-            chunk_size = tokens_per_chunk(len(x), max_tokens)
-            buffer = low_x.new_empty(chunk_size, len(weight))  # reused by all chunks
-            for start in range(0, len(x), chunk_size):
-                chunk = slice(start, start + chunk_size)
-                inputs = low_x[chunk]  # (n, C)
-                logits = torch.mm(inputs, low_weight.T, out=buffer[: len(inputs)])  # (n, padded V)
-                chunk_weights = token_weights[chunk] if needs_grad else None
-                if device_type == "cpu":  # also when compiled
-                    cross_entropy = cross_entropy_by_rows_
-                else:
-                    cross_entropy = head.chunk_cross_entropy_
-                nats = cross_entropy(logits, targets[chunk], chunk_weights, head.vocab_size)  # (n,)
-                total += (nats * token_weights[chunk]).sum()
-                if needs_grad:
-                    # `cross_entropy` has overwritten the logits with their gradient
-                    torch.mm(logits, low_weight, out=grad_x[chunk])
-                    add_matmul_(grad_weight, logits.T, inputs)
-        if needs_grad:
-            # float32 in training, because `backward` multiplies them: 16 bits would round again
-            ctx.save_for_backward(grad_x.to(x.dtype), grad_weight.to(weight.dtype))
-        return total / ctx.divisor
-
-    @staticmethod
-    def backward(ctx, grad_loss: Tensor) -> tuple:
-        """Return the gradients of x and weight. `grad_loss` () is the factor by which the caller
-        multiplies the mean, such as 1 / micro-steps or the scale of a GradScaler."""
-        grad_x, grad_weight = ctx.saved_tensors
-        grad_loss = grad_loss / ctx.divisor
-        return grad_x.mul_(grad_loss), grad_weight.mul_(grad_loss), None, None, None
-
-
-def add_matmul_(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add a @ b to float32 `total`, in place. `total` is the gradient of the head's weight
-    (padded V, C), `a` the gradient of a chunk's logits (padded V, n), `b` its inputs (n, C)."""
-    # On CUDA one addmm multiplies in 16 bits and adds in float32, without a product in memory.
-    if a.is_cuda and a.dtype is not total.dtype:
-        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
-        return
-    # elsewhere, add a few rows at a time, so that the product in memory is small
-    max_bytes = MATMUL_BYTES_ON_CPU if a.device.type == "cpu" else MATMUL_BYTES
-    num_rows = rows_within(max_bytes, a.dtype.itemsize * b.size(1))
-    for start in range(0, len(a), num_rows):
-        rows = slice(start, start + num_rows)
-        total[rows] += a[rows] @ b
 
 
 class HeadCrossEntropy(nn.Module):
@@ -229,7 +48,9 @@ class HeadCrossEntropy(nn.Module):
         if reduction == "mean" and all_logits_bytes > PLAIN_BYTES:
             # not in ChunkedCrossEntropy: gradients are always off inside an autograd.Function
             needs_grad = torch.is_grad_enabled()
-            return ChunkedCrossEntropy.apply(x, weight, targets, self, needs_grad)
+            return ChunkedCrossEntropy.apply(
+                x, weight, targets, self.vocab_size, self.chunk_cross_entropy_, needs_grad
+            )
         if all_logits_bytes <= max_bytes:
             return self.loss_of_chunk(x, weight, targets, reduction)
 

@@ -21,7 +21,7 @@ import torch
 
 from config import MachineOptions, ModelOptions, OptimizerOptions
 from data.named_tokenizer import GPT2Tokenizer
-from model import loss
+from model import chunked_loss
 from model.config import GPTConfig
 from model.execution import Execution, execute
 from model.gpt import GPT
@@ -47,7 +47,7 @@ class PeerOptions(MeasureOptions):
     """Measure the kernels of a step, too, in further processes: milliseconds by kind, the longest.
     """
     logits_bytes: Count | None = None
-    """Largest float32 logits of a chunk on a GPU; default: LOGITS_BYTES of model/loss.py."""
+    """Largest float32 logits of a chunk on a GPU; default: LOGITS_BYTES of chunked_loss.py."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def build_ours(options: BenchOptions) -> Program:
     dtype = pick_dtype(options.dtype, device)
     recipe = parse_recipe(options.recipe)
     if options.logits_bytes is not None:
-        loss.LOGITS_BYTES = options.logits_bytes  # read at each call, in this process alone
+        chunked_loss.LOGITS_BYTES = options.logits_bytes  # read at each call, in this process alone
     execution = Execution(options.activation_checkpointing, options.use_torch_compile)
     # Random weights: their values do not change the time of a step.
     model = GPT(options.bench_config).to(device)

@@ -28,7 +28,7 @@ KINDS = {
     "matmul": r"nvjet|xmma|cutlass|gemm|splitk|triton_tem|mm\b|linear",
     # with clipping, which takes the norm of the gradients: before "norm"
     "optimizer": r"adam|multi_tensor|foreach|vector_norm|lpnorm",
-    # the operations of cross_entropy_ and cross_entropy_by_rows_ in model/loss.py
+    # the operations of cross_entropy_ and cross_entropy_by_rows_ in model/chunked_loss.py
     "loss": r"softmax|amax|masked_fill|nll_loss|cross_?entropy",
     "activation": r"gelu|silu",
     # The residual stream is what is added, alone or in the kernel of the next norm.

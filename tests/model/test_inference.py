@@ -6,9 +6,11 @@ import pytest
 import torch
 from tiny import RECIPES, tiny_gpt
 
+from model import chunked_loss
 from model import loss as loss_module
+from model.chunked_loss import cross_entropy_
 from model.inference import OneDNNLinear, prepare_for_inference
-from model.loss import HeadCrossEntropy, cross_entropy_
+from model.loss import HeadCrossEntropy
 from utils.devices import autocast, has_onednn
 
 CPU = torch.device("cpu")
@@ -24,13 +26,13 @@ def test_the_chunked_loss_and_its_gradients_are_those_of_whole_logits(
     x, weight, targets = torch.randn(100, 32), torch.randn(320, 32), torch.randint(300, (100,))
     targets[::7] = -1
     if variant == "gpu":  # the loss of GPUs takes the place of that of CPUs
-        monkeypatch.setattr(loss_module, "cross_entropy_by_rows_", cross_entropy_)
-    monkeypatch.setattr(loss_module, "SOFTMAX_BYTES_ON_CPU", 4 * 320 * 5)
-    monkeypatch.setattr(loss_module, "MATMUL_BYTES_ON_CPU", 4 * 32 * 100)
+        monkeypatch.setattr(chunked_loss, "cross_entropy_by_rows_", cross_entropy_)
+    monkeypatch.setattr(chunked_loss, "SOFTMAX_BYTES_ON_CPU", 4 * 320 * 5)
+    monkeypatch.setattr(chunked_loss, "MATMUL_BYTES_ON_CPU", 4 * 32 * 100)
 
     def loss_and_gradients(rows):
-        for name in ("PLAIN_BYTES", "LOGITS_BYTES_ON_CPU"):
-            monkeypatch.setattr(loss_module, name, 4 * 320 * rows)
+        monkeypatch.setattr(loss_module, "PLAIN_BYTES", 4 * 320 * rows)
+        monkeypatch.setattr(chunked_loss, "LOGITS_BYTES_ON_CPU", 4 * 320 * rows)
         leaves = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
         with autocast(CPU, dtype):
             loss = HeadCrossEntropy(300)(*leaves, targets)

@@ -7,7 +7,7 @@ from conftest import train_options
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils.flop_counter import FlopCounterMode
 
-from model import loss
+from model import chunked_loss, loss
 from model.config import GPTConfig
 from model.execution import Execution, execute
 from model.gpt import GPT
@@ -132,7 +132,7 @@ def test_activations_of_a_block_are_the_bytes_that_autograd_keeps(fused_norms, r
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_loss_holds_the_bytes_that_are_forecast(monkeypatch, dtype):
     monkeypatch.setattr(loss, "PLAIN_BYTES", 0)  # the loss of large models
-    monkeypatch.setattr(loss, "SOFTMAX_BYTES_ON_CPU", 2**16)
+    monkeypatch.setattr(chunked_loss, "SOFTMAX_BYTES_ON_CPU", 2**16)
     config = GPTConfig(vocab_size=8192, n_embd=32, n_head=2)
     hidden = torch.randn(2048, 32, requires_grad=True)
     weight = torch.nn.Parameter(torch.randn(8192, 32))

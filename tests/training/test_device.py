@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from conftest import gap, script, train_args
 
 from config import TrainOptions
-from model import loss as loss_module
+from model import chunked_loss, loss
 from model.execution import Execution, execute
 from model.gpt import GPT
 from recipes import parse_recipe
@@ -25,8 +25,9 @@ def device(request):
 
 @pytest.fixture(autouse=True)
 def chunks_of_logits(monkeypatch):
-    for name in ("PLAIN_BYTES", "LOGITS_BYTES", "LOGITS_BYTES_ON_CPU"):
-        monkeypatch.setattr(loss_module, name, 2**17)
+    monkeypatch.setattr(loss, "PLAIN_BYTES", 2**17)
+    for name in ("LOGITS_BYTES", "LOGITS_BYTES_ON_CPU"):
+        monkeypatch.setattr(chunked_loss, name, 2**17)
 
 
 def models(recipe, device, **options):

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from model import loss
+from model import chunked_loss
 from model.config import GPTConfig
 from model.execution import Execution, compile_static, execute
 from model.gpt import GPT
@@ -60,7 +60,7 @@ def fake_ranks():
 def loss_of_gpus(monkeypatch):
     """Compute the loss of CPU tensors as on a GPU."""
     for name in ("LOGITS_BYTES", "MATMUL_BYTES", "SOFTMAX_BYTES"):
-        monkeypatch.setattr(loss, f"{name}_ON_CPU", getattr(loss, name))
+        monkeypatch.setattr(chunked_loss, f"{name}_ON_CPU", getattr(chunked_loss, name))
 
 
 class Graphs:
@@ -97,8 +97,8 @@ def test_a_step_of_blocks_of_124M_has_one_graph_for_all_and_keeps_what_is_foreca
     compile_with, loss_of_gpus, recipe, checkpointing, monkeypatch
 ):
     graphs, tokens = compile_with(Graphs()), 64 * 1024
-    compiled_loss = compile_static(loss.cross_entropy_)
-    monkeypatch.setattr(loss, "cross_entropy_by_rows_", compiled_loss)
+    compiled_loss = compile_static(chunked_loss.cross_entropy_)
+    monkeypatch.setattr(chunked_loss, "cross_entropy_by_rows_", compiled_loss)
     options = train_options(recipe=recipe, n_layer=3)
     shape = options.model_config(parse_recipe(recipe), VOCABULARY)
     monkeypatch.setattr("model.gpt.draw_weights", lambda *_: None)  # they have no values

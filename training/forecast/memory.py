@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from config import MachineOptions, ResolvedTrainOptions
-from model import loss
+from model import chunked_loss
 from model.config import GPTConfig
 from model.gpt import GPT
 from model.initial_weights import build_without_weights
@@ -141,10 +141,13 @@ def block_activations(
     is_grouped = keys < attention  # grouped-query attention
     if is_grouped and model_config.position == "rotary" and not model_config.qk_norm:
         qkv = 0  # the backward pass reads only the copies below
+    changes_keys = model_config.position == "rotary" or model_config.qk_norm
+    if changes_keys:
+        qkv += attention  # rotated or normalized queries
     if is_grouped:
         qkv += 2 * attention  # keys and values, repeated for each query
-    if model_config.position == "rotary" or model_config.qk_norm:
-        qkv += attention + keys  # rotated or normalized queries and keys
+    elif changes_keys:
+        qkv += keys  # rotated or normalized keys
     activated = inner  # input of the MLP's c_proj
     if model_config.is_gated:
         activated += inner  # SiLU of the gate, a factor of that input
@@ -154,7 +157,7 @@ def block_activations(
 def head_memory(
     model_config: GPTConfig, num_tokens: int, hardware: Hardware, compiled: bool
 ) -> int:
-    """Return the bytes that the head and the loss (model/loss.py) hold at their peak, for a
+    """Return the bytes that the head and the loss (model/chunked_loss.py) hold at their peak, for a
     micro-batch of `num_tokens` tokens. The output of the final norm is included."""
     itemsize = hardware.dtype.itemsize  # bytes of a number in matmuls
     C = model_config.n_embd
@@ -168,12 +171,14 @@ def head_memory(
         cast_bytes = itemsize * (2 * num_tokens * C + V * C)
     # The loss computes logits for one chunk of tokens at a time. In float32 the logits of a chunk
     # would fit into chunk_bytes.
-    max_tokens = loss.rows_within(loss.chunk_bytes(hardware.device), FLOAT32_BYTES * V)
-    logits = itemsize * loss.tokens_per_chunk(num_tokens, max_tokens) * V
+    max_tokens = chunked_loss.rows_within(
+        chunked_loss.chunk_bytes(hardware.device), FLOAT32_BYTES * V
+    )
+    logits = itemsize * chunked_loss.tokens_per_chunk(num_tokens, max_tokens) * V
     # Without the compiler, the loss also holds a float32 copy of some rows of the chunk, and their
     # softmax. On a CPU these rows are too few to count.
     if not compiled and hardware.device.type != "cpu":
-        logits += 2 * loss.SOFTMAX_BYTES
+        logits += 2 * chunked_loss.SOFTMAX_BYTES
     return hidden + gradients + cast_bytes + logits
 
 
