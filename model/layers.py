@@ -100,6 +100,16 @@ class ScaledDotProduct(nn.Module):
         return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal)
 
 
+def attention_kernel(config: GPTConfig, device: torch.device, dtype: torch.dtype) -> str:
+    """Return the name of the kernel that PyTorch chooses for the attention of training, such as
+    CUDNN_ATTENTION or FLASH_ATTENTION. The choice depends on the GPU and on the wheel of PyTorch.
+    """
+    size = (1, config.n_head, config.block_size, config.head_size)
+    x = torch.empty(size, device=device, dtype=dtype, requires_grad=True)
+    # what F.scaled_dot_product_attention asks itself; PyTorch has no public function for it
+    return SDPBackend(torch._fused_sdp_choice(x, x, x, None, config.dropout, True)).name
+
+
 class KVCache:
     """KV cache: keys and values of past tokens, so that sampling computes only the new token.
 

@@ -7,6 +7,7 @@ from data.loader import Mixture, Slicing, TokenStream
 from data.tokenizer import tokenizer_identity
 from model.config import GPTConfig
 from model.gpt import GPT
+from model.layers import attention_kernel
 from recipes import Recipe
 from training.forecast.step_time import step_flops
 from training.options import continued_model_config
@@ -89,7 +90,8 @@ def print_summary(
     run: Run[ResolvedTrainOptions], model: GPT, train_data: Mixture, slicing: Slicing
 ) -> None:
     """Warn of train shards whose sharding is not finished and of a long warmup. Then print the size
-    of model and data, the steps, their micro-batches and, for a slow run on a CPU, its time."""
+    of model and data, the steps, their micro-batches, on a GPU the attention kernel and, for a slow
+    run on a CPU, its time."""
     options = run.options
     # logger.print writes above the progress bar, on the main process only
     for folder in train_data.stream.unfinished:
@@ -108,6 +110,9 @@ def print_summary(
     if options.use_torch_compile:
         line += "; the first step compiles"
     run.logger.print(line)
+    if run.process.device.type == "cuda":
+        kernel = attention_kernel(model.config, run.process.device, run.process.dtype)
+        run.logger.print(f"attention by PyTorch's {kernel}")
 
     if run.process.device.type == "cpu":
         # Estimated from the speed of a matmul, because a progress bar shows nothing until the first

@@ -9,7 +9,7 @@ from tiny import RECIPES, tiny_gpt
 from model.config import GPT2_SIZES, GPT3_SIZES, GPTConfig
 from model.gpt import GPT
 from model.initial_weights import build_without_weights, rebuild
-from model.layers import KVCache
+from model.layers import KVCache, attention_kernel
 from recipes import Recipe
 
 
@@ -106,3 +106,11 @@ def test_a_model_with_fewer_tokens_gives_the_logits_of_these(recipe):
     assert smaller.head_weight.shape == (192, 32) and smaller.head_weight.requires_grad
     x = torch.randint(0, 180, (2, 16))
     torch.testing.assert_close(smaller(x), model(x)[..., :180])
+
+
+def test_the_attention_kernel_of_training_has_a_name():
+    config = GPTConfig(n_layer=1)
+    assert attention_kernel(config, torch.device("cpu"), torch.float32) == "FLASH_ATTENTION"
+    assert (
+        attention_kernel(replace(config, dropout=0.1), torch.device("cpu"), torch.float32) == "MATH"
+    )
