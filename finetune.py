@@ -235,7 +235,7 @@ def train_step(
 
     # update the weights, unless the loss or gradient is not finite: then no process updates
     skip_reason = reason_to_skip(metrics["loss"], metrics["grad_norm"])
-    metrics |= prepared.metrics  # grpo: reward, completion_tokens, cut
+    metrics |= prepared.metrics  # grpo: reward, completion_tokens, cut, rollout_ms
     metrics["lr"] = lr
     if run.scaler.is_enabled():
         metrics["scale"] = run.scaler.get_scale()

@@ -340,9 +340,9 @@ class Slicing:
     def local_sequence_ids(self, sequence_ids: np.ndarray) -> np.ndarray:
         """Return the ids that this process reads, (micro_steps, micro_batch_size), given all ids of
         a step, (sequences_per_step,)."""
-        # Micro-step first, rank second: in micro-step i, the W ranks together read sequences
-        # [i*B*W, (i+1)*B*W) of the step, with micro-batches of B. So runs with the same B*W read
-        # the same sequences in each micro-step, with any number of processes.
+        # Micro-step first, data_rank second: in micro-step i, the W data ranks together read
+        # sequences [i*B*W, (i+1)*B*W) of the step, with micro-batches of B. So runs with the same
+        # B*W read the same sequences in each micro-step, with any number of processes.
         by_rank = sequence_ids.reshape(self.micro_steps, self.data_parallel, self.micro_batch_size)
         return by_rank[:, self.data_rank]
 

@@ -133,7 +133,7 @@ def read_manifest(folder: Path) -> Manifest | None:
     path = folder / MANIFEST
     if not path.exists():
         return None
-    # `reading` turns an error in this block into a UserError that names the file.
+    # `reading` turns an error of the with statement into a UserError that names the file.
     with reading(path, "a manifest of shards"):
         content = json.loads(path.read_text(encoding="utf-8"))
         # `asdict` has turned these dataclasses into dicts.

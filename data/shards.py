@@ -113,8 +113,8 @@ def shard_paths(folder: Path) -> list[Path]:
 
 @dataclass(frozen=True)
 class Shard:
-    """Shard of a folder. Its file is opened at the first read: else a thousand processes would open
-    the 150,000 files of 15 trillion tokens at once."""
+    """Shard of a folder. With a manifest, its file is opened only when it is read: else a thousand
+    processes would open the 150,000 files of 15 trillion tokens at once."""
 
     path: Path
     num_tokens: int
@@ -272,8 +272,8 @@ class TokenStream:
         self.folders = folders
         self.split = folders[0].split  # "train" or "val", the same in all folders
         self.tokenizer = folders[0].tokenizer
-        """Spec of the tokenizer. training/summary.py replaces it by the spec of a pre-trained or
-        resumed model, which has the same tokens and may have a chat template."""
+        """Spec of the tokenizer. main of train.py replaces it, for the train split, by the spec of
+        a pre-trained or resumed model, which has the same tokens and may have a chat template."""
         self.vocab_size = count_tokens(self.tokenizer)  # without the model's padding
         self.shards: list[Shard] = []
         for folder in folders:

@@ -154,7 +154,7 @@ def draw(paths: list[Path], out: Path, model_type: str | None = None) -> None:
 def make_panels(panel_names: list[list[str]]) -> tuple[Figure, dict[str, Axes]]:
     """Return an empty figure, and its panels by name. Each list of `panel_names` becomes a row of
     panels; it has one, two or three keys of LABELS."""
-    # subplot_mosaic merges neighbouring cells with one name into a wide panel. 6 cells per row
+    # subplot_mosaic merges neighboring cells with one name into a wide panel. 6 cells per row
     # divide into 1, 2 or 3 equally wide panels.
     grid = [np.repeat(names, 6 // len(names)).tolist() for names in panel_names]
     figure = Figure(figsize=(WIDTH, 2.6 * len(panel_names)), layout="constrained")

@@ -94,7 +94,7 @@ def cross_entropy_by_rows_(
 ) -> Tensor:
     """Compute the same as cross_entropy_, but faster on a CPU and without the compiler: some rows
     at a time, in few operations, and with gather and scatter instead of a comparison of each target
-    with every column."""
+    with every column. In float32 it overwrites the padded columns of the logits in any case."""
     max_bytes = SOFTMAX_BYTES_ON_CPU if logits.device.type == "cpu" else SOFTMAX_BYTES
     num_rows = rows_within(max_bytes, 4 * logits.size(1))  # 4 bytes per float32 logit
     nats: list[Tensor] = []  # (rows,) each

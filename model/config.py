@@ -65,7 +65,7 @@ class GPTConfig:
     norm_eps: NonNegative = 1e-5
     """Epsilon, added to the variance in LayerNorm, or to the mean square in RMSNorm."""
     qk_norm: bool = False
-    """Normalise queries and keys to a root mean square of 1."""
+    """Normalize queries and keys to a root mean square of 1."""
     activation: Literal["gelu", "gelu_exact", "relu2", "swiglu"] = "gelu"
     """Activation of the MLP: gelu (OpenAI's tanh approximation), gelu_exact (nanoGPT's), relu2
     (squared ReLU) or swiglu (gated SiLU)."""

@@ -40,7 +40,7 @@ class Execution:
     checkpointing: str = "none"
     """Activation checkpointing: what the backward pass recomputes. "none"; "cheap": all but the
     outputs of matmuls and attention (with dropout, unless compiled, the same as "block"); "block":
-    all but the input of each block, up to a quarter more compute."""
+    all but the input of each block, a quarter to a third more compute."""
     compiled: bool = False
     """Compile the blocks, which share one graph, and the loss on GPUs, by torch.compile."""
 

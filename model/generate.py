@@ -1,7 +1,7 @@
 """Sampling from a GPT with a KV cache.
 
-`generate` yields token ids, `complete` returns whole texts. Prompts are lists of token ids. Shorter
-prompts are padded on the left, so that all rows end in the same column.
+`generate` yields token ids, `complete` returns whole completions, as token ids. Prompts are lists
+of token ids. Shorter prompts are padded on the left, so that all rows end in the same column.
 """
 
 from collections.abc import Callable, Iterator

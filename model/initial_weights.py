@@ -24,8 +24,8 @@ ROWS_PER_SEED = 64
 
 
 def initial_weights(model: nn.Module, config: GPTConfig, seed: int) -> dict[str, Rows]:
-    """Return the weights of a new model by parameter name: matrices from Normal(0, 0.02), biases of
-    0, gains of 1. Numbers are drawn only when rows are read.
+    """Return the weights of a new model by parameter name: matrices from Normal(0, 0.02), biases
+    and the table of n-grams of 0, gains of 1. Numbers are drawn only when rows are read.
 
     GPT-2 scales the 2 L matrices whose output is added to the residual stream by 1 / sqrt(2 L).
     """
@@ -93,7 +93,7 @@ def constant(value: float, shape: torch.Size) -> Rows:
 
 
 class SkipInit(TorchFunctionMode):
-    """Leave new parameters uninitialised. On the device "meta", torch.nn.init would import
+    """Leave new parameters uninitialized. On the device "meta", torch.nn.init would import
     PyTorch's compiler, which takes two seconds."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):

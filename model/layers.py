@@ -37,7 +37,7 @@ def rotate(x: Tensor, angles: Angles) -> Tensor:
     and not on their positions.
 
     Channels i and i + D / 2 form a pair, as in GPT-NeoX and transformers; the paper and Meta's
-    LLaMA pair neighbouring channels.
+    LLaMA pair neighboring channels.
     """
     cos, sin = angles
     a, b = x.chunk(2, dim=-1)  # (B, T, heads, D / 2) each
@@ -77,7 +77,7 @@ class ScaledDotProduct(nn.Module):
         T = q.size(2)
         S = k.size(2)
         # SDPA's is_causal aligns the first query with the first key, which is wrong after cached
-        # keys. `generate` passes single tokens after the prompts, and scoring passes a mask.
+        # keys. `generate` passes single tokens after the prompts. Without a cache S is T.
         assert mask is not None or T in (1, S)
         is_causal = mask is None and T > 1  # a single query attends to all tokens
 

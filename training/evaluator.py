@@ -22,7 +22,7 @@ from model.gpt import GPT
 from utils.distributed import Process
 from utils.errors import UserError
 
-SUBSET_EXAMPLES = 500  # examples of each benchmark without --eval_full
+SUBSET_EXAMPLES = 500  # of each benchmark, for CORE of each task, without --eval_full
 SAMPLE_TOKENS = 128  # length of a text sample
 
 
@@ -46,7 +46,8 @@ class Evaluator:
             "lambada": options.lambada_every,
             "core": options.core_every,
         }
-        """Steps between validations, samples or scores of a benchmark; 0: only at the end."""
+        """Steps between validations, samples or scores of a benchmark. With 0, validation runs only
+        at the end, and samples and benchmarks never."""
         # batches of as many sequences as in training, because these fit into memory
         self.scorer = Scorer(model, process, options.sequences_per_pass)
         self.tokenizer: Tokenizer | None = None  # stays None if it cannot be downloaded

@@ -161,7 +161,7 @@ def find_resumed(options_class: type[Options], resume: str | None, flags: list[s
         folder = options_class.checkpoint_folder(flags)
         newest = find_newest(folder)
         if newest is None and is_main_process():
-            print(f"no checkpoint in {folder}: a new run")  # the user may have misspelt it
+            print(f"no checkpoint in {folder}: a new run")  # the user may have misspelled it
         return newest
     path = Path(resume)
     if not path.is_dir():

@@ -62,7 +62,7 @@ FIRST_LOSS_SCALE = 2.0**10
 
 @dataclass(frozen=True)
 class StepResult:
-    """Outcome of one training step, the same on every process."""
+    """Outcome of one training step, the same on every process but for rollout_ms of grpo."""
 
     metrics: dict[str, float]
     """Row of the log for the step: loss, lr, grad_norm, ... "tokens" counts the tokens of the run,
@@ -141,7 +141,8 @@ def claim_folders(
 ) -> None:
     """Lock the folders of this run until its process ends. Raises UserError on every process if
     the folders hold another run. Every process must call it."""
-    # Only the main process writes, so only it checks; `together` raises its error on the others.
+    # Only the main process creates and replaces files, so only it checks; `together` raises its
+    # error on the others.
     with process.together():
         if process.is_main:
             # a set: both may be the same folder, which can be locked only once
@@ -376,7 +377,7 @@ class Run(Generic[Options]):
         """Print metrics of the whole run as `key: value` lines, which a script can parse. They come
         from the log, which also has the steps before a resume."""
         log = read_metrics(self.options.log_dir)
-        if "val" in log:  # not with GRPO
+        if "val" in log:  # not with grpo, and not without --eval_data
             loss = log["val"][-1]["loss"]
             if loss is None:  # JSON has no NaN
                 loss = math.nan

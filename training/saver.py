@@ -49,7 +49,8 @@ class Saver:
     `write`, on the main process only."""
     best_loss: float = math.inf
     """Lowest validation loss of the run: the loss of step 0 or of model_best.pt, in nats per token
-    for pre-training and sft. Set by `write`, on the main process only."""
+    for pre-training and sft. All processes know it at the start and at step 0, later only the
+    main process, which decides: `write` sets it."""
     is_first_save: bool = True
     """True until model_last.pt has been saved once; the same on all processes."""
     thread: threading.Thread = field(init=False, default_factory=threading.Thread)
@@ -71,8 +72,6 @@ class Saver:
         elif self.run.entries["val_checksum"] is not None:  # None without --eval_data
             self.run.process.print("the validation text has changed: a new lowest loss begins")
 
-    # last_step and best_loss change when a file is on disk. Only the main process has them, after
-    # `wait`, and decides for all processes.
     def due(self, step: int) -> bool:
         """Return True if model_last.pt is due after `step` steps: every --save_every steps, at the
         end, and before the first step, so that the user can always resume a killed run."""

@@ -124,7 +124,7 @@ class Process:
 
     @property
     def is_main(self) -> bool:
-        """True on the process that prints and writes files."""
+        """True on the process that prints, and that creates and replaces files."""
         return self.rank == 0
 
     def print(self, message: str) -> None:

@@ -311,7 +311,7 @@ def find_checkpoint(model_name: str | Path) -> Path | None:
     if path.is_file():
         return path if is_own(path) else None
     if not path.is_dir():
-        # A missing .pt is a misspelt checkpoint and not a name of the hub: load_checkpoint will
+        # A missing .pt is a misspelled checkpoint and not a name of the hub: load_checkpoint will
         # raise OSError for it.
         return path if path.suffix == ".pt" else None
     folder = find_checkpoint_folder(path)

@@ -80,7 +80,8 @@ def fill_model(model: GPT, weights: Mapping[str, Rows], device: torch.device) ->
     that this process holds."""
     model.to_empty(device=device)  # uninitialized memory
     state = model.state_dict()  # the tensors themselves, not copies
-    # the model has the architecture of the weights: agreed_model_config of training/summary.py
+    # the model has the architecture of the weights: agreed_model_config of training/summary.py,
+    # or build_model of finetune.py
     assert weights.keys() == state.keys()
     for name, x in state.items():
         # a shorter context drops the last rows of the position embedding, "wpe"
