@@ -176,12 +176,12 @@ def score_question_file(
     """Ask the model the questions of a file, and return the share of exact answers."""
     # encodes prompts as fine-tuning does, so that the model sees the tokens that it has learned
     encoder = TextEncoder(tokenizer, options.chat, scorer.model.config.block_size)
-    # `encode` turns a row into a Question, whose prompt is ids. read_examples raises UserError for
-    # a row without an answer, and for a prompt that leaves no room for max_new_tokens.
-    encode = partial(encoder.question, max_new_tokens=options.max_new_tokens, has_answer=True)
+    # `to_question` turns a row into a Question, whose prompt is ids. read_examples raises UserError
+    # for a row without an answer, and for a prompt that leaves no room for max_new_tokens.
+    to_question = partial(encoder.question, max_new_tokens=options.max_new_tokens, has_answer=True)
     # `together`: if one process cannot open the file, all processes raise an error
     with scorer.process.together():
-        questions = evenly_spread(read_examples(path, encode), options.limit)
+        questions = evenly_spread(read_examples(path, to_question), options.limit)
     return score_questions(path.stem, questions, encoder, options.max_new_tokens, scorer)
 
 

@@ -348,11 +348,11 @@ class Slicing:
 
 
 def train_batches(
-    data: Mixture, slicing: Slicing, seed: int, steps: range
+    data: Mixture, slicing: Slicing, seed: int, step_range: range
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yield this process's micro-batches, inputs and targets (B, T): `slicing.micro_steps` of them
     for each step."""
-    for step in steps:
+    for step in step_range:
         # every process computes the order of the whole step, and reads only its own sequences
         for sequence_ids in slicing.local_sequence_ids(
             data.sequence_ids_of_step(step, slicing.sequences_per_step, seed)

@@ -68,11 +68,11 @@ PUBLIC_RUN = {
 }
 
 
-def openai_model_type(config: GPTConfig) -> str:
+def openai_model_type(model_config: GPTConfig) -> str:
     """Return the size of OpenAI's GPT-2 to compare a model with, as a key of GPT2_SIZES. It is the
     size with the same layers, heads and width, or the smallest size if there is none."""
     for model_type, layers_heads_width in GPT2_SIZES.items():
-        if layers_heads_width == (config.n_layer, config.n_head, config.n_embd):
+        if layers_heads_width == (model_config.n_layer, model_config.n_head, model_config.n_embd):
             return model_type
     return "gpt2"
 

@@ -59,20 +59,22 @@ class Scorer:
     """Called before each batch of a benchmark with the number of rows that all processes score
     together: evaluate.py moves its progress bar."""
 
-    def metrics_by_corpus(self, val: Mixture, tokens: int) -> dict[str, dict[str, float]]:
+    def metrics_by_corpus(self, val: Mixture, num_tokens: int) -> dict[str, dict[str, float]]:
         """Return the metrics of validation_loss for each corpus of a split, by the corpus's name.
         Several corpora have a last entry "weighted mean". Evaluator.validate takes the last entry.
         """
-        corpus_metrics = [self.validation_loss(corpus, tokens) for corpus in val.corpus_sequences]
+        corpus_metrics = [
+            self.validation_loss(corpus, num_tokens) for corpus in val.corpus_sequences
+        ]
         by_corpus = dict(zip(val.names, corpus_metrics, strict=True))
         if len(corpus_metrics) > 1:
             by_corpus["weighted mean"] = weighted_mean(corpus_metrics, val.corpus_weights)
         return by_corpus
 
     @torch.no_grad()
-    def validation_loss(self, sequences: Sequences, tokens: int) -> dict[str, float]:
-        """Return "loss", the mean in nats per token over the first `tokens` targets of a split, and
-        "n", the number of targets.
+    def validation_loss(self, sequences: Sequences, num_tokens: int) -> dict[str, float]:
+        """Return "loss", the mean in nats per token over the first `num_tokens` targets of a split,
+        and "n", the number of targets.
 
         "bits_per_byte" makes runs with different tokenizers comparable. It is loss / ln 2 / (bytes
         of source text per token, over the whole split), and is missing if the manifest of the
@@ -80,22 +82,23 @@ class Scorer:
         """
         self.model.eval()  # no dropout
         # every evaluation takes the same sequences, the first ones of the split
-        num_sequences = sequences.count_within(tokens)
+        num_sequences = sequences.count_within(num_tokens)
         # lists of sequence ids; the last list may be shorter
         batches = batched(list(range(num_sequences)), self.batch_size)
 
-        def sum_nats(batch: list[int]) -> float:
-            """Return the sum of the loss over all targets of a batch of sequence ids, in nats."""
+        def sum_nats(sequence_ids: list[int]) -> float:
+            """Return the sum of the loss over all targets of a batch of sequences, in nats."""
             # A shorter last batch would be compiled anew for its shape: repeat its ids up to the
             # full batch size. The loss ignores the targets of the repeated sequences, -1.
-            filled = np.resize(batch, len(batches[0]))
+            filled = np.resize(sequence_ids, len(batches[0]))
             inputs, targets = sequences.make_batch(filled)  # int64 (B, T) each
-            targets[len(batch) :] = -1
+            targets[len(sequence_ids) :] = -1
             idx = torch.from_numpy(inputs).to(self.process.device)
             target_ids = torch.from_numpy(targets).to(self.process.device)
             with self.process.autocast():
                 loss = self.model(idx, target_ids)  # mean over the targets that are not -1
-            return loss.item() * targets[: len(batch)].size  # mean times number of these targets
+            # the mean times the number of these targets
+            return loss.item() * targets[: len(sequence_ids)].size
 
         # each process scores its share of the batches; all processes get the sums of all batches
         total_nats = sum(self.process.map(sum_nats, batches))

@@ -104,8 +104,8 @@ def attention_kernel(config: GPTConfig, device: torch.device, dtype: torch.dtype
     """Return the name of the kernel that PyTorch chooses for the attention of training, such as
     CUDNN_ATTENTION or FLASH_ATTENTION. The choice depends on the GPU and on the wheel of PyTorch.
     """
-    size = (1, config.n_head, config.block_size, config.head_size)
-    x = torch.empty(size, device=device, dtype=dtype, requires_grad=True)
+    shape = (1, config.n_head, config.block_size, config.head_size)
+    x = torch.empty(shape, device=device, dtype=dtype, requires_grad=True)
     # what F.scaled_dot_product_attention asks itself; PyTorch has no public function for it
     return SDPBackend(torch._fused_sdp_choice(x, x, x, None, config.dropout, True)).name
 

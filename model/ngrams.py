@@ -31,9 +31,9 @@ def ngram_rows(
     if cache is not None:
         # The cache also keeps token ids, because n-grams may begin in tokens of earlier calls.
         tokens = cache.append("tokens", idx, dim=1)
-    end_of_text = config.vocab_size - 1  # with a tokenizer.json it may be another token
+    eot = config.vocab_size - 1  # with a tokenizer.json it may be another token
     # pad on the left: column s moves to s + num_before
-    tokens = F.pad(tokens, (num_before, 0), value=end_of_text)
+    tokens = F.pad(tokens, (num_before, 0), value=eot)
     columns = torch.arange(tokens.size(1), device=idx.device)  # (num_before + S,)
 
     id_column = columns[-T:, None]  # (T, 1), the column of each id

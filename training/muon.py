@@ -162,14 +162,14 @@ def orthogonalize_together(stack: Tensor, local_fused_rows: tuple[int, ...]) -> 
     if not dist.is_initialized():  # a process alone
         return orthogonalize(stack, local_fused_rows)
     world_size = dist.get_world_size()
-    share = -(-len(stack) // world_size)  # matrices of a process, rounded up
-    start = dist.get_rank() * share
-    own_matrices = stack[start : start + share]  # fewer, or none, on the last processes
+    per_process = -(-len(stack) // world_size)  # matrices, rounded up
+    start = dist.get_rank() * per_process
+    own_matrices = stack[start : start + per_process]  # fewer, or none, on the last processes
     # all_gather takes equally many from each process
-    own_updates = stack.new_zeros(share, *stack.shape[1:])
+    own_updates = stack.new_zeros(per_process, *stack.shape[1:])
     if len(own_matrices) > 0:
         own_updates[: len(own_matrices)] = orthogonalize(own_matrices, local_fused_rows)
-    updates = stack.new_empty(world_size * share, *stack.shape[1:])
+    updates = stack.new_empty(world_size * per_process, *stack.shape[1:])
     dist.all_gather_into_tensor(updates, own_updates)
     return updates[: len(stack)]
 

@@ -362,7 +362,6 @@ class Run(Generic[Options]):
                 loss, step = best_checkpoint["best_loss"], best_checkpoint["step"]
                 best = f", the best with a validation loss of {loss:.4f} at step {step:,}"
             self.logger.print(f"done; checkpoints: {folder}{best}")
-        if self.process.is_main and not self.stopping:
             self.print_metrics()
             print("next:")
             for command in next_commands:

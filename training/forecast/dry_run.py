@@ -188,8 +188,8 @@ def print_sending(forecast: StepForecast) -> None:
         ),
     ):
         if num_bytes > 0:
-            text = f"{num_bytes / 1e9:8.2f} GB in {num_bytes / bandwidth:7.3f} s"
-            print(f"  {text} {destination}, at {bandwidth / 1e9:.0f} GB/s")
+            traffic = f"{num_bytes / 1e9:8.2f} GB in {num_bytes / bandwidth:7.3f} s"
+            print(f"  {traffic} {destination}, at {bandwidth / 1e9:.0f} GB/s")
     print(f"a step takes {forecast.seconds:.3f} s if weights and gradients are sent meanwhile")
 
 

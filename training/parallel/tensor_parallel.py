@@ -7,7 +7,7 @@ the same sequences, and dropout there drops the same numbers. Sharding then divi
 process among the groups (training/parallel/data_parallel.py). Parameters of the four layers are
 DTensors on a mesh with a dimension "tensor", all others on a mesh without it.
 
-c_attn fuses queries, keys and values, and c_fc of SwiGLU fuses gate and value. A process needs its
+c_attn fuses queries, keys and values, and c_fc of SwiGLU fuses gate and input. A process needs its
 part of each, so the rows of such a layer are reordered: [Q; K; V] becomes [Q0; K0; V0; Q1; K1; V1].
 Checkpoints keep the order of the model. training/parallel/own_rows.py converts it by model_rows.
 """
@@ -31,14 +31,14 @@ from model.gpt import GPT, Block
 from utils.errors import UserError
 
 
-def fused_layers(config: GPTConfig) -> dict[str, tuple[int, ...]]:
+def fused_layers(model_config: GPTConfig) -> dict[str, tuple[int, ...]]:
     """Return the row counts of the matrices that a linear layer fuses, by the name of the layer:
-    queries, keys and values in c_attn, gate and value of SwiGLU in c_fc. Other layers are left out.
+    queries, keys and values in c_attn, gate and input of SwiGLU in c_fc. Other layers are left out.
     """
-    kv_rows = config.kv_heads * config.head_size  # rows of keys, and of values
-    fused: dict[str, tuple[int, ...]] = {"attn.c_attn": (config.n_embd, kv_rows, kv_rows)}
-    if config.is_gated:
-        fused["mlp.c_fc"] = (config.inner, config.inner)
+    kv_rows = model_config.kv_heads * model_config.head_size  # rows of keys, and of values
+    fused: dict[str, tuple[int, ...]] = {"attn.c_attn": (model_config.n_embd, kv_rows, kv_rows)}
+    if model_config.is_gated:
+        fused["mlp.c_fc"] = (model_config.inner, model_config.inner)
     return fused
 
 
@@ -70,15 +70,15 @@ def model_rows(model: GPT, name: str, num_rows: int) -> Tensor:
     return torch.arange(num_rows)  # other layers keep the order of the model
 
 
-def check_divides(config: GPTConfig, tensor_parallel: int) -> None:
+def check_divides(model_config: GPTConfig, tensor_parallel: int) -> None:
     """Raise UserError unless `tensor_parallel` processes can share the blocks of a model, each with
     equally many whole heads and channels of the MLP."""
     # Query heads are a multiple of the key/value heads, so they divide, too.
-    if config.kv_heads % tensor_parallel or config.inner % tensor_parallel:
+    if model_config.kv_heads % tensor_parallel or model_config.inner % tensor_parallel:
         raise UserError(
             f"{tensor_parallel} processes cannot share each block: their number must divide the "
-            f"{config.kv_heads} key/value heads of the model and the {config.inner} channels of "
-            "its MLP"
+            f"{model_config.kv_heads} key/value heads of the model and the {model_config.inner} "
+            "channels of its MLP"
         )
 
 
