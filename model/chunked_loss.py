@@ -111,8 +111,7 @@ def cross_entropy_by_rows_(
             # softmax(x) - one_hot(target), in place of the softmax
             minus_one = torch.full_like(target, -1, dtype=softmax.dtype)
             grad = softmax.scatter_add_(-1, target, minus_one)
-            # multiplies and rounds in one pass
-            torch.mul(grad, token_weights[rows].unsqueeze(-1), out=logits[rows])
+            logits[rows] = grad.mul_(token_weights[rows].unsqueeze(-1))
     return torch.cat(nats)
 
 

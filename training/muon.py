@@ -7,8 +7,8 @@ orthogonal matrix. AdamW trains embeddings, heads and vectors (training/optimize
 Matrices of the same shape, from different layers, are stacked and go through each operation
 together. One by one, a GPU would spend more time on kernel launches than on computing. The
 iterations need whole matrices. If parameters are sharded by rows, every process gathers the momenta
-of one stack after another. Several processes divide the matrices of a stack: each orthogonalizes
-its share and gathers the results of the others.
+of one stack after another. Up to as many processes as a stack has matrices divide them: each
+orthogonalizes its share and gathers the results of the others.
 
 Shapes: a stack has n matrices of R rows and C columns. This process holds r rows of each, all R of
 them without sharding. With tensor parallelism it holds only some columns of each c_proj.
@@ -159,17 +159,17 @@ def orthogonalize_together(stack: Tensor, local_fused_rows: tuple[int, ...]) -> 
     """Return what orthogonalize returns for a stack (n, R, C) that all processes hold. Each process
     orthogonalizes its share of the n matrices and gets the others from the other processes, so that
     every process must call it."""
-    if not dist.is_initialized():  # a process alone
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    # More processes than matrices would send more than they save, and mostly padding.
+    if world_size == 1 or world_size > len(stack):
         return orthogonalize(stack, local_fused_rows)
-    world_size = dist.get_world_size()
     per_process = -(-len(stack) // world_size)  # matrices, rounded up
     start = dist.get_rank() * per_process
     own_matrices = stack[start : start + per_process]  # fewer, or none, on the last processes
-    # all_gather takes equally many from each process
-    own_updates = stack.new_zeros(per_process, *stack.shape[1:])
+    own_updates = torch.zeros_like(stack[:per_process])  # all_gather takes as many from each
     if len(own_matrices) > 0:
         own_updates[: len(own_matrices)] = orthogonalize(own_matrices, local_fused_rows)
-    updates = stack.new_empty(world_size * per_process, *stack.shape[1:])
+    updates = own_updates.repeat(world_size, 1, 1)  # overwritten by the next line
     dist.all_gather_into_tensor(updates, own_updates)
     return updates[: len(stack)]
 

@@ -211,7 +211,14 @@ def find_recipe(options: TrainOptions, checkpoint: Checkpoint | None) -> Recipe:
     optimizer than the optimizer state in the checkpoint."""
     if checkpoint is None:
         return parse_recipe(options.recipe)
-    earlier_recipe = Recipe(**checkpoint["recipe"])
+    try:
+        earlier_recipe = Recipe(**checkpoint["recipe"])
+    except TypeError as error:  # for a field that Recipe no longer has
+        raise UserError(
+            f"{options.resume} was begun by another version of this project, whose recipes had "
+            "other fields: continue with that version, or start from the weights alone with "
+            "--init_from"
+        ) from error
     if options.recipe == checkpoint["config"]["recipe"]:
         return earlier_recipe
     recipe = parse_recipe(options.recipe)

@@ -373,8 +373,9 @@ class Run(Generic[Options]):
             sys.exit(128 + (self.process.signal or signal.SIGTERM))
 
     def print_metrics(self) -> None:
-        """Print metrics of the whole run as `key: value` lines, which a script can parse. They come
-        from the log, which also has the steps before a resume."""
+        """Print metrics as `key: value` lines, which a script can parse. `step` and `tokens` count
+        the whole run, the others come from the log, which also has the steps before a resume unless
+        they were logged to another folder."""
         log = read_metrics(self.options.log_dir)
         if "val" in log:  # not with grpo, and not without --eval_data
             loss = log["val"][-1]["loss"]

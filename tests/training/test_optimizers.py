@@ -116,3 +116,6 @@ def test_several_processes_divide_the_matrices_of_muon(monkeypatch):
     assert (torch.cat(sent)[3] == 0).all()  # fills up the share of the second process
     monkeypatch.setattr(dist, "all_gather_into_tensor", lambda out, _: out.copy_(torch.cat(sent)))
     assert torch.equal(orthogonalize_together(stack, (4, 2)), expected)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 4)  # more than matrices: sends nothing
+    monkeypatch.setattr(dist, "all_gather_into_tensor", None)
+    assert torch.equal(orthogonalize_together(stack, (4, 2)), expected)

@@ -93,6 +93,9 @@ def test_a_resumed_run_keeps_the_recipe_that_it_began_with(monkeypatch):
     monkeypatch.setitem(RECIPES, "modern", replace(began, max_lr=1.0, momentum=0.5))
     assert find_recipe(TrainOptions(recipe="modern"), checkpoint) == began
     assert find_recipe(TrainOptions(recipe="modern,momentum=0.8"), checkpoint).momentum == 0.8
+    checkpoint["recipe"]["cautious"] = True  # a field of an earlier version
+    with user_error("begun by another version of this project"):
+        find_recipe(TrainOptions(recipe="modern"), checkpoint)
 
 
 @pytest.fixture
