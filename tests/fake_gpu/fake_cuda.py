@@ -14,71 +14,24 @@ DDP and FSDP are not covered; attention is the sum of matmuls and a softmax.
 
 import collections
 import contextlib
-import ctypes
 import json
 import os
 import runpy
-import subprocess
 import sys
-import tempfile
 import threading
 import traceback
-import zlib
-from importlib.util import find_spec
 from pathlib import Path
 
-# what PyTorch's C++ asks about CUDA: its autograd engine has a thread for each device
-HOOKS = r"""
-#include <ATen/detail/CUDAHooksInterface.h>
-#include <c10/core/impl/DeviceGuardImplInterface.h>
-struct CUDAHooks : at::CUDAHooksInterface {
-  explicit CUDAHooks(at::CUDAHooksArgs) {}
-  bool hasCUDA() const override { return true; }
-  bool isBuilt() const override { return true; }
-  bool isAvailable() const override { return true; }
-  bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
-  c10::DeviceIndex deviceCount() const override { return 1; }
-  c10::DeviceIndex getCurrentDevice() const override { return 0; }
-};
-struct Guard final : c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CUDA> {
-  c10::Device getDevice() const override { return {c10::DeviceType::CUDA, 0}; }
-  c10::Stream getStream(c10::Device d) const noexcept override {
-    return c10::Stream(c10::Stream::DEFAULT, d);
-  }
-};
-namespace at { REGISTER_CUDA_HOOKS(CUDAHooks) }
-namespace c10::impl { C10_REGISTER_GUARD_IMPL(CUDA, Guard) }
-"""
+import cuda_hooks  # noqa: F401 (first: PyTorch asks these hooks while it is imported)
 
-
-def load_hooks():
-    """Compile HOOKS, the first time, and load them; it has to come before `import torch`."""
-    assert "torch" not in sys.modules
-    torch_folder = Path(find_spec("torch").origin).parent
-    version = (torch_folder / "version.py").read_text()
-    name = f"fake_cuda_{os.getuid()}_{zlib.crc32((HOOKS + version).encode()):08x}.so"
-    library = Path(tempfile.gettempdir()) / name
-    if not library.exists():
-        unfinished = f"{library}.{os.getpid()}"
-        command = ["g++", "-std=c++20", "-shared", "-fPIC", "-w", "-xc++", "-", "-o", unfinished]
-        command += [f"-I{torch_folder}/include", f"-L{torch_folder}/lib", "-Wl,--no-as-needed"]
-        command += ["-ltorch_cpu", "-lc10", f"-Wl,-rpath,{torch_folder}/lib"]
-        subprocess.run(command, input=HOOKS.encode(), check=True)
-        os.replace(unfinished, library)
-    ctypes.CDLL(str(library))
-
-
-load_hooks()
-
-# only here: PyTorch asks the hooks while it is imported
-import torch  # noqa: E402
-import torch.nn.functional as F  # noqa: E402
-from torch import Tensor  # noqa: E402
-from torch.utils._python_dispatch import (  # noqa: E402
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import (
     TorchDispatchMode,
     return_and_correct_aliasing,
 )
-from torch.utils._pytree import tree_leaves, tree_map_only  # noqa: E402
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 # operations that take tensors of two devices
