@@ -267,7 +267,7 @@ def build_model(options: FinetuneOptions, initial: InitialModel) -> tuple[GPT, d
             f"{initial_block_size}; give that, or leave out --block_size"
         )
 
-    # Only sft may change --plain: a chat model writes and rates plain text badly, and vice versa.
+    # Only sft may change --plain: a chat model writes and scores plain text badly, and vice versa.
     # Checkpoints of train.py and models of other projects do not record --plain, so they allow
     # both.
     learned_plain = initial.checkpoint.get("config", {}).get("plain", options.plain)

@@ -34,7 +34,7 @@ MIN_VAL_TOKENS = 1_025  # a sequence of GPT-2's context, and the target of its l
 
 @dataclass
 class Document:
-    """Tokens of a text, as the shards hold them, and the place of the text in the source."""
+    """Tokens of a text, as the shards hold them, and the position of the text in the source."""
 
     tokens: np.ndarray
     """Token ids, uint32 (n,), Tokenizer.start_ids first."""

@@ -63,7 +63,7 @@ class SourcePosition:
 
 
 class RowBatch(NamedTuple):
-    """Consecutive rows of a file or dataset, at most ROWS_PER_BATCH, with the first row's place."""
+    """Up to ROWS_PER_BATCH consecutive rows of a file or dataset, and the position of the first."""
 
     position: SourcePosition
     rows: list[str | Skipped]

@@ -47,8 +47,9 @@ def complete_questions(
     first_index: int = 0,
 ) -> list[Completion]:
     """Return one completion per question. Question i draws its random numbers from (sampling.seed,
-    first_index + i), so `first_index` is its place in the step. Every process must call it, with at
-    least one question. It leaves the model in training mode, and raises Stopped after a signal."""
+    first_index + i), so `first_index` is the index of the first question in the step. Every process
+    must call it, with at least one question. It leaves the model in training mode, and raises
+    Stopped after a signal."""
     tokenizer = encoder.tokenizer
     prompts = [question.prompt_ids for question in questions]
     model.eval()

@@ -123,7 +123,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     as well, while the logits of a chunk are in memory. The backward pass multiplies them in place
     by the gradient of the loss, so it can run only once.
 
-    `vocab_size` is V. `cross_entropy_of_gpus` computes chunks on GPUs: cross_entropy_, compiled, or
+    `vocab_size` is V. `chunk_cross_entropy_` computes chunks on GPUs: cross_entropy_, compiled, or
     cross_entropy_by_rows_. Without gradients, as in validation, only the loss is computed.
     """
 
@@ -134,7 +134,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         weight: Tensor,
         targets: Tensor,
         vocab_size: int,
-        cross_entropy_of_gpus: Callable[..., Tensor],
+        chunk_cross_entropy_: Callable[..., Tensor],
         needs_grad: bool,
     ) -> Tensor:
         device_type = x.device.type
@@ -172,7 +172,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
                 if device_type == "cpu":  # also when compiled
                     cross_entropy = cross_entropy_by_rows_
                 else:
-                    cross_entropy = cross_entropy_of_gpus
+                    cross_entropy = chunk_cross_entropy_
                 nats = cross_entropy(logits, targets[chunk], chunk_weights, vocab_size)  # (n,)
                 total += (nats * token_weights[chunk]).sum()
                 if needs_grad:

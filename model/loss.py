@@ -56,11 +56,11 @@ class HeadCrossEntropy(nn.Module):
 
         # The reduction is "none" here. The caller may weight each loss differently, so the forward
         # pass cannot compute the gradients: the backward pass recomputes each chunk.
-        num_rows = rows_within(max_bytes, 4 * len(weight))
+        chunk_size = rows_within(max_bytes, 4 * len(weight))  # in tokens
         losses = []  # (n,) each
-        for start in range(0, len(x), num_rows):
-            rows = slice(start, start + num_rows)
-            inputs = (x[rows], weight, targets[rows], reduction)
+        for start in range(0, len(x), chunk_size):
+            chunk = slice(start, start + chunk_size)
+            inputs = (x[chunk], weight, targets[chunk], reduction)
             losses.append(recompute(self.loss_of_chunk, *inputs, use_reentrant=False))
         return torch.cat(losses)  # (N,)
 

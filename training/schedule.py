@@ -47,7 +47,7 @@ def learning_rate(step: int, options: ResolvedOptions) -> float:
     # Warmup takes at most half of all steps, which leaves some for the decay.
     warmup_steps = min(options.warmup_steps, num_steps // 2)
     if step < warmup_steps:
-        # + 1: the first rate is not 0, and the first one after warmup is max_lr.
+        # + 1: the first learning rate is not 0, and the first one after warmup is max_lr.
         return options.max_lr * (step + 1) / (warmup_steps + 1)
 
     schedule = SCHEDULES[options.schedule]
@@ -64,10 +64,10 @@ def learning_rate(step: int, options: ResolvedOptions) -> float:
 def set_learning_rates(
     optimizers: list[torch.optim.Optimizer], options: ResolvedOptions, step: int
 ) -> float:
-    """Set the learning rate of every parameter group for step `step`. Return the rate for the log.
+    """Set the learning rate of every parameter group for step `step`. Return it for the log.
 
-    A group's rate is multiplied by its "lr_scale" (training/optimizers.py), because recipes give
-    embeddings and heads rates of their own.
+    A group's learning rate is multiplied by its "lr_scale" (training/optimizers.py), because
+    recipes give embeddings and heads learning rates of their own.
     """
     lr = learning_rate(step, options)
     for optimizer in optimizers:

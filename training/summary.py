@@ -61,7 +61,7 @@ def note_recipe(
         process.print(
             f"note: {options.weights_from} was trained by the recipe "
             f"{checkpoint['config']['recipe']}; this run keeps its architecture and "
-            f"takes optimizer and rates from {options.recipe}"
+            f"takes optimizer and learning rates from {options.recipe}"
         )
 
 

@@ -44,9 +44,9 @@ def save_checkpoint(
     high: dict[str, OwnRows] = {}  # bfloat16
     low: dict[str, OwnRows] = {}  # int16
     for name, own_rows in weights.items():
-        high_values, low_values = split_float32(own_rows.values)
-        high[name] = replace(own_rows, values=high_values)
-        low[name] = replace(own_rows, values=low_values)
+        high_content, low_content = split_float32(own_rows.content)
+        high[name] = replace(own_rows, content=high_content)
+        low[name] = replace(own_rows, content=low_content)
     sections: Sections = {"model": high, "model_low": low, "optimizer": optimizer_state}
 
     # A checksum is a sum over rows. Each process sums its own rows; no two processes have the same.
@@ -54,7 +54,7 @@ def save_checkpoint(
     for section, own_rows_by_name in sections.items():
         total = 0
         for name, own_rows in flatten(own_rows_by_name).items():
-            total += sum_rows(name, own_rows.rows.tolist(), own_rows.values)
+            total += sum_rows(name, own_rows.rows.tolist(), own_rows.content)
         checksums[section] = sum(process.merge({process.rank: total}).values())
 
     plain_entries = {
@@ -75,7 +75,7 @@ def save_checkpoint(
 
 def whole_tensor(own_rows: OwnRows) -> Tensor:
     """Return the whole tensor. Call it in a process that writes alone, and so has all rows."""
-    return own_rows.values.view(own_rows.shape)
+    return own_rows.content.view(own_rows.shape)
 
 
 # several processes
@@ -133,7 +133,7 @@ def lay_out(path: Path, sections: Sections, plain_entries: dict) -> Offsets:
 
 def empty_tensor(own_rows: OwnRows) -> Tensor:
     """Return an empty tensor with the shape of the whole one. Call it in FakeTensorMode."""
-    return torch.empty(own_rows.shape, dtype=own_rows.values.dtype)
+    return torch.empty(own_rows.shape, dtype=own_rows.content.dtype)
 
 
 def write_own_rows(path: Path, sections: Sections, offsets: Offsets) -> None:
@@ -146,7 +146,7 @@ def write_own_rows(path: Path, sections: Sections, offsets: Offsets) -> None:
     with open(os.open(path, os.O_WRONLY), "wb") as file:
         for section, own_rows_by_name in sections.items():
             for name, own_rows in flatten(own_rows_by_name).items():
-                row_bytes = own_rows.values.contiguous().view(torch.uint8)  # (r, bytes of a row)
+                row_bytes = own_rows.content.contiguous().view(torch.uint8)  # (r, bytes of a row)
                 # Write rows with consecutive indices at once: split where an index is skipped.
                 breaks = torch.nonzero(own_rows.rows.diff() != 1).flatten() + 1
                 consecutive_rows = own_rows.rows.tensor_split(breaks)

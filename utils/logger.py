@@ -116,17 +116,17 @@ class Logger:
         self.log({"split": "train", **metrics}, step)
         if not self.is_main:
             return
-        text = f"loss {metrics['loss']:.4f}  {metrics['tokens_per_s']:,.0f} tok/s"
+        line = f"loss {metrics['loss']:.4f}  {metrics['tokens_per_s']:,.0f} tok/s"
         if "reward" in metrics:  # only in GRPO
-            text = f"reward {metrics['reward']:.4f}  {text}"
+            line = f"reward {metrics['reward']:.4f}  {line}"
         # a fraction; None on CPUs and on GPUs with unknown peak FLOP/s
         if metrics["mfu"]:
-            text += f"  mfu {metrics['mfu']:.1%}"
+            line += f"  mfu {metrics['mfu']:.1%}"
         if not self.bar.disable:
             if step >= self.first_forecast_step:
                 self.bar.bar_format = None  # tqdm's default format, with the time left
             # refresh=False: `update` redraws the bar, at most ten times a second
-            self.bar.set_postfix_str(text, refresh=False)
+            self.bar.set_postfix_str(line, refresh=False)
             self.bar.update(step - self.bar.n)  # more than 1 after a skipped step
             return
         # without a terminal, as in the log of a scheduler, print a line from time to time
@@ -141,7 +141,7 @@ class Logger:
                 # such as "1:23:45", if all steps are as fast as this one, without evaluations
                 left = tqdm.format_interval((self.bar.total - step) * metrics["ms"] / 1000)
                 details += f"  {left} left"
-            self.print(f"step {step}/{self.bar.total}  {text}  {details}")
+            self.print(f"step {step}/{self.bar.total}  {line}  {details}")
 
     def log_evaluation(self, split: str, metrics: dict[str, float], step: int) -> None:
         """Write and print the metrics of a validation (`split` is "val", or "held_out" in

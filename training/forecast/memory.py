@@ -162,7 +162,7 @@ def head_memory(
     itemsize = hardware.dtype.itemsize  # bytes of a number in matmuls
     C = model_config.n_embd
     V = model_config.padded_vocab_size
-    hidden = FLOAT32_BYTES * num_tokens * C  # output of the final norm
+    hidden_bytes = FLOAT32_BYTES * num_tokens * C  # output of the final norm
     # The loss computes the gradients of the hidden states and the head in its forward pass.
     gradients = FLOAT32_BYTES * (num_tokens * C + V * C)
     cast_bytes = 0
@@ -179,7 +179,7 @@ def head_memory(
     # softmax. On a CPU these rows are too few to count.
     if not compiled and hardware.device.type != "cpu":
         logits += 2 * chunked_loss.SOFTMAX_BYTES
-    return hidden + gradients + cast_bytes + logits
+    return hidden_bytes + gradients + cast_bytes + logits
 
 
 # Cached, because each call builds the model, and `advise` calls it hundreds of times.

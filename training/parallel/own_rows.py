@@ -64,15 +64,15 @@ def fill(model: GPT, name: str, x: Tensor, whole: Rows) -> None:
         assert isinstance(whole, Tensor)  # for mypy: optimizer state in files is Tensors
         x.copy_(whole)
         return
-    values = whole[held_rows(model, name, x)]  # (r, columns) or (r,); only these are read
+    content = whole[held_rows(model, name, x)]  # (r, columns) or (r,); only these are read
     if not isinstance(x, DTensor):
-        x.copy_(values)
+        x.copy_(content)
         return
     placement = placements_of(x).get("tensor", Replicate())
     if placement.is_shard(1):  # the process holds some columns of a c_proj
         mesh = x.device_mesh
-        values = values.chunk(mesh["tensor"].size(), dim=1)[mesh.get_local_rank("tensor")]
-    x.to_local().copy_(values)  # in the memory of x
+        content = content.chunk(mesh["tensor"].size(), dim=1)[mesh.get_local_rank("tensor")]
+    x.to_local().copy_(content)  # in the memory of x
 
 
 def fill_model(model: GPT, weights: Mapping[str, Rows], device: torch.device) -> None:
@@ -121,7 +121,7 @@ class OwnRows:
     """Shape of the whole tensor."""
     rows: Tensor
     """Indices of the rows, int64 (r,); a vector is one row."""
-    values: Tensor
+    content: Tensor
     """Values of the rows, (r, columns), on the CPU."""
 
 
@@ -131,22 +131,24 @@ def copy_own_rows(model: GPT, name: str, x: Tensor, process: Process) -> OwnRows
     parameter `name` or a tensor of its optimizer state. If it is divided, every process must call
     this function."""
     if isinstance(x, DTensor):
-        rows, values = rows_to_write(model, name, x, process)
+        rows, content = rows_to_write(model, name, x, process)
     else:
         # Every process has all rows of a plain tensor, and the main process writes them. A vector
         # is one row, and so is a single number, such as AdamW's "step".
-        values = x.view(1, -1) if is_vector(x.shape) else x
+        content = x.view(1, -1) if is_vector(x.shape) else x
         if not process.is_main:
-            values = values[:0]
-        rows = torch.arange(len(values))
+            content = content[:0]
+        rows = torch.arange(len(content))
     # copy=True: also on a CPU, training changes x while a thread writes the copy
-    return OwnRows(x.shape, rows, values.to("cpu", copy=True))  # DTensors have it, too
+    # x.shape is the shape of the whole tensor, also for a DTensor
+    return OwnRows(x.shape, rows, content.to("cpu", copy=True))
 
 
 def rows_to_write(model: GPT, name: str, x: DTensor, process: Process) -> tuple[Tensor, Tensor]:
-    """Return the indices, int64 (r,), and the values, (r, columns), of the rows of a divided tensor
-    `x` that this process writes. If several processes hold the same rows, one of them writes. `x`
-    is the parameter `name` or a tensor of its optimizer state. Every process must call it."""
+    """Return the indices, int64 (r,), and the content, (r, columns), of the rows of a divided
+    tensor `x` that this process writes. If several processes hold the same rows, one of them
+    writes. `x` is the parameter `name` or a tensor of its optimizer state. Every process must call
+    it."""
     vector = is_vector(x.shape)
     # Gather columns, so that rows are whole, and vectors, which are small. Rows stay divided.
     placements: list[Placement] = []
@@ -154,10 +156,10 @@ def rows_to_write(model: GPT, name: str, x: DTensor, process: Process) -> tuple[
         placements.append(Replicate() if vector or placement.is_shard(1) else placement)
     gathered = x.redistribute(placements=placements)  # calls collectives
     rows = held_rows(model, name, gathered)
-    values = gathered.to_local()
+    content = gathered.to_local()
     if vector:
         # one row (1, n); argsort undoes the row order of tensor parallelism
-        values = values.view(1, -1)[:, rows.argsort().to(values.device)]
+        content = content.view(1, -1)[:, rows.argsort().to(content.device)]
         rows = torch.zeros(1, dtype=torch.int64)
 
     # If several processes hold the same rows, the first one writes: rank 0 along each dimension
@@ -168,8 +170,8 @@ def rows_to_write(model: GPT, name: str, x: DTensor, process: Process) -> tuple[
         if placement.is_replicate() and gathered.device_mesh.get_local_rank(dimension) > 0:
             is_writer = False
     if is_writer:
-        return rows, values
-    return rows[:0], values[:0]
+        return rows, content
+    return rows[:0], content[:0]
 
 
 def copy_state(

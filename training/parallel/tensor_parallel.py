@@ -1,11 +1,11 @@
 """Tensor parallelism (Shoeybi et al. 2019, "Megatron-LM"): several processes share each block.
 
-Each process of a tensor group computes some of the heads and some channels of the MLP. It holds
-their rows of c_attn and c_fc and their columns of the two c_proj, and the group sums the outputs of
-c_proj. All processes of a group compute everything outside these four layers alike. So they read
-the same sequences, and dropout there drops the same numbers. Sharding then divides the part of a
-process among the groups (training/parallel/data_parallel.py). Parameters of the four layers are
-DTensors on a mesh with a dimension "tensor", all others on a mesh without it.
+Each process of a tensor-parallel group computes some of the heads and some channels of the MLP. It
+holds their rows of c_attn and c_fc and their columns of the two c_proj, and the group sums the
+outputs of c_proj. All processes of a group compute everything outside these four layers alike. So
+they read the same sequences, and dropout there drops the same numbers. Sharding then divides the
+part of a process among the groups (training/parallel/data_parallel.py). Parameters of the four
+layers are DTensors on a mesh with a dimension "tensor", all others on a mesh without it.
 
 c_attn fuses queries, keys and values, and c_fc of SwiGLU fuses gate and input. A process needs its
 part of each, so the rows of such a layer are reordered: [Q; K; V] becomes [Q0; K0; V0; Q1; K1; V1].
@@ -83,8 +83,8 @@ def check_divides(model_config: GPTConfig, tensor_parallel: int) -> None:
 
 
 class SharedDropout(nn.Dropout):
-    """Dropout of a tensor that all processes of a tensor group hold. All use the mask of the first
-    process.
+    """Dropout of a tensor that all processes of a tensor-parallel group hold. All use the mask of
+    the first process.
 
     The processes have different random seeds. With equal seeds, the first heads of all processes
     would have the same dropout mask in attention, and so would the second heads, and so on.
