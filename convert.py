@@ -129,7 +129,7 @@ def to_nanogpt(model: GPT) -> dict:
     # Drop the padding of the vocabulary: nanoGPT would sample these ids.
     weights[EMBEDDING] = weights[EMBEDDING][: model_config.vocab_size]
     weights[HEAD] = weights[EMBEDDING]  # tied: one tensor under both names
-    # the fields of nanoGPT's GPTConfig: sizes and bias
+    # the fields of nanoGPT's GPTConfig: SIZED (block_size, n_layer, n_embd, ...) and bias
     model_args = {name: getattr(model_config, name) for name in (*SIZED, "bias")}
     return {"model": weights, "model_args": model_args}
 

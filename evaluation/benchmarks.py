@@ -55,7 +55,8 @@ class HellaSwag(Task):
             endings = get_field(row, "endings", list)  # four texts
             label = get_label(row, "label", len(endings))
             if protocol != "build-nanogpt":
-                # ctx is ctx_a and ctx_b together; the endings complete the sentence of ctx_b
+                # ctx is ctx_a and ctx_b together; the endings complete the sentence of ctx_b. Some
+                # copies of the file have ctx alone: `score` then renames the protocol.
                 if "ctx_a" in row:
                     context = f"{row['activity_label']}: {row['ctx_a']} {row['ctx_b'].capitalize()}"
                 context = clean_wikihow(context)

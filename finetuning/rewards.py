@@ -67,7 +67,8 @@ def import_file(path: Path) -> ModuleType:
             shadowed[name] = loaded_module
     for name in shadowed:
         del sys.modules[name]
-    sys.modules[path.stem] = module  # a process pool looks up functions by the module's name
+    # a process pool looks up functions by the module's name, unless it is one of `shadowed`
+    sys.modules[path.stem] = module
     sys.path.insert(0, folder)
     try:
         spec.loader.exec_module(module)

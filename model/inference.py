@@ -71,7 +71,8 @@ def prepare_for_inference(
         model.inference_head = OneDNNLinear(head_weight, None, dtype, num_tokens)
         model.__class__ = OneDNNHeadGPT  # same modules and weights, but its own `logits`
     elif device.type == "cuda":
-        # Autocast then casts only the inputs of these layers, and no weights.
+        # Autocast then casts only the inputs of these layers, and no weights. The head, outside the
+        # blocks, stays float32: a tied one is the embedding.
         for module in blocks.modules():
             if isinstance(module, nn.Linear):
                 module.to(dtype)

@@ -11,8 +11,8 @@ from torch import Tensor
 
 
 class Rows(Protocol):
-    """Matrix or vector that can return any of its rows; a row of a vector is one number. Tensors on
-    the CPU, Float32Rows (joined from a checkpoint) and NormalRows (drawn) are Rows."""
+    """Matrix or vector that can return any of its rows; an index into a vector gives one number.
+    Tensors on the CPU, Float32Rows (joined from a checkpoint) and NormalRows (drawn) are Rows."""
 
     @property
     def shape(self) -> torch.Size: ...
@@ -22,6 +22,6 @@ class Rows(Protocol):
 
 
 def is_vector(shape: torch.Size) -> bool:
-    """Return True for a vector, a matrix of one column, and a single number. Checkpoints treat each
-    of these tensors as one row."""
+    """Return True for a vector, a matrix of one column, and a single number. Checkpoints write each
+    of these tensors whole, as a single row."""
     return shape.numel() == shape[:1].numel()  # for the shape () both are 1

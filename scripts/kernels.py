@@ -66,8 +66,8 @@ def kind_of(kernel: str) -> str:
 def summarize(kernel_ms: dict[str, float], step_ms: float) -> dict:
     """Return milliseconds of a step by kind, and the longest kernels.
 
-    "waiting" is what the kernels leave of the step. The profiler slows a CPU, where it may be
-    negative.
+    "waiting" is the time of a step outside all kernels. On a CPU, which the profiler slows down, it
+    may be negative.
     """
     kind_ms = dict.fromkeys(KINDS, 0.0)
     for kernel, ms in kernel_ms.items():
@@ -80,7 +80,7 @@ def print_tables(path: str) -> None:
     """Print a file of JSON lines of scripts/bench.py, each with the name of its "variant": a table
     of kinds, then the longest kernels of each."""
     rows = [json.loads(line) for line in Path(path).read_text().splitlines()]
-    kinds = list(KINDS) + ["waiting"]
+    kinds = list(KINDS) + ["waiting"]  # waiting: see summarize
     print(f"| ms of a step | torch | all | {' | '.join(kinds)} |")
     print("|---|---" + "|---" * (1 + len(kinds)) + "|")
     for row in rows:

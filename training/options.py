@@ -300,7 +300,7 @@ def continued_model_config(
     # Dropout is not part of the weights, and a new run may train the first positions of a longer
     # context. A resumed run may not: its data order and optimizer state belong to its context.
     model_config = replace(saved_config, dropout=options.dropout)
-    if options.resumed is None:
+    if options.resumed is None:  # a new run; else it is the path of the checkpoint
         model_config = replace(model_config, block_size=options.block_size)
 
     # With --init_from the weights decide the architecture. Options for GPT-2's own architecture

@@ -120,9 +120,9 @@ class OwnRows:
     shape: torch.Size
     """Shape of the whole tensor."""
     rows: Tensor
-    """Indices of the rows, int64 (r,); a vector is one row."""
+    """Indices of the rows, int64 (r,); a vector is written as one row, of index 0."""
     content: Tensor
-    """Values of the rows, (r, columns), on the CPU."""
+    """Numbers in the rows, (r, columns), on the CPU."""
 
 
 @torch.no_grad()
