@@ -287,32 +287,34 @@ def resolve_on_device(
 
 
 def continued_model_config(
-    options: ResolvedTrainOptions, recipe: Recipe, saved_config: GPTConfig
+    options: ResolvedTrainOptions, recipe: Recipe, saved_model_config: GPTConfig
 ) -> GPTConfig:
     """Return the architecture of a run that begins with the weights of --resume or --init_from,
-    which have the architecture `saved_config`. It may differ in dropout and context only. Raises
-    UserError for options that ask for another architecture."""
-    if options.block_size > saved_config.block_size:
+    which have the architecture `saved_model_config`. It may differ in dropout and context only.
+    Raises UserError for options that ask for another architecture."""
+    if options.block_size > saved_model_config.block_size:
         raise UserError(
-            f"{options.weights_from} has a context of {saved_config.block_size}: give that "
+            f"{options.weights_from} has a context of {saved_model_config.block_size}: give that "
             "--block_size or a smaller one"
         )
     # Dropout is not part of the weights, and a new run may train the first positions of a longer
     # context. A resumed run may not: its data order and optimizer state belong to its context.
-    model_config = replace(saved_config, dropout=options.dropout)
+    model_config = replace(saved_model_config, dropout=options.dropout)
     if options.resumed is None:  # a new run; else it is the path of the checkpoint
         model_config = replace(model_config, block_size=options.block_size)
 
     # With --init_from the weights decide the architecture. Options for GPT-2's own architecture
     # count as defaults, which nobody gave. Other options must agree with the weights.
-    options_config = options.model_config(recipe, model_config.vocab_size)
-    gpt2_config = GPTConfig(options.block_size, model_config.vocab_size, dropout=options.dropout)
-    if options.init_from is not None and options_config == gpt2_config:
+    options_model_config = options.model_config(recipe, model_config.vocab_size)
+    gpt2_model_config = GPTConfig(
+        options.block_size, model_config.vocab_size, dropout=options.dropout
+    )
+    if options.init_from is not None and options_model_config == gpt2_model_config:
         # A shorter --block_size of a resumed run still differs from model_config: refused below.
-        options_config = replace(model_config, block_size=options.block_size)
-    if options_config == model_config:
+        options_model_config = replace(model_config, block_size=options.block_size)
+    if options_model_config == model_config:
         return model_config
-    changes = list_changes(vars(model_config), vars(options_config))
+    changes = list_changes(vars(model_config), vars(options_model_config))
     raise UserError(
         f"{options.weights_from} holds a model of another architecture: {changes}; leave out "
         "--recipe, --model_type and the sizes, or begin a new model in another --checkpoint_dir"
