@@ -188,7 +188,7 @@ def orthogonalize(stack: Tensor, local_fused_rows: tuple[int, ...]) -> Tensor:
     orthogonalized: list[Tensor] = []
     by_process = stack.unflatten(1, (-1, sum(local_fused_rows)))  # (n, P, R / P, C)
     for matrices in by_process.split(local_fused_rows, dim=2):  # such as queries, keys, values
-        num_processes, local_rows = matrices.shape[1:3]
+        tensor_parallel, local_rows = matrices.shape[1:3]
         x = matrices.flatten(1, 2)  # (n, rows of the whole matrix, C)
         _, num_rows, num_columns = x.shape
         if num_rows > num_columns:
@@ -196,7 +196,7 @@ def orthogonalize(stack: Tensor, local_fused_rows: tuple[int, ...]) -> Tensor:
             x = newton_schulz(x.mT).mT * math.sqrt(num_rows / num_columns)
         else:
             x = newton_schulz(x)
-        orthogonalized.append(x.unflatten(1, (num_processes, local_rows)))
+        orthogonalized.append(x.unflatten(1, (tensor_parallel, local_rows)))
     return torch.cat(orthogonalized, dim=2).flatten(1, 2)  # (n, R, C)
 
 
