@@ -27,7 +27,7 @@ from model.execution import Execution, execute
 from model.gpt import GPT
 from model.initial_weights import build_without_weights
 from recipes import parse_recipe
-from scripts.kernels import summarize, time_kernels
+from scripts.kernels import measure_and_profile, summarize
 from scripts.measure import MeasureOptions, Program, in_new_process, measure_in_turn
 from training.optimizers import make_optimizers
 from utils.cli import start_script
@@ -44,8 +44,8 @@ class PeerOptions(MeasureOptions):
     peer: Path | None = None
     """Checkout of nanoGPT, whose model.py trains in turn with this project's model."""
     profile: bool = False
-    """Measure the kernels of a step, too, in further processes: milliseconds by kind, the longest.
-    """
+    """Measure once, without --repeats, and also the kernels of a step: milliseconds by kind, and
+    the longest kernels."""
     logits_bytes: Count | None = None
     """Largest float32 logits of a chunk on a GPU; default: LOGITS_BYTES of chunked_loss.py."""
 
@@ -131,11 +131,13 @@ def main(options: BenchOptions) -> None:
                 f"https://github.com/karpathy/nanoGPT {peer}"
             )
         programs["nanogpt"] = partial(build_nanogpt, peer)
-    medians = measure_in_turn(programs, options)  # a Measurement by the name of the program
     kernel_ms = {}  # by the name of the program, then by the name of the kernel
     if options.profile:
+        medians = {}  # a Measurement by the name of the program
         for name, build in programs.items():
-            kernel_ms[name] = in_new_process(time_kernels, build, options)
+            medians[name], kernel_ms[name] = in_new_process(measure_and_profile, build, options)
+    else:
+        medians = measure_in_turn(programs, options)
 
     # Only now: a process that uses a GPU takes some of its memory from the measurements.
     device = pick_device(options.device)

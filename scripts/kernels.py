@@ -1,7 +1,7 @@
 """The kernels of a training step: the milliseconds of each, and of each kind.
 
-`python scripts/bench.py --profile` measures them, in a process after the measurements, which the
-profiler would slow down. `bash scripts/bench_gpu.sh variants` prints several programs as tables.
+`python scripts/bench.py --profile` measures them, after the steps whose time counts, because the
+profiler slows steps down. `bash scripts/bench_gpu.sh variants` prints several programs as tables.
 """
 
 import json
@@ -13,7 +13,7 @@ from pathlib import Path
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from scripts.measure import WARMUP_STEPS, MeasureOptions, Program, start_training
+from scripts.measure import Measurement, MeasureOptions, Program, measure, start_training
 
 PROFILED_STEPS = 5
 NUM_LONGEST = 20  # kernels in the JSON and in the tables
@@ -37,15 +37,18 @@ KINDS = {
 }
 
 
-def time_kernels(build: Callable[..., Program], options: MeasureOptions) -> dict[str, float]:
-    """Build a program and train it; return the milliseconds of a step in each kernel, by name, the
-    longest first. On a CPU they are PyTorch's operators, without the operators that these call."""
+def measure_and_profile(
+    build: Callable[..., Program], options: MeasureOptions
+) -> tuple[Measurement, dict[str, float]]:
+    """Build a program, measure its training steps, then profile some more. Return the measurement
+    and the milliseconds of a step in each kernel, by name, the longest first. On a CPU the kernels
+    are PyTorch's operators, without the operators that these call. Call it in a new process."""
     train_step, device = start_training(build, options)
-    for _ in range(WARMUP_STEPS):
-        train_step()
+    measurement = measure(train_step, device, options)
     is_cuda = device.type == "cuda"
     activity = ProfilerActivity.CUDA if is_cuda else ProfilerActivity.CPU
-    with profile(activities=[activity]) as profiler:
+    # acc_events=True silences a warning about schedules of several cycles; here is one cycle.
+    with profile(activities=[activity], acc_events=True) as profiler:
         for _ in range(PROFILED_STEPS):
             train_step()
     microseconds: Counter[str] = Counter()
@@ -55,7 +58,8 @@ def time_kernels(build: Callable[..., Program], options: MeasureOptions) -> dict
         # A GPU's timeline also has calls of the host, and annotations, which span kernels.
         elif event.device_type == DeviceType.CUDA and not event.is_user_annotation:
             microseconds[event.key] += event.self_device_time_total
-    return {name: total / 1000 / PROFILED_STEPS for name, total in microseconds.most_common()}
+    kernel_ms = {name: total / 1000 / PROFILED_STEPS for name, total in microseconds.most_common()}
+    return measurement, kernel_ms
 
 
 def kind_of(kernel: str) -> str:

@@ -73,7 +73,7 @@ def measure_in_turn(
     measurements: dict[str, list[Measurement]] = {name: [] for name in programs}
     for _ in range(options.repeats):
         for name, build in programs.items():
-            measurement = in_new_process(measure, build, options)
+            measurement = in_new_process(measure_program, build, options)
             step_ms, peak_gb = 1000 * measurement.step_seconds, measurement.peak_bytes / 1e9
             print(f"{name}: {step_ms:.1f} ms a step, at most {peak_gb:.2f} GB", flush=True)
             measurements[name].append(measurement)
@@ -117,12 +117,18 @@ def start_training(
     return train_step, device
 
 
-def measure(build: Callable[..., Program], options: MeasureOptions) -> Measurement:
-    """Build a program and train it on one random batch, the same in each step.
+def measure_program(build: Callable[..., Program], options: MeasureOptions) -> Measurement:
+    """Build a program and measure its training steps. Call it in a new process."""
+    return measure(*start_training(build, options), options)
+
+
+def measure(
+    train_step: Callable[[], float], device: torch.device, options: MeasureOptions
+) -> Measurement:
+    """Warm up and measure training steps, which start_training returns with their device.
 
     The peak memory is that of the process so far, which therefore has to be a new one.
     """
-    train_step, device = start_training(build, options)
     for _ in range(WARMUP_STEPS):
         loss = train_step()
     num_steps = 0
