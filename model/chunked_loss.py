@@ -58,15 +58,11 @@ def tokens_per_chunk(num_tokens: int, max_tokens: int) -> int:
     return max_tokens
 
 
-def cross_entropy_(
-    logits: Tensor, targets: Tensor, token_weights: Tensor | None, vocab_size: int
-) -> Tensor:
-    """Return the cross-entropy (n,) in nats of logits (n, padded V) against targets (n,), and
-    overwrite the logits with their gradient.
+def cross_entropy_(logits: Tensor, targets: Tensor, vocab_size: int, needs_grad: bool) -> Tensor:
+    """Return the cross-entropy (n,) in nats of logits (n, padded V) against targets (n,). If
+    `needs_grad`, overwrite the logits with the gradient of the sum of the n cross-entropies.
 
-    The gradient of token i is multiplied by `token_weights[i]`, which is 0 for a target of -1. The
-    cross-entropy of such a token is meaningless, and the caller multiplies it by 0. If
-    `token_weights` is None, the logits do not change.
+    The cross-entropy and the gradient of a target of -1 are meaningless; the caller drops them.
 
     The function is written for the compiler, which turns it into two loops.
     """
@@ -82,15 +78,14 @@ def cross_entropy_(
     logsumexp = maximum + (x - maximum).exp().sum(-1, keepdim=True).log()
     target_logits = torch.where(is_target, x, 0.0).sum(-1)  # (n,)
     nats = logsumexp.squeeze(-1) - target_logits
-    if token_weights is not None:  # None in validation
+    if needs_grad:  # not in validation
         # softmax(x) - one_hot(target)
-        grad = (x - logsumexp).exp_().add_(is_target, alpha=-1)
-        logits.copy_(grad.mul_(token_weights.unsqueeze(-1)))
+        logits.copy_((x - logsumexp).exp_().add_(is_target, alpha=-1))
     return nats
 
 
 def cross_entropy_by_rows_(
-    logits: Tensor, targets: Tensor, token_weights: Tensor | None, vocab_size: int
+    logits: Tensor, targets: Tensor, vocab_size: int, needs_grad: bool
 ) -> Tensor:
     """Compute the same as cross_entropy_, but faster on a CPU and without the compiler: some rows
     at a time, in few operations, and with gather and scatter instead of a comparison of each target
@@ -107,11 +102,10 @@ def cross_entropy_by_rows_(
         # The softmax of the largest logit m is exp(m - logsumexp).
         logsumexp = x.amax(-1) - softmax.amax(-1).log()
         nats.append(logsumexp - x.gather(-1, target).squeeze(-1))
-        if token_weights is not None:
+        if needs_grad:
             # softmax(x) - one_hot(target), in place of the softmax
             minus_one = torch.full_like(target, -1, dtype=softmax.dtype)
-            grad = softmax.scatter_add_(-1, target, minus_one)
-            logits[rows] = grad.mul_(token_weights[rows].unsqueeze(-1))
+            logits[rows] = softmax.scatter_add_(-1, target, minus_one)
     return torch.cat(nats)
 
 
@@ -143,18 +137,14 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             dtype = torch.get_autocast_dtype(device_type)
         # no autocast: every dtype below is explicit
         with torch.autocast(device_type, enabled=False):
-            is_counted = targets >= 0  # (N,)
-            # `token_weights` is each token's share of the mean. In float16 the gradients of a mean
-            # over many tokens would round to 0. So in float16 `total` and the gradients are of the
-            # sum over tokens; the end of `forward` and the backward pass divide by ctx.divisor.
-            num_counted = is_counted.sum()
-            ctx.divisor = 1
-            if dtype is torch.float16:
-                ctx.divisor = num_counted
-            token_weights = is_counted * ctx.divisor / num_counted  # (N,), 0 for a target of -1
+            is_counted = targets >= 0  # (N,), False for a target of -1
+            # `total` and the gradients are those of the sum over tokens: in float16, gradients of
+            # the mean would round to 0. The end of `forward` and the backward pass divide by this.
+            ctx.num_counted = is_counted.sum()
 
-            total = torch.zeros((), device=x.device)  # mean loss in nats, times ctx.divisor
-            low_x = x.to(dtype)
+            total = torch.zeros((), device=x.device)  # nats
+            # Zeros as inputs keep tokens that do not count out of the gradient of the weight.
+            low_x = x.to(dtype).masked_fill(~is_counted.unsqueeze(-1), 0)
             low_weight = weight.to(dtype)
             if needs_grad:
                 grad_x = torch.empty_like(low_x)  # each chunk fills in its rows
@@ -168,28 +158,28 @@ class ChunkedCrossEntropy(torch.autograd.Function):
                 chunk = slice(start, start + chunk_size)
                 inputs = low_x[chunk]  # (n, C)
                 logits = torch.mm(inputs, low_weight.T, out=buffer[: len(inputs)])  # (n, padded V)
-                chunk_weights = token_weights[chunk] if needs_grad else None
                 if device_type == "cpu":  # also when compiled
                     cross_entropy = cross_entropy_by_rows_
                 else:
                     cross_entropy = chunk_cross_entropy_
-                nats = cross_entropy(logits, targets[chunk], chunk_weights, vocab_size)  # (n,)
-                total += (nats * token_weights[chunk]).sum()
+                nats = cross_entropy(logits, targets[chunk], vocab_size, needs_grad)  # (n,)
+                total += (nats * is_counted[chunk]).sum()
                 if needs_grad:
                     # `cross_entropy` has overwritten the logits with their gradient
                     torch.mm(logits, low_weight, out=grad_x[chunk])
                     add_matmul_(grad_weight, logits.T, inputs)
         if needs_grad:
+            grad_x.masked_fill_(~is_counted.unsqueeze(-1), 0)
             # float32 in training, because `backward` multiplies them: 16 bits would round again
             ctx.save_for_backward(grad_x.to(x.dtype), grad_weight.to(weight.dtype))
-        return total / ctx.divisor
+        return total / ctx.num_counted
 
     @staticmethod
     def backward(ctx, grad_loss: Tensor) -> tuple:
         """Return the gradients of x and weight. `grad_loss` () is the factor by which the caller
         multiplies the mean, such as 1 / micro-steps or the scale of a GradScaler."""
         grad_x, grad_weight = ctx.saved_tensors
-        grad_loss = grad_loss / ctx.divisor
+        grad_loss = grad_loss / ctx.num_counted
         return grad_x.mul_(grad_loss), grad_weight.mul_(grad_loss), None, None, None, None
 
 
