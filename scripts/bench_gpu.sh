@@ -56,18 +56,18 @@ case $call in
     cache=$(mktemp -d)
     trap 'exit 130' INT # Ctrl-C does not reach what `timeout` runs: it ends after the variant
     variant
-    variant "" "--recipe modern"
-    variant "" "--logits_bytes $((2 ** 32))" # four times the default
     [ -z "${python:-}" ] || variant "" "" "$python" # another version of PyTorch
-    variant TORCHINDUCTOR_MAX_AUTOTUNE_POINTWISE=1
-    variant TORCHINDUCTOR_COORDINATE_DESCENT_TUNING=1
-    variant TORCH_CUDNN_SDPA_DEPRIORITIZED=1 # flash attention
+    variant "" "--recipe modern"
     variant "" "--recipe modern --n_head 6" # heads of 128
+    variant TORCH_CUDNN_SDPA_DEPRIORITIZED=1 # flash attention
     variant "" "--logits_bytes $((2 ** 28))" # a quarter of the default
-    # last, because they change nothing on an H100 (docs/BENCHMARKS.md)
+    variant "" "--logits_bytes $((2 ** 32))"
+    # last, because they change little on an H100 (docs/BENCHMARKS.md), and the last two search long
     variant TORCHINDUCTOR_MIX_ORDER_REDUCTION=0
     variant TORCHINDUCTOR_LOOP_ORDERING_AFTER_FUSION=0
     variant TORCH_BLAS_PREFER_CUBLASLT=1
+    variant TORCHINDUCTOR_MAX_AUTOTUNE_POINTWISE=1
+    variant TORCHINDUCTOR_COORDINATE_DESCENT_TUNING=1
     rm -rf "$cache"
     python -c "from scripts.kernels import print_tables; print_tables('$out')" ;;
   *) echo "error: give correctness, small, xl or variants" >&2; exit 2 ;;
