@@ -115,7 +115,8 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 
     Matmuls run in the autocast dtype, the rest in float32. The forward pass computes the gradients
     as well, while the logits of a chunk are in memory. The backward pass multiplies them in place
-    by the gradient of the loss, so it can run only once.
+    by the gradient of the loss, divided by the number of targets that count, so it can run only
+    once.
 
     `vocab_size` is V. `chunk_cross_entropy_` computes chunks on GPUs: cross_entropy_, compiled, or
     cross_entropy_by_rows_. Without gradients, as in validation, only the loss is computed.
@@ -138,13 +139,14 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         # no autocast: every dtype below is explicit
         with torch.autocast(device_type, enabled=False):
             is_counted = targets >= 0  # (N,), False for a target of -1
+            is_ignored = ~is_counted.unsqueeze(-1)  # (N, 1)
             # `total` and the gradients are those of the sum over tokens: in float16, gradients of
-            # the mean would round to 0. The end of `forward` and the backward pass divide by this.
+            # the mean would round to 0. The end of `forward` and the backward pass divide by
+            # num_counted.
             ctx.num_counted = is_counted.sum()
 
             total = torch.zeros((), device=x.device)  # nats
-            # Zeros as inputs keep tokens that do not count out of the gradient of the weight.
-            low_x = x.to(dtype).masked_fill(~is_counted.unsqueeze(-1), 0)
+            low_x = x.to(dtype)
             low_weight = weight.to(dtype)
             if needs_grad:
                 grad_x = torch.empty_like(low_x)  # each chunk fills in its rows
@@ -156,7 +158,8 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             buffer = low_x.new_empty(chunk_size, len(weight))  # reused by all chunks
             for start in range(0, len(x), chunk_size):
                 chunk = slice(start, start + chunk_size)
-                inputs = low_x[chunk]  # (n, C)
+                # zeros keep ignored tokens out of the gradient of the weight
+                inputs = low_x[chunk].masked_fill(is_ignored[chunk], 0)  # (n, C)
                 logits = torch.mm(inputs, low_weight.T, out=buffer[: len(inputs)])  # (n, padded V)
                 if device_type == "cpu":  # also when compiled
                     cross_entropy = cross_entropy_by_rows_
@@ -169,7 +172,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
                     torch.mm(logits, low_weight, out=grad_x[chunk])
                     add_matmul_(grad_weight, logits.T, inputs)
         if needs_grad:
-            grad_x.masked_fill_(~is_counted.unsqueeze(-1), 0)
+            grad_x.masked_fill_(is_ignored, 0)
             # float32 in training, because `backward` multiplies them: 16 bits would round again
             ctx.save_for_backward(grad_x.to(x.dtype), grad_weight.to(weight.dtype))
         return total / ctx.num_counted

@@ -7,7 +7,7 @@ scripts/measure.py says how. The last line of the output is the comparison as JS
 
 import json
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import util
 from pathlib import Path
@@ -122,6 +122,8 @@ def build_nanogpt(peer: Path, options: BenchOptions) -> Program:
 
 
 def main(options: BenchOptions) -> None:
+    if options.profile:
+        options = replace(options, repeats=1)
     programs = {"ours": build_ours}
     peer = options.peer
     if peer is not None:
@@ -133,11 +135,12 @@ def main(options: BenchOptions) -> None:
         programs["nanogpt"] = partial(build_nanogpt, peer)
     kernel_ms = {}  # by the name of the program, then by the name of the kernel
     if options.profile:
-        medians = {}  # a Measurement by the name of the program
+        measurements = {}  # a Measurement by the name of the program
         for name, build in programs.items():
-            medians[name], kernel_ms[name] = in_new_process(measure_and_profile, build, options)
+            measured_once = in_new_process(measure_and_profile, build, options)
+            measurements[name], kernel_ms[name] = measured_once
     else:
-        medians = measure_in_turn(programs, options)
+        measurements = measure_in_turn(programs, options)  # medians of the repeats
 
     # Only now: a process that uses a GPU takes some of its memory from the measurements.
     device = pick_device(options.device)
@@ -146,14 +149,15 @@ def main(options: BenchOptions) -> None:
     flops_per_token = build_without_weights(GPT, options.bench_config).flops_per_token()
     measured: dict[str, dict] = {}
     tokens_per_step = options.micro_batch_size * options.block_size
-    for name, median in medians.items():
-        tokens_per_second = tokens_per_step / median.step_seconds
+    for name, measurement in measurements.items():
+        tokens_per_second = tokens_per_step / measurement.step_seconds
         mfu = None
         if gpu is not None:
             mfu = tokens_per_second * flops_per_token / gpu.peak_flops
-        measured[name] = {"rate": tokens_per_second, "peak_bytes": median.peak_bytes, "mfu": mfu}
+        peak_bytes = measurement.peak_bytes
+        measured[name] = {"rate": tokens_per_second, "peak_bytes": peak_bytes, "mfu": mfu}
         if options.profile:
-            measured[name] |= summarize(kernel_ms[name], 1000 * median.step_seconds)
+            measured[name] |= summarize(kernel_ms[name], 1000 * measurement.step_seconds)
 
     comparison: dict[str, object] = {
         **describe_device(device),  # device and PyTorch's version
@@ -164,8 +168,9 @@ def main(options: BenchOptions) -> None:
     if peer is not None:
         # Ours to nanoGPT's: the ratio of tokens per second is the inverse ratio of times. Above 1
         # ours is faster, and takes more memory.
-        comparison["ratio"] = medians["nanogpt"].step_seconds / medians["ours"].step_seconds
-        comparison["memory_ratio"] = medians["ours"].peak_bytes / medians["nanogpt"].peak_bytes
+        ours, theirs = measurements["ours"], measurements["nanogpt"]
+        comparison["ratio"] = theirs.step_seconds / ours.step_seconds
+        comparison["memory_ratio"] = ours.peak_bytes / theirs.peak_bytes
     print(json.dumps(comparison, default=str))  # default=str: for paths
 
 

@@ -27,7 +27,7 @@ WARMUP_STEPS = 3  # the first one compiles
 
 class ModelSize:
     """Size that every script has an option for, beside its others of the model. It is declared here
-    for `measure` alone: as a field of MeasureOptions it would be a second flag of the same name."""
+    for start_training alone: a field of MeasureOptions would be a second flag of the same name."""
 
     block_size: int
     """Tokens per sequence."""
@@ -125,7 +125,7 @@ def measure_program(build: Callable[..., Program], options: MeasureOptions) -> M
 def measure(
     train_step: Callable[[], float], device: torch.device, options: MeasureOptions
 ) -> Measurement:
-    """Warm up and measure training steps, which start_training returns with their device.
+    """Call `train_step` to warm up, then measure it. start_training returns it and `device`.
 
     The peak memory is that of the process so far, which therefore has to be a new one.
     """
