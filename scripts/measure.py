@@ -119,7 +119,8 @@ def start_training(
 
 def measure_program(build: Callable[..., Program], options: MeasureOptions) -> Measurement:
     """Build a program and measure its training steps. Call it in a new process."""
-    return measure(*start_training(build, options), options)
+    train_step, device = start_training(build, options)
+    return measure(train_step, device, options)
 
 
 def measure(
