@@ -13,6 +13,8 @@ import zlib
 from importlib.util import find_spec
 from pathlib import Path
 
+NUM_GPUS = 1
+
 # the autograd engine has a thread for each device
 HOOKS = r"""
 #include <ATen/detail/CUDAHooksInterface.h>
@@ -23,7 +25,7 @@ struct CUDAHooks : at::CUDAHooksInterface {
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return true; }
   bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
-  c10::DeviceIndex deviceCount() const override { return 1; }
+  c10::DeviceIndex deviceCount() const override { return NUM_GPUS; }
   c10::DeviceIndex getCurrentDevice() const override { return 0; }
 };
 struct Guard final : c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CUDA> {
@@ -42,13 +44,15 @@ def load_hooks():
     assert "torch" not in sys.modules
     torch_folder = Path(find_spec("torch").origin).parent
     version = (torch_folder / "version.py").read_text()
-    name = f"fake_cuda_{os.getuid()}_{zlib.crc32((HOOKS + version).encode()):08x}.so"
+    checksum = zlib.crc32(f"{HOOKS} {NUM_GPUS} {version}".encode())
+    name = f"fake_cuda_{os.getuid()}_{checksum:08x}.so"
     library = Path(tempfile.gettempdir()) / name
     if not library.exists():
         unfinished = f"{library}.{os.getpid()}"
         command = ["g++", "-std=c++20", "-shared", "-fPIC", "-w", "-xc++", "-", "-o", unfinished]
         command += [f"-I{torch_folder}/include", f"-L{torch_folder}/lib", "-Wl,--no-as-needed"]
         command += ["-ltorch_cpu", "-lc10", f"-Wl,-rpath,{torch_folder}/lib"]
+        command += [f"-DNUM_GPUS={NUM_GPUS}"]
         subprocess.run(command, input=HOOKS.encode(), check=True)
         os.replace(unfinished, library)
     ctypes.CDLL(str(library))

@@ -22,7 +22,7 @@ import threading
 import traceback
 from pathlib import Path
 
-import cuda_hooks  # noqa: F401 (first: PyTorch asks these hooks while it is imported)
+from cuda_hooks import NUM_GPUS  # first: PyTorch asks these hooks while it is imported
 
 import torch
 import torch.nn.functional as F
@@ -160,7 +160,7 @@ def install():
     answers = {
         "is_available": True,
         "_lazy_init": None,
-        "device_count": 1,
+        "device_count": NUM_GPUS,
         "current_device": 0,
         "set_device": None,
         "manual_seed_all": None,

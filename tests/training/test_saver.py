@@ -68,7 +68,11 @@ def test_a_save_comes_back_before_the_file_is_written(saver, tmp_path, monkeypat
 def test_no_step_is_taken_before_the_first_checkpoint_is_written(saver, tmp_path, monkeypatch):
     """From the first step on, a killed run can be continued."""
     write = saver_module.save_checkpoint
-    slow_write = lambda *args: time.sleep(1) or write(*args)  # noqa: E731
+
+    def slow_write(*args):
+        time.sleep(1)
+        write(*args)
+
     monkeypatch.setattr(saver_module, "save_checkpoint", slow_write)
     saver.is_first_save = True
     assert saver.due(3)  # of a branch, whatever --save_every
