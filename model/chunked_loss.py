@@ -145,7 +145,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             # num_counted.
             ctx.num_counted = is_counted.sum()
 
-            total = torch.zeros((), device=x.device)  # nats
+            total = torch.zeros((), device=x.device)  # sum of nats
             low_x = x.to(dtype)
             low_weight = weight.to(dtype)
             if needs_grad:
@@ -172,7 +172,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
                     torch.mm(logits, low_weight, out=grad_x[chunk])
                     add_matmul_(grad_weight, logits.T, inputs)
         if needs_grad:
-            grad_x.masked_fill_(is_ignored, 0)
+            grad_x.masked_fill_(is_ignored, 0)  # so far meaningless for ignored tokens
             # float32 in training, because `backward` multiplies them: 16 bits would round again
             ctx.save_for_backward(grad_x.to(x.dtype), grad_weight.to(weight.dtype))
         return total / ctx.num_counted

@@ -28,7 +28,14 @@ from model.gpt import GPT
 from model.initial_weights import build_without_weights
 from recipes import parse_recipe
 from scripts.kernels import measure_and_profile, summarize
-from scripts.measure import MeasureOptions, Program, in_new_process, measure_in_turn
+from scripts.measure import (
+    Measurement,
+    MeasureOptions,
+    Program,
+    in_new_process,
+    measure_in_turn,
+    print_measurement,
+)
 from training.optimizers import make_optimizers
 from utils.cli import start_script
 from utils.devices import describe_device, pick_device, pick_dtype
@@ -122,8 +129,6 @@ def build_nanogpt(peer: Path, options: BenchOptions) -> Program:
 
 
 def main(options: BenchOptions) -> None:
-    if options.profile:
-        options = replace(options, repeats=1)
     programs = {"ours": build_ours}
     peer = options.peer
     if peer is not None:
@@ -133,12 +138,15 @@ def main(options: BenchOptions) -> None:
                 f"https://github.com/karpathy/nanoGPT {peer}"
             )
         programs["nanogpt"] = partial(build_nanogpt, peer)
-    kernel_ms = {}  # by the name of the program, then by the name of the kernel
+    measurements: dict[str, Measurement] = {}  # by the name of the program
+    kernel_ms: dict[str, dict[str, float]] = {}  # by the name of the program, then of the kernel
     if options.profile:
-        measurements = {}  # a Measurement by the name of the program
+        options = replace(options, repeats=1)  # for the JSON below, which records the options
         for name, build in programs.items():
-            measured_once = in_new_process(measure_and_profile, build, options)
-            measurements[name], kernel_ms[name] = measured_once
+            measurements[name], kernel_ms[name] = in_new_process(
+                measure_and_profile, build, options
+            )
+            print_measurement(name, measurements[name])
     else:
         measurements = measure_in_turn(programs, options)  # medians of the repeats
 

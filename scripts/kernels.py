@@ -13,7 +13,7 @@ from pathlib import Path
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from scripts.measure import Measurement, MeasureOptions, Program, measure, start_training
+from scripts.measure import Measurement, MeasureOptions, Program, measure_steps, start_training
 
 PROFILED_STEPS = 5
 NUM_LONGEST = 20  # kernels in the JSON and in the tables
@@ -44,7 +44,7 @@ def measure_and_profile(
     and the milliseconds of a step in each kernel, by name, the longest first. On a CPU the kernels
     are PyTorch's operators, without the operators that these call. Call it in a new process."""
     train_step, device = start_training(build, options)
-    measurement = measure(train_step, device, options)
+    measurement = measure_steps(train_step, device, options)
     is_cuda = device.type == "cuda"
     activity = ProfilerActivity.CUDA if is_cuda else ProfilerActivity.CPU
     # acc_events=True silences a warning about schedules of several cycles; here is one cycle.

@@ -73,12 +73,17 @@ def measure_in_turn(
     measurements: dict[str, list[Measurement]] = {name: [] for name in programs}
     for _ in range(options.repeats):
         for name, build in programs.items():
-            measurement = in_new_process(measure_program, build, options)
-            step_ms, peak_gb = 1000 * measurement.step_seconds, measurement.peak_bytes / 1e9
-            print(f"{name}: {step_ms:.1f} ms a step, at most {peak_gb:.2f} GB", flush=True)
+            measurement = in_new_process(measure, build, options)
+            print_measurement(name, measurement)
             measurements[name].append(measurement)
     # The median of each field by itself: NumPy sees a table (repeats, fields).
     return {name: Measurement(*np.median(measurements[name], axis=0)) for name in programs}
+
+
+def print_measurement(name: str, measurement: Measurement) -> None:
+    """Print the time of a step and the peak memory of the program `name`."""
+    step_ms, peak_gb = 1000 * measurement.step_seconds, measurement.peak_bytes / 1e9
+    print(f"{name}: {step_ms:.1f} ms a step, at most {peak_gb:.2f} GB", flush=True)
 
 
 def in_new_process(function: Callable[..., Result], *args: object) -> Result:
@@ -117,13 +122,13 @@ def start_training(
     return train_step, device
 
 
-def measure_program(build: Callable[..., Program], options: MeasureOptions) -> Measurement:
+def measure(build: Callable[..., Program], options: MeasureOptions) -> Measurement:
     """Build a program and measure its training steps. Call it in a new process."""
     train_step, device = start_training(build, options)
-    return measure(train_step, device, options)
+    return measure_steps(train_step, device, options)
 
 
-def measure(
+def measure_steps(
     train_step: Callable[[], float], device: torch.device, options: MeasureOptions
 ) -> Measurement:
     """Call `train_step` to warm up, then measure it. start_training returns it and `device`.

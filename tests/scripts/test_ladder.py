@@ -2,7 +2,7 @@ import pytest
 
 from scripts import ladder
 from scripts.ladder import RUNGS, LadderOptions
-from scripts.measure import measure_program
+from scripts.measure import measure
 from utils.cli import parse, to_flags
 
 TINY = {"n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 64, "seconds": 0, "device": "cpu"}
@@ -10,7 +10,7 @@ TINY = {"n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 64, "seconds": 0,
 
 def test_all_rungs_stand_in_a_table_with_equal_losses(tmp_path, monkeypatch, capsys):
     def measure_here(programs, options):  # once, in this process
-        return {rung: measure_program(build, options) for rung, build in programs.items()}
+        return {rung: measure(build, options) for rung, build in programs.items()}
 
     monkeypatch.setattr(ladder, "measure_in_turn", measure_here)
     # test_execution.py compiles; it takes half a minute
