@@ -5,6 +5,13 @@
 
 The script prints a verdict for each check. The exit code is 1 if a check fails. On a GPU the script
 downloads 0.5 GB of text, HellaSwag and OpenAI's 124M. All files are under --out.
+
+If the nodes with GPUs have no network, download on the login node first. Both nodes need the same
+HF_HOME and TIKTOKEN_CACHE_DIR, on a shared disk:
+
+    python data/fineweb-edu.py --max_shards 2 --local_dir runs/first_hour/shards
+    python evaluate.py --model gpt2 --tasks hellaswag --limit 8
+    HF_HUB_OFFLINE=1 python scripts/first_hour.py        # on the node with GPUs
 """
 
 import json
