@@ -6,6 +6,7 @@ wins.
 """
 
 import contextlib
+import difflib
 import inspect
 import io
 import os
@@ -24,10 +25,11 @@ from typing import NoReturn, TypeVar
 from utils.errors import UserError, check_text, is_out_of_memory
 from utils.ranges import Dataclass, check_ranges
 
-# This project's flags by nanoGPT's names, for error messages: tyro suggests similar names only.
-# docs/NANOGPT.md translates all of nanoGPT's options. Other trainers have "epochs".
+# This project's flags by nanoGPT's names, for error messages, where the names are not similar.
+# docs/NANOGPT.md translates all of nanoGPT's options. Other trainers have "epochs" and "lr".
 FLAGS_BY_NANOGPT_NAME = {
     "learning_rate": "max_lr",
+    "lr": "max_lr",
     "epochs": "max_steps",
     "max_iters": "max_steps",
     "lr_decay_iters": "max_steps",
@@ -51,9 +53,9 @@ Options = TypeVar("Options", bound=Dataclass)
 def parse(options_class: type[Options], args: list[str] | None = None) -> Options:
     """Parse flags into a dataclass; without `args`, parse the command line.
 
-    tyro exits with code 2 for a wrong flag. Raises UserError for a value out of its range, a flag
-    by nanoGPT's name, a boolean flag with a value, a word without a flag, and a word that is not
-    UTF-8 text.
+    tyro exits with code 2 for a value of a wrong type. Raises UserError for a value out of its
+    range, an unknown flag, a boolean flag with a value, a word without a flag, and a word that is
+    not UTF-8 text.
 
     --help shows a group of flags for each dataclass that `options_class` inherits from, and names
     it after the dataclass, without "Options" or "Config". The last dataclass comes first.
@@ -78,9 +80,12 @@ def parse(options_class: type[Options], args: list[str] | None = None) -> Option
     given_names: set[str] = set()
     for name, value in named_flags(args):
         flag = FLAGS_BY_NANOGPT_NAME.get(name, name)
-        # Correct it only if the script has the option; tyro refuses all other unknown flags below.
-        if name not in defaults and flag in defaults:
-            corrections.append(f"there is no --{name}, but --{flag}")
+        if name != "help" and name.removeprefix("no_") not in defaults:
+            suggestions = [flag] if flag in defaults else difflib.get_close_matches(name, defaults)
+            correction = f"there is no --{name}"
+            if suggestions:  # the most similar name first; none is similar to --tokenizer
+                correction += f", but --{suggestions[0]}"
+            corrections.append(correction)
         # such as nanoGPT's --compile=False
         if value in ("True", "False") and "bool" in types.get(flag, ""):
             corrections.append(f"--{flag} takes no value: it is off by --no_{flag}")

@@ -103,6 +103,19 @@ def test_a_flag_of_nanogpt_is_answered_by_its_name_here():
 
 
 @pytest.mark.parametrize(
+    "flag, message",
+    [
+        ("--max_stesp=3", "there is no --max_stesp, but --max_steps; --help says more"),
+        ("--no-use-torch-compil", "no --no_use_torch_compil, but --use_torch_compile"),
+        ("--tokenizer", "there is no --tokenizer; --help"),  # an option of another script
+    ],
+)
+def test_a_misspelt_flag_is_answered_by_the_most_similar_one(flag, message):
+    with user_error(message):
+        parse(TrainOptions, [flag])
+
+
+@pytest.mark.parametrize(
     "name, allowed, wrong",
     [("top_k", 1, 0), ("temperature", 1e9, "inf"), ("top_p", 1, "nan"), ("seed", 0, -1)],
 )
