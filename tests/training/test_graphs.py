@@ -120,8 +120,8 @@ def test_a_step_of_blocks_of_124M_has_one_graph_for_all_and_keeps_what_is_foreca
         if x.dim() > 1 and x.shape[0] in (64, 64 * 8, tokens):
             saved[x.untyped_storage()._cdata] = x.untyped_storage().nbytes()
     kept = sum(saved.values()) / tokens
-    # the compiler may recompute some
-    assert 0.75 < kept / block_activations(shape, 2, checkpointing) < 1.15
+    forecast = block_activations(shape, 2, checkpointing, compiled=True)
+    assert 0.99 < kept / forecast < 1.09  # Inductor itself recomputes a little more than this
 
 
 @pytest.mark.parametrize("sharding", ["zero1", "zero2", "zero3"])

@@ -111,13 +111,19 @@ def checkpointing(options: ResolvedTrainOptions) -> str:
 
 
 def block_activations(
-    model_config: GPTConfig, itemsize: int, mode: str, tensor_parallel: int = 1
+    model_config: GPTConfig,
+    itemsize: int,
+    mode: str,
+    tensor_parallel: int = 1,
+    *,
+    compiled: bool = False,
 ) -> int:
     """Return the bytes per token that autograd keeps of one block for the backward pass, on each of
     the `tensor_parallel` processes that share the block (tensor parallelism).
 
     `itemsize` is the bytes of a number in matmuls, 2 or 4; norms and the residual stream are
-    float32. `mode` is the activation checkpointing: "none", "cheap" or "block".
+    float32. `mode` is the activation checkpointing: "none", "cheap" or "block". With "none" a
+    compiled block keeps less, because its backward pass computes some tensors again.
     """
     C = model_config.n_embd
     residual = FLOAT32_BYTES * C  # whole on each process
@@ -135,7 +141,12 @@ def block_activations(
         projections = 2 * C  # outputs of both c_proj, whole on each process
         return residual + itemsize * (qkv + attention + c_fc_output + projections)
 
-    residuals = 2 * residual  # inputs of the two norms
+    if compiled:
+        # The second norm's input is computed again: the block's input and the output of attention's
+        # c_proj, which autocast makes smaller.
+        residuals = residual + itemsize * C
+    else:
+        residuals = 2 * residual  # inputs of the two norms
     normed = 2 * C  # inputs of c_attn and c_fc
     # Attention reads views of c_attn's output, or copies, which count in `qkv`, too.
     is_grouped = keys < attention  # grouped-query attention
@@ -149,7 +160,7 @@ def block_activations(
     elif changes_keys:
         qkv += keys  # rotated or normalized keys
     activated = inner  # input of the MLP's c_proj
-    if model_config.is_gated:
+    if model_config.is_gated and not compiled:
         activated += inner  # SiLU of the gate, a factor of that input
     return residuals + itemsize * (normed + qkv + attention + c_fc_output + activated)
 
@@ -236,13 +247,18 @@ def forecast_memory(
         compute_weights = itemsize * num_matrix_weights
 
     num_tokens = options.sequences_per_pass * model_config.block_size  # in a micro-batch
-    per_block = block_activations(model_config, itemsize, mode, tensor_parallel)  # bytes per token
+    # bytes per token
+    per_block = block_activations(
+        model_config, itemsize, mode, tensor_parallel, compiled=options.use_torch_compile
+    )
     final_norm = FLOAT32_BYTES * model_config.n_embd  # bytes of its input per token
 
     # The backward pass of a block holds the recomputed activations of this block, three float32
     # gradients of the residual stream, and the gradient of the head, which is kept until the
     # embedding's backward pass.
-    all_of_block = block_activations(model_config, itemsize, "none", tensor_parallel)
+    all_of_block = block_activations(
+        model_config, itemsize, "none", tensor_parallel, compiled=options.use_torch_compile
+    )
     recomputed = num_tokens * (all_of_block - per_block)
     block_backward = (
         FLOAT32_BYTES * model_config.n_embd * (3 * num_tokens + model_config.padded_vocab_size)
