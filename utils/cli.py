@@ -25,7 +25,7 @@ from typing import NoReturn, TypeVar
 from utils.errors import UserError, check_text, is_out_of_memory
 from utils.ranges import Dataclass, check_ranges
 
-# This project's flags by nanoGPT's names, for error messages, where the names are not similar.
+# This project's flags by nanoGPT's names, for error messages: difflib finds similar names only.
 # docs/NANOGPT.md translates all of nanoGPT's options. Other trainers have "epochs" and "lr".
 FLAGS_BY_NANOGPT_NAME = {
     "learning_rate": "max_lr",
@@ -83,7 +83,7 @@ def parse(options_class: type[Options], args: list[str] | None = None) -> Option
         if name != "help" and name.removeprefix("no_") not in defaults:
             suggestions = [flag] if flag in defaults else difflib.get_close_matches(name, defaults)
             correction = f"there is no --{name}"
-            if suggestions:  # the most similar name first; none is similar to --tokenizer
+            if suggestions:  # the most similar name first; empty for another script's --tokenizer
                 correction += f", but --{suggestions[0]}"
             corrections.append(correction)
         # such as nanoGPT's --compile=False

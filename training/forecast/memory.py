@@ -115,7 +115,6 @@ def block_activations(
     itemsize: int,
     mode: str,
     tensor_parallel: int = 1,
-    *,
     compiled: bool = False,
 ) -> int:
     """Return the bytes per token that autograd keeps of one block for the backward pass, on each of
@@ -142,8 +141,8 @@ def block_activations(
         return residual + itemsize * (qkv + attention + c_fc_output + projections)
 
     if compiled:
-        # The second norm's input is computed again: the block's input and the output of attention's
-        # c_proj, which autocast makes smaller.
+        # The backward pass computes the second norm's input again, as the sum of the block's input
+        # and the output of attention's c_proj. That output is kept, in the dtype of matmuls.
         residuals = residual + itemsize * C
     else:
         residuals = 2 * residual  # inputs of the two norms
@@ -160,7 +159,7 @@ def block_activations(
     elif changes_keys:
         qkv += keys  # rotated or normalized keys
     activated = inner  # input of the MLP's c_proj
-    if model_config.is_gated and not compiled:
+    if model_config.is_gated and not compiled:  # compiled, the backward pass computes it again
         activated += inner  # SiLU of the gate, a factor of that input
     return residuals + itemsize * (normed + qkv + attention + c_fc_output + activated)
 
@@ -221,6 +220,7 @@ def forecast_memory(
     num_moments += MOMENTS[recipe.optimizer] * num_matrix_weights
     micro_steps = hardware.count_micro_steps(options)
     mode = checkpointing(options)  # "none", "cheap" or "block"
+    compiled = options.use_torch_compile
     # A single process trains the plain model. With tensor parallelism, FSDP2 may shard over a group
     # of one process, and still gathers copies.
     uses_fsdp = options.sharding != "none" and hardware.world_size > 1
@@ -248,17 +248,13 @@ def forecast_memory(
 
     num_tokens = options.sequences_per_pass * model_config.block_size  # in a micro-batch
     # bytes per token
-    per_block = block_activations(
-        model_config, itemsize, mode, tensor_parallel, compiled=options.use_torch_compile
-    )
+    per_block = block_activations(model_config, itemsize, mode, tensor_parallel, compiled)
     final_norm = FLOAT32_BYTES * model_config.n_embd  # bytes of its input per token
 
     # The backward pass of a block holds the recomputed activations of this block, three float32
     # gradients of the residual stream, and the gradient of the head, which is kept until the
     # embedding's backward pass.
-    all_of_block = block_activations(
-        model_config, itemsize, "none", tensor_parallel, compiled=options.use_torch_compile
-    )
+    all_of_block = block_activations(model_config, itemsize, "none", tensor_parallel, compiled)
     recomputed = num_tokens * (all_of_block - per_block)
     block_backward = (
         FLOAT32_BYTES * model_config.n_embd * (3 * num_tokens + model_config.padded_vocab_size)
@@ -277,7 +273,7 @@ def forecast_memory(
         "activations": num_tokens * (model_config.n_layer * per_block + final_norm),
         # The loss ends before the backward pass of the blocks, so only the larger of both counts.
         "head and logits, or one block's backward pass": max(
-            head_memory(model_config, num_tokens, hardware, options.use_torch_compile),
+            head_memory(model_config, num_tokens, hardware, compiled),
             block_backward + recomputed,
         ),
     }
