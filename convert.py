@@ -148,9 +148,8 @@ def import_model(model_name: str, out: Path) -> None:
         **asdict(Progress()),
         "best_loss": math.inf,  # no validation yet
     }
-    # ALONE is a single process: `weights` has all rows (OwnRows by name). Without optimizers
-    # `optimizer_state` is {}.
-    weights, optimizer_state = copy_state(model, [], ALONE)
+    # ALONE is a single process: `weights` has all rows (OwnRows by name).
+    weights, optimizer_state = copy_state(model, {}, ALONE)
     save_checkpoint(out, weights, optimizer_state, entries)
 
 

@@ -127,7 +127,7 @@ def main() -> None:
                     run.logger.log_skip(result.skip_reason, example_ids.tolist(), progress.step)
                 if prepared.sample and is_due(options.sample_every, progress.step):
                     run.logger.log_sample(prepared.sample, progress.step)
-                saver.end_after_patience()  # raises UserError after 5 skipped steps in a row
+                saver.check_step()  # UserError after 5 skipped steps in a row, or at step 1
                 if result.got_signal:
                     raise Stopped
         except Stopped:
@@ -242,7 +242,7 @@ def train_step(
     for optimizer in optimizers:
         if skip_reason is None:
             optimizer.step()  # not scaler.step: the check for infinities is done
-        optimizer.zero_grad(set_to_none=True)
+    wrapped.zero_grad(set_to_none=True)
     run.scaler.update()
     num_tokens = round(metrics["tokens"])  # of this step on all processes; the sum is a float
     metrics["tokens"] = progress.tokens + num_tokens  # replaced for the log: of all steps so far

@@ -28,8 +28,9 @@ class Recipe:
     multiple of 64."""
     ngram_bits: NonNegative = 0.0
     """Longest n-gram with an embedding, in bits: a token of a vocabulary of V has log2(V) bits."""
-    optimizer: Literal["adamw", "muon"] = "adamw"
-    """Optimizer of the blocks' matrices (training/optimizers.py); AdamW trains all the rest."""
+    optimizer: str = "adamw"
+    """Optimizer of the blocks' matrices, adamw or muon: a name in MATRIX_OPTIMIZERS of
+    training/optimizers.py. AdamW trains all the rest."""
     max_lr: NonNegative = 6e-4
     """Learning rate after warmup."""
     embedding_rate: NonNegative = 1.0

@@ -14,21 +14,20 @@ main process prints. training/run.py has the rest of a run: folders, log and sig
 """
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 
 import utils.environment  # noqa: F401 (first: it says what to type without PyTorch)
 
 import torch
 import torch.nn as nn
-from torch import Tensor
 
 from config import ResolvedTrainOptions, TrainOptions
-from data.loader import Mixture, Slicing, TokenStream, prefetch, train_batches
+from data.loader import Mixture, Slicing, TokenStream, TrainBatches, prefetch, train_batches
 from model.execution import Execution, execute
 from model.formats.checkpoint import Checkpoint
 from model.gpt import GPT
-from model.initial_weights import build_without_weights, initial_weights
+from model.initial_weights import new_model
 from model.rows import Rows
 from recipes import Recipe
 from training.evaluator import Evaluator
@@ -56,7 +55,7 @@ def main() -> None:
         return print_forecast(options, recipe, checkpoint)
     process = start_process(options)  # from here on a signal ends the loop, which saves
 
-    # data: shards cut into sequences; the batch of a step is a pure function of (seed, step)
+    # data: shards cut into sequences, in an order that is a pure function of the seed
     train_data = Mixture(options.data_dir, "train", options.block_size)
     val_data = Mixture(options.data_dir, "val", options.block_size)
 
@@ -80,12 +79,13 @@ def main() -> None:
     del initial, weights, checkpoint  # closes the file that their tensors are mapped from
 
     # batches, evaluation, log, checkpoints
-    batches, slicing = open_batches(run, train_data)
+    batches = open_batches(run, train_data)
+    micro_steps = options.micro_steps(process.data_parallel)  # of each step
     evaluator = Evaluator(options, model, val_data, process)
     timer = StepTimer(model.flops_per_token(), process)
     with run.open_log(model.config):  # closes the log after an error, too
         saver = Saver(run, model, optimizers)
-        print_summary(run, model, train_data, slicing)  # and warnings
+        print_summary(run, model, train_data, micro_steps)  # and warnings
 
         try:
             while True:
@@ -107,16 +107,15 @@ def main() -> None:
 
                 # one step, then its log
                 timer.start()
-                result = train_step(run, wrapped, optimizers, batches, slicing.micro_steps)
+                result = train_step(run, wrapped, optimizers, batches, micro_steps)
                 progress.advance(result)  # now progress.step == step + 1, also if it was skipped
                 if result.skip_reason is None:
                     speed = timer.stop(result.num_tokens)  # tokens_per_s, mfu, ms
                     run.logger.log_train(result.metrics | speed, progress.step)
                 else:
-                    num_sequences = slicing.sequences_per_step
-                    ids = train_data.sequence_ids_of_step(step, num_sequences, options.seed)
+                    ids = train_data.sequence_ids_at(result.positions, options.seed)
                     run.logger.log_skip(result.skip_reason, ids.tolist(), progress.step)
-                saver.end_after_patience()  # UserError after 5 skipped steps in a row
+                saver.check_step()  # UserError after 5 skipped steps in a row, or at step 1
                 if result.got_signal:  # on any process
                     raise Stopped
         except Stopped:
@@ -138,7 +137,7 @@ def train_step(
     run: Run[ResolvedTrainOptions],
     wrapped: nn.Module,
     optimizers: list[torch.optim.Optimizer],
-    batches: Iterator[tuple[Tensor, Tensor]],
+    batches: TrainBatches,
     micro_steps: int,
 ) -> StepResult:
     """Run one optimizer step on the next `micro_steps` micro-batches of this process. The caller
@@ -153,6 +152,8 @@ def train_step(
     # Forward and backward, micro-batch by micro-batch. Gradients accumulate, and loss_sum becomes
     # the mean loss of this process in nats per token.
     loss_sum = torch.zeros((), device=process.device)
+    num_targets = 0  # of this process
+    first_position = batches.position  # in the data order
     for micro_step in range(micro_steps):
         # If one of several processes left the step here, the others would wait for it forever.
         if process.world_size == 1:
@@ -165,6 +166,7 @@ def train_step(
             with process.autocast(keep_weights=False):
                 # the gradients of these parts add up to the gradient of the mean loss
                 loss = wrapped(idx, targets) / micro_steps
+            num_targets += targets.numel()
             run.scaler.scale(loss).backward()  # scales in float16 only
         loss_sum += loss.detach()  # stays on the device, so the CPU does not wait for it
 
@@ -189,12 +191,18 @@ def train_step(
     for optimizer in optimizers:
         if skip_reason is None:
             optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+    wrapped.zero_grad(set_to_none=True)
     # float16: lower the scale after infinities, raise it after 2,000 steps without any
     run.scaler.update()
-    num_tokens = options.total_batch_size
+    num_tokens = num_targets * process.data_parallel  # of all processes
     metrics["tokens"] = progress.tokens + num_tokens  # all tokens of the run so far
-    return StepResult(metrics, skip_reason, got_signal=share_of_signals > 0, num_tokens=num_tokens)
+    return StepResult(
+        metrics,
+        skip_reason,
+        got_signal=share_of_signals > 0,
+        num_tokens=num_tokens,
+        positions=range(first_position, batches.position),
+    )
 
 
 def build_model(
@@ -204,31 +212,22 @@ def build_model(
     weights of `initial`, or random ones from the seed. Raises UserError if `initial` has another
     architecture or tokenizer than the run."""
     model_config = agreed_model_config(options, recipe, stream, initial)
-    model = build_without_weights(GPT, model_config)
+    # random numbers are drawn when their rows are read
+    model, weights = new_model(GPT, model_config, options.seed)
     # activation checkpointing and torch.compile, applied to the blocks in place
     execute(model, Execution(options.activation_checkpointing, options.use_torch_compile))
-    if initial is not None:
-        return model, initial.weights
-    # random rows, drawn when they are read
-    return model, initial_weights(model, model_config, options.seed)
+    return model, initial.weights if initial is not None else weights
 
 
-def open_batches(
-    run: Run[ResolvedTrainOptions], train_data: Mixture
-) -> tuple[Iterator[tuple[Tensor, Tensor]], Slicing]:
-    """Return the micro-batches of this process from the next step to the last, as inputs and
-    targets (B, T) on its device, and the Slicing by which a step is divided into them."""
-    options = run.options
+def open_batches(run: Run[ResolvedTrainOptions], train_data: Mixture) -> TrainBatches:
+    """Return the micro-batches of this process from the next step on, without end, as inputs and
+    targets (B, T) on its device."""
     process = run.process
-    slicing = Slicing(
-        options.micro_steps(process.data_parallel),
-        options.sequences_per_pass,
-        process.data_rank,
-        process.data_parallel,
-    )
-    step_range = range(run.progress.step, options.max_steps)
-    micro_batches = train_batches(train_data, slicing, options.seed, step_range)
-    return prefetch(process.to_device(micro_batches)), slicing  # a thread reads ahead
+    slicing = Slicing(run.options.sequences_per_pass, process.data_rank, process.data_parallel)
+    position = run.progress.position
+    micro_batches = train_batches(train_data, slicing, run.options.seed, position)
+    # a thread reads ahead
+    return TrainBatches(prefetch(process.to_device(micro_batches)), slicing, position)
 
 
 def checkpoint_entries(
@@ -249,9 +248,8 @@ def checkpoint_entries(
         "recipe": asdict(recipe),
         "tokenizer": train_data.stream.tokenizer,  # its spec, see data/tokenizer.py
         "corpus": train_data.title,
-        # The step and these values determine its batch. A resumed run warns if they changed.
+        # The order of the sequences depends on these values. A resumed run warns if they changed.
         "data_order": {
-            "total_batch_size": options.total_batch_size,
             "seed": options.seed,
             "weights of --data_dir": train_data.corpus_weights,
             "checksum of --data_dir": train_data.checksum,

@@ -3,11 +3,11 @@
 nanoGPT draws random offsets, so that a run reads some tokens twice and others never. Here the
 stream of all tokens is cut into sequences: sequence w is tokens [w*T, w*T + T], T inputs and T
 targets, shifted by one; only the last partial sequence is left out. Epoch e visits every sequence
-exactly once, in an order drawn from (seed, e). Step s takes positions [s*G, (s+1)*G) of that order,
-for a global batch of G sequences. Processes and micro-steps slice this range.
+exactly once, in an order drawn from (seed, e). With a global batch of G sequences, step s takes
+positions [s*G, (s+1)*G) of that order. Processes and micro-steps slice this range.
 
-So there is no state to save: a resumed run, with any number of processes and any micro-batch,
-goes on with exactly the sequences that come next.
+So a checkpoint needs no more than the next position: a resumed run, with any number of processes
+and any batch, goes on with exactly the sequences that come next.
 
 If --data_dir names several corpora with weights, positions come in periods. In a period of P
 positions each corpus has a whole number of places, P times its weight, which are spread evenly; the
@@ -29,6 +29,7 @@ from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
+from torch import Tensor
 
 from data.shards import ShardFolder, TokenStream, open_folders
 from utils.errors import UserError
@@ -254,11 +255,11 @@ class Mixture:
         # corpus and turn of each place of a period, (period,) each
         self.corpus_of_place, self.turn_of_place = assign_places(self.places_per_period)
 
-    def sequence_ids_at(self, positions: np.ndarray, seed: int) -> np.ndarray:
-        """Return the sequence ids (N,) at positions (N,) of the data order."""
+    def sequence_ids_at(self, positions: range | np.ndarray, seed: int) -> np.ndarray:
+        """Return the sequence ids (N,) at N positions of the data order."""
         # position 10 of periods of 4 is place 2 of period 2
-        num_periods, places = np.divmod(positions, self.period)  # (N,) each
-        sequence_ids = np.empty_like(positions)
+        num_periods, places = np.divmod(np.asarray(positions), self.period)  # (N,) each
+        sequence_ids = np.empty_like(places)
         for i, sequences in enumerate(self.corpus_sequences):
             in_corpus = self.corpus_of_place[places] == i  # (N,) bool
             # A position in the order of this corpus is its turn in this period, plus
@@ -269,11 +270,6 @@ class Mixture:
             ids_in_corpus = epoch_order(corpus_positions, len(sequences), seed)
             sequence_ids[in_corpus] = self.starts[i] + ids_in_corpus
         return sequence_ids
-
-    def sequence_ids_of_step(self, step: int, sequences_per_step: int, seed: int) -> np.ndarray:
-        """Return the sequence ids (G,) of a step for all processes, G = `sequences_per_step`; steps
-        count from 0."""
-        return self.sequence_ids_at(step * sequences_per_step + np.arange(sequences_per_step), seed)
 
     def make_batch(self, sequence_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return inputs and targets, int64 (B, T) each, of sequences (B,)."""
@@ -320,10 +316,8 @@ class Mixture:
 
 @dataclass(frozen=True)
 class Slicing:
-    """Division of the sequences of an optimizer step among processes and micro-steps."""
+    """Division of the sequences of a micro-step among processes."""
 
-    micro_steps: int
-    """Forward and backward passes of a process in an optimizer step."""
     micro_batch_size: int
     """Sequences in one forward and backward pass of a process."""
     data_rank: int
@@ -333,31 +327,44 @@ class Slicing:
     """Number of data ranks; without tensor parallelism, the number of processes."""
 
     @property
-    def sequences_per_step(self) -> int:
-        """Sequences in an optimizer step, a global batch, of all processes."""
-        return self.micro_steps * self.micro_batch_size * self.data_parallel
+    def sequences_per_micro_step(self) -> int:
+        """Sequences in one micro-step of all processes."""
+        return self.micro_batch_size * self.data_parallel
 
-    def local_sequence_ids(self, sequence_ids: np.ndarray) -> np.ndarray:
-        """Return the ids that this process reads, (micro_steps, micro_batch_size), given all ids of
-        a step, (sequences_per_step,)."""
-        # Micro-step first, data_rank second: in micro-step i, the W data ranks together read
-        # sequences [i*B*W, (i+1)*B*W) of the step, with micro-batches of B. So runs with the same
-        # B*W read the same sequences in each micro-step, with any number of processes.
-        by_rank = sequence_ids.reshape(self.micro_steps, self.data_parallel, self.micro_batch_size)
-        return by_rank[:, self.data_rank]
+    def local_positions(self, position: int) -> range:
+        """Return the positions that this process reads in the micro-step that begins at `position`:
+        with micro-batches of B, [position + rank * B, position + (rank + 1) * B)."""
+        start = position + self.data_rank * self.micro_batch_size
+        return range(start, start + self.micro_batch_size)
 
 
 def train_batches(
-    data: Mixture, slicing: Slicing, seed: int, step_range: range
+    data: Mixture, slicing: Slicing, seed: int, position: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield this process's micro-batches, inputs and targets (B, T): `slicing.micro_steps` of them
-    for each step."""
-    for step in step_range:
-        # every process computes the order of the whole step, and reads only its own sequences
-        for sequence_ids in slicing.local_sequence_ids(
-            data.sequence_ids_of_step(step, slicing.sequences_per_step, seed)
-        ):
-            yield data.make_batch(sequence_ids)  # ids (B,) of a micro-step
+    """Yield this process's micro-batches, inputs and targets (B, T), from a position in the data
+    order on, without end. Together the processes read consecutive positions, so that runs with any
+    number of processes and any micro-batch read the same sequences in a step."""
+    while True:
+        yield data.make_batch(data.sequence_ids_at(slicing.local_positions(position), seed))
+        position += slicing.sequences_per_micro_step
+
+
+class TrainBatches:
+    """Micro-batches of this process, which counts how far the steps have come: whatever the loop
+    does with them, a resumed run continues behind the last one that a step has taken."""
+
+    def __init__(
+        self, batches: Iterator[tuple[Tensor, Tensor]], slicing: Slicing, position: int
+    ) -> None:
+        self.batches = batches  # token ids and targets (B, T) each, on the device
+        self.slicing = slicing
+        self.position = position
+        """Position in the data order after the micro-batches taken so far, of all processes."""
+
+    def __next__(self) -> tuple[Tensor, Tensor]:
+        """Return the next micro-batch: token ids and targets (B, T) each."""
+        self.position += self.slicing.sequences_per_micro_step
+        return next(self.batches)
 
 
 def prefetch(items: Iterator) -> Iterator:

@@ -9,14 +9,15 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from types import MethodType
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as recompute
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from model.chunked_loss import cross_entropy_
-from model.gpt import GPT, Block
+from model.gpt import GPT
 
 # Operations whose outputs "cheap" checkpointing keeps, because they take nearly all of the time:
 # matmuls without and with bias, and each attention kernel. The list follows torchtitan's selective
@@ -45,34 +46,13 @@ class Execution:
     """Compile the blocks, which share one graph, and the loss on GPUs, by torch.compile."""
 
 
-class RecomputedBlock(Block):
-    """Block with activation checkpointing: autograd keeps only its inputs, and the backward pass
-    recomputes the block."""
-
-    plain_forward = Block.forward
-
-    def forward(self, *inputs) -> Tensor:
-        """Return what Block.forward returns."""
-        # PyTorch recommends use_reentrant=False
-        return recompute(self.plain_forward, *inputs, use_reentrant=False)
-
-
-class CheaplyRecomputedBlock(RecomputedBlock):
-    """Block with selective activation checkpointing: autograd also keeps the outputs of matmuls and
-    attention, and the backward pass recomputes everything else."""
-
-    def forward(self, *inputs) -> Tensor:
-        """Return what Block.forward returns."""
-        return recompute(self.plain_forward, *inputs, use_reentrant=False, context_fn=keep_matmuls)
-
-
 def execute(model: GPT, execution: Execution) -> None:
     """Apply an execution to a model, in place. Names and hooks of its modules do not change.
 
     Call it before training/parallel/ divides the model. FSDP2 gathers the weights of a block before
     its `forward` and frees them after it, so graphs and recomputation have to begin inside it.
     """
-    block_class = choose_block(execution, model.config.dropout)
+    recomputed_forward = choose_recomputation(execution, model.config.dropout)
     if execution.compiled:
         # Set process-wide options: no cuts of graphs for DDP, the limit of graphs, and what the
         # backward pass recomputes. The compiler reads them when it compiles the first block, in the
@@ -81,26 +61,42 @@ def execute(model: GPT, execution: Execution) -> None:
         # ChunkedCrossEntropy calls it only on GPUs; on a CPU it would be slower than the default
         model.loss.chunk_cross_entropy_ = compile_static(cross_entropy_)
     for block in model.transformer.h:
-        block.__class__ = block_class  # same modules and weights, another forward
+        # These attributes of a block hide the method `forward` of its class, whatever class it is.
+        if recomputed_forward is not None:
+            block.plain_forward = block.forward  # type: ignore[assignment]
+            block.forward = MethodType(recomputed_forward, block)
         if execution.compiled:
-            # This attribute of the block hides the method `forward` of its class. torch.compile
-            # caches graphs by the code of a function: the first block compiles a graph, and the
-            # other blocks use it.
+            # torch.compile caches graphs by the code of a function: the first block compiles a
+            # graph, and the other blocks of its class use it.
             block.forward = compile_static(block.forward)
 
 
-def choose_block(execution: Execution, dropout: float) -> type[Block]:
-    """Return the class of the blocks of a model with the dropout probability `dropout`."""
+def recompute_all(block: nn.Module, *inputs) -> Tensor:
+    """Return what the plain forward of a block returns. Autograd keeps only the inputs, and the
+    backward pass computes the block again."""
+    # PyTorch recommends use_reentrant=False
+    return recompute(block.plain_forward, *inputs, use_reentrant=False)
+
+
+def recompute_cheap(block: nn.Module, *inputs) -> Tensor:
+    """Return what the plain forward of a block returns. Autograd also keeps the outputs of matmuls
+    and attention, and the backward pass computes everything else again."""
+    return recompute(block.plain_forward, *inputs, use_reentrant=False, context_fn=keep_matmuls)
+
+
+def choose_recomputation(execution: Execution, dropout: float) -> Callable[..., Tensor] | None:
+    """Return the forward pass of the blocks of a model with the dropout probability `dropout`; None
+    for their own."""
     checkpointing = execution.checkpointing
     # When compiled, the compiler does "cheap": configure_compiler sets its options.
     if checkpointing == "none" or (checkpointing == "cheap" and execution.compiled):
-        return Block
+        return None
     # With dropout, "cheap" becomes "block". If autograd kept the output of attention, the backward
     # pass would not draw attention's random numbers again, and every later dropout would get
     # another mask than in the forward pass.
     if checkpointing == "block" or dropout > 0:
-        return RecomputedBlock
-    return CheaplyRecomputedBlock
+        return recompute_all
+    return recompute_cheap
 
 
 def compile_static(function: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -1,8 +1,8 @@
 """GPT-2 (Radford et al. 2019) in plain PyTorch, under the parameter names of OpenAI and nanoGPT.
 
-This file says what a GPT computes. model/layers.py has rotary positions, the attention kernel and
-the KV cache, model/loss.py the loss, model/initial_weights.py the weights of a new model,
-model/generate.py sampling, train.py the training. model/execution.py applies torch.compile and
+This file says what a GPT computes, and how its weights begin. model/layers.py has rotary positions,
+the attention kernel and the KV cache, model/loss.py the loss, model/generate.py sampling, train.py
+the training. model/execution.py applies torch.compile and
 activation checkpointing to a model from outside. GPTConfig turns on techniques that are newer than
 GPT-2 (rotary positions, RMSNorm, SwiGLU, ...).
 
@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from model.config import GPTConfig
-from model.initial_weights import draw_weights
+from model.initial_weights import deferred_init, has_default
 from model.layers import Angles, KVCache, ScaledDotProduct, rotary_angles, rotate
 from model.loss import HeadCrossEntropy
 from model.ngrams import ngram_rows
@@ -43,6 +43,15 @@ def make_norm(config: GPTConfig) -> nn.Module:
     return nn.RMSNorm(config.n_embd, config.norm_eps)
 
 
+class FusedLinear(nn.Linear):
+    """Linear layer whose weight is several matrices, one below the other. Tensor parallelism
+    divides each of them among the processes, and Muon orthogonalizes each by itself."""
+
+    def __init__(self, in_features: int, fused_rows: tuple[int, ...], bias: bool) -> None:
+        super().__init__(in_features, sum(fused_rows), bias)
+        self.fused_rows = fused_rows  # rows of each matrix, such as (768, 768, 768) for c_attn
+
+
 class Attention(nn.Module):
     """Causal self-attention over H heads."""
 
@@ -52,9 +61,9 @@ class Attention(nn.Module):
         # Tensor parallelism divides both: each process has some of the heads.
         self.num_heads = config.n_head
         self.num_kv_heads = config.kv_heads  # n_kv_head, or n_head if that is None
-        # one matrix computes queries, keys and values, D channels for each head
-        num_projections = config.n_head + 2 * config.kv_heads
-        self.c_attn = nn.Linear(config.n_embd, num_projections * config.head_size, bias=config.bias)
+        # one layer computes queries, keys and values, D channels for each head
+        kv_rows = config.kv_heads * config.head_size
+        self.c_attn = FusedLinear(config.n_embd, (config.n_embd, kv_rows, kv_rows), config.bias)
         self.qk_norm: nn.RMSNorm | None = None
         if config.qk_norm:
             self.qk_norm = nn.RMSNorm(config.head_size, config.norm_eps, elementwise_affine=False)
@@ -97,9 +106,9 @@ class MLP(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        # SwiGLU takes two inputs for each output; one matrix computes both.
+        # SwiGLU takes two inputs for each output; one layer computes both.
         num_inputs = 2 if config.is_gated else 1
-        self.c_fc = nn.Linear(config.n_embd, num_inputs * config.inner, bias=config.bias)
+        self.c_fc = FusedLinear(config.n_embd, (config.inner,) * num_inputs, config.bias)
         self.activation = config.activation
         self.c_proj = nn.Linear(config.inner, config.n_embd, bias=config.bias)
         self.dropout = nn.Dropout(config.dropout)
@@ -209,12 +218,28 @@ class GPT(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.config = config
-        self.transformer = Transformer(config)
-        if not config.tied:
-            self.lm_head = nn.Linear(config.n_embd, config.padded_vocab_size, bias=False)
+        # Within this context layers have no memory: a process of a large run never holds them all.
+        with deferred_init(self):
+            self.transformer = Transformer(config)
+            if not config.tied:
+                self.lm_head = nn.Linear(config.n_embd, config.padded_vocab_size, bias=False)
+            self._init_weights()
         # The loss has no weights: `forward` passes the head's weight to it.
         self.loss = HeadCrossEntropy(config.vocab_size)
-        draw_weights(self, config)  # does nothing within build_without_weights
+
+    def _init_weights(self) -> None:
+        """Begin linear layers and embeddings as GPT-2 does, unless the constructor that made one
+        has given it other weights. Everything else begins as its constructor says."""
+        for name, module in self.named_modules():
+            if isinstance(module, (nn.Linear, nn.Embedding)) and has_default(module.weight):
+                std = 0.02
+                # The outputs of 2 L such layers add up in the residual stream.
+                if name.endswith("c_proj"):
+                    std *= (2 * self.config.n_layer) ** -0.5
+                nn.init.normal_(module.weight, mean=0.0, std=std)
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                if has_default(module.bias):
+                    nn.init.zeros_(module.bias)
 
     @classmethod
     def from_pretrained(cls, name: str) -> "GPT":

@@ -1,19 +1,25 @@
-"""Initial weights of a new model, and models that are built without weights.
+"""How a model gets its first weights, and models that are built without weights.
 
-`initial_weights` describes each weight as Rows (model/rows.py), whose numbers are drawn when a row
-is read. So each process of a sharded run draws only the rows that it holds, and the numbers are the
-same for any number of processes.
+`GPT._init_weights` in model/gpt.py says how the layers begin, and a constructor may give any
+parameter or buffer another beginning. This file makes that work for models larger than memory:
+while a model is built, its layers get no memory, and each function of torch.nn.init is only noted.
+The numbers are drawn when a process reads them (Rows, model/rows.py). So each process of a sharded
+run draws only the rows that it holds, and the numbers are the same for any number of processes.
 """
 
-from typing import TypeVar
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import ClassVar, TypeVar
 
 import torch
 import torch.nn as nn
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils import swap_tensors
 
 from model.config import GPTConfig
-from model.rows import Rows
+from model.rows import RowIndex, Rows
 from utils.seeds import hash_seed
 
 Model = TypeVar("Model", bound=nn.Module)  # GPT or a subclass; model/gpt.py imports this file
@@ -22,43 +28,30 @@ Model = TypeVar("Model", bound=nn.Module)  # GPT or a subclass; model/gpt.py imp
 # the time.
 ROWS_PER_SEED = 64
 
-
-def initial_weights(model: nn.Module, config: GPTConfig, seed: int) -> dict[str, Rows]:
-    """Return the weights of a new model by parameter name: matrices from Normal(0, 0.02), biases
-    and the table of n-grams of 0, gains of 1. Numbers are drawn only when rows are read.
-
-    GPT-2 scales the 2 L matrices whose output is added to the residual stream by 1 / sqrt(2 L).
-    """
-    weights: dict[str, Rows] = {}  # Rows: weights[name][i:j] draws rows i to j of a tensor
-    for name, p in model.named_parameters():
-        # The table of n-gram embeddings starts at 0, so it has no effect before it is trained.
-        if name.endswith("bias") or "ngrams" in name:
-            weights[name] = constant(0.0, p.shape)
-        elif p.dim() == 1:  # gain of a norm
-            weights[name] = constant(1.0, p.shape)
-        else:
-            std = 0.02
-            if "c_proj" in name:  # its output is added to the residual stream
-                std *= (2 * config.n_layer) ** -0.5
-            weights[name] = NormalRows(seed, name, p.shape, std)
-    return weights
-
-
-def draw_weights(model: nn.Module, config: GPTConfig) -> None:
-    """Initialize the weights of a new model, in place, with a seed that torch.manual_seed
-    determines. Do nothing within build_without_weights."""
-    if next(model.parameters()).is_meta:  # within build_without_weights
-        return
-    seed = int(torch.randint(2**31, ()))
-    for name, rows in initial_weights(model, config, seed).items():
-        # rows[:] draws all rows of a parameter, as a Tensor on the CPU
-        model.get_parameter(name).data.copy_(rows[:])
+# Functions that ask a tensor for its shape or the like, and so need none of its numbers.
+METADATA = {
+    Tensor.dim,
+    Tensor.size,
+    Tensor.numel,
+    Tensor.is_contiguous,
+    Tensor.requires_grad_,
+    Tensor.shape.__get__,  # type: ignore[attr-defined]
+    Tensor.ndim.__get__,  # type: ignore[attr-defined]
+    Tensor.dtype.__get__,  # type: ignore[attr-defined]
+    Tensor.device.__get__,  # type: ignore[attr-defined]
+    Tensor.grad_fn.__get__,  # type: ignore[union-attr]
+    Tensor.requires_grad.__get__,  # type: ignore[attr-defined]
+    Tensor.requires_grad.__set__,  # type: ignore[attr-defined]
+}
+# Functions that give all entries of a tensor the same number.
+CONSTANT = (Tensor.zero_, Tensor.fill_, nn.init.constant_)
 
 
 class NormalRows:
-    """Matrix of normal random numbers with a standard deviation of `std`, drawn row by row.
+    """Normal random numbers with a standard deviation of `std`, drawn row by row: row i of a matrix
+    is its i-th vector, row i of a vector its i-th number.
 
-    A row depends only on the seed, the name of the matrix and the index of the row, so every
+    A row depends only on the seed, the name of the parameter and the index of the row, so every
     process draws the same. Seeds have 32 bits: among the 166,000 chunks of gpt3-175b, about three
     pairs share a seed.
     """
@@ -69,46 +62,179 @@ class NormalRows:
         self.shape = shape
         self.std = std
 
-    def __getitem__(self, rows: Tensor | slice) -> Tensor:
+    def __getitem__(self, rows: RowIndex) -> Tensor:
+        row_shape = self.shape[1:]
         # device="cpu", because torch's default device may be another
         indices = torch.arange(self.shape[0], device="cpu")[rows]  # (r,)
-        drawn = torch.empty(len(indices), self.shape[1], device="cpu")
+        drawn = torch.empty(len(indices), *row_shape, device="cpu")
         chunks = indices // ROWS_PER_SEED  # (r,)
         for chunk in chunks.unique().tolist():
             chunk_seed = hash_seed(f"{self.seed} {self.name} {chunk}")
             generator = torch.Generator("cpu").manual_seed(chunk_seed)
             # draw the whole chunk even for one row, so that a row depends only on its index
-            normal = torch.randn(ROWS_PER_SEED, self.shape[1], generator=generator, device="cpu")
+            normal = torch.randn(ROWS_PER_SEED, *row_shape, generator=generator, device="cpu")
             is_here = chunks == chunk  # (r,)
             drawn[is_here] = normal[indices[is_here] % ROWS_PER_SEED]
         return drawn.mul_(self.std)
 
 
-def constant(value: float, shape: torch.Size) -> Rows:
-    """Return a tensor that repeats one value and takes the memory of one number."""
-    return torch.tensor(value, device="cpu").expand(shape)
+@dataclass(frozen=True)
+class Fill:
+    """A function of PyTorch that overwrites a whole tensor, such as torch.nn.init.normal_."""
+
+    function: Callable[..., Tensor]
+    arguments: tuple
+    """Positional arguments after the tensor."""
+    options: dict
+    """Named arguments."""
+
+    def __call__(self, x: Tensor) -> None:
+        with torch.no_grad():
+            self.function(x, *self.arguments, **self.options)
+
+    @property
+    def is_default_of_layer(self) -> bool:
+        """True for PyTorch's defaults: of the weight and the bias of a linear layer or convolution,
+        and of an embedding."""
+        if self.function is nn.init.normal_:
+            return self.options["std"] == 1
+        return self.function in (nn.init.kaiming_uniform_, nn.init.uniform_)
+
+    def rows(self, seed: int, name: str, shape: torch.Size) -> Rows:
+        """Return what this function gives the parameter `name`."""
+        if self.function is nn.init.normal_ and self.options["mean"] == 0 and len(shape) > 0:
+            return NormalRows(seed, name, shape, self.options["std"])
+        whole_shape = shape
+        if self.function in CONSTANT:
+            shape = torch.Size([])  # one number, repeated, takes no memory
+        x = torch.empty(shape, device="cpu")
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(hash_seed(f"{seed} {name}"))
+            self(x)
+        return x.expand(whole_shape)
 
 
-# models whose weights come from a file, from another model, or row by row
+class DeferredInit(TorchFunctionMode):
+    """Context in which a model is built: the parameters of its layers get no memory.
 
+    All layers of PyTorch make a parameter by torch.empty, which here returns a tensor on the device
+    "meta". A function that fills such a parameter (normal_, zeros_, ...) is noted, and runs when
+    the numbers are needed. Before anything else that a constructor does with a parameter, the
+    parameter gets memory. Other tensors, such as torch.zeros(C) or a table of frequencies, are as
+    usual.
+    """
 
-class SkipInit(TorchFunctionMode):
-    """Leave new parameters uninitialized. On the device "meta", torch.nn.init would import
-    PyTorch's compiler, which takes two seconds."""
+    current: ClassVar["DeferredInit | None"] = None
+    """The context of the model that is being built; None outside of constructors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # {id of a parameter without memory: what fills it, the last one at the end}
+        self.fills: dict[int, list[Fill]] = {}
+
+    def __enter__(self) -> "DeferredInit":
+        DeferredInit.current = self
+        return super().__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        DeferredInit.current = None
+        super().__exit__(*error)
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        """Skip the functions of torch.nn.init, whose results no module here uses, and call every
-        other function of PyTorch as usual."""
-        if getattr(func, "__module__", None) == "torch.nn.init":
-            return None
-        return func(*args, **kwargs or {})
+        """Do for each function of PyTorch that a constructor calls what the class describes."""
+        kwargs = dict(kwargs or {})
+        if func is torch.empty and kwargs.get("device") is None:
+            return torch.empty(*args, **kwargs | {"device": "meta"})
+        if func in METADATA:
+            return func(*args, **kwargs)
+        # torch.nn.init names its arguments, the methods of a tensor do not
+        is_init = getattr(func, "__module__", "") == "torch.nn.init"
+        if is_init:
+            args = (kwargs.pop("tensor"), *args)
+        if (is_init or func in CONSTANT) and isinstance(args[0], nn.Parameter) and args[0].is_meta:
+            self.fills.setdefault(id(args[0]), []).append(Fill(func, args[1:], kwargs))
+            return args[0]
+        for x in (*args, *kwargs.values()):
+            if isinstance(x, Tensor) and x.is_meta:
+                self.give_memory(x)
+        return func(*args, **kwargs)
+
+    def give_memory(self, x: Tensor) -> None:
+        """Give memory and the noted numbers to a tensor on the device "meta", in place."""
+        real = torch.empty_like(x, device=torch.get_default_device())
+        if id(x) in self.fills:
+            self.fills.pop(id(x))[-1](real)
+        replace_tensor(x, real)
+
+    def rows(self, model: nn.Module, seed: int) -> dict[str, Rows]:
+        """Return the first content of the parameters and buffers in the state dict of a model, by
+        name. Random numbers are drawn when rows are read."""
+        weights: dict[str, Rows] = {}
+        for name, x in model.state_dict(keep_vars=True).items():
+            if x.is_meta:
+                assert id(x) in self.fills, f"{name} is torch.empty, and nothing fills it"
+                weights[name] = self.fills[id(x)][-1].rows(seed, name, x.shape)
+            else:
+                weights[name] = x.detach().cpu()
+        return weights
+
+
+def replace_tensor(x: Tensor, content: Tensor) -> None:
+    """Give `x` the memory, device and numbers of `content`. Whoever refers to `x` still does."""
+    if isinstance(x, nn.Parameter):
+        content = nn.Parameter(content, x.requires_grad)
+    content.__dict__.update(x.__dict__)  # swap_tensors exchanges attributes, too
+    swap_tensors(x, content)
+
+
+def has_default(x: Tensor) -> bool:
+    """Return True for a weight or bias that still has PyTorch's default: neither the constructor of
+    its layer's owner nor a function that made the layer has given it another beginning. Only while
+    a model is built."""
+    context = DeferredInit.current
+    assert context is not None, "weights have defaults only within deferred_init"
+    fills = context.fills.get(id(x), [])
+    return len(fills) == 1 and fills[0].is_default_of_layer
+
+
+@contextmanager
+def deferred_init(model: nn.Module) -> Iterator[None]:
+    """Context for the constructor of a model: its layers get their weights at the end of the
+    context, when `model` has said by functions of torch.nn.init how they begin. torch.manual_seed
+    determines the numbers. Within new_model, layers stay without weights."""
+    if DeferredInit.current is not None:
+        yield
+        return
+    with DeferredInit() as context:
+        yield
+    if torch.get_default_device().type == "meta":
+        return
+    weights = context.rows(model, seed=int(torch.randint(2**31, (), device="cpu")))
+    for name, x in model.state_dict(keep_vars=True).items():
+        if x.is_meta:
+            real = torch.empty_like(x, device=torch.get_default_device())
+            replace_tensor(x, real.copy_(weights[name][...]))
+
+
+def new_model(
+    model_class: type[Model], config: GPTConfig, seed: int
+) -> tuple[Model, dict[str, Rows]]:
+    """Return a new model whose layers have no memory (they are on the device "meta"), and the first
+    content of its parameters and buffers by name. fill_model of training/parallel/own_rows.py
+    allocates the model and fills them in."""
+    with torch.random.fork_rng(devices=[]):
+        # for constructors that draw numbers themselves: torch.randn(C)
+        torch.manual_seed(hash_seed(f"{seed}"))
+        with DeferredInit() as context:
+            model = model_class(config)
+    return model, context.rows(model, seed)
 
 
 def build_without_weights(model_class: type[Model], config: GPTConfig) -> Model:
-    """Return a model on the device "meta", whose parameters have shapes but no memory. Callers
-    count its parameters, or then give it weights by `load_state_dict(..., assign=True)` or by
-    fill_model of training/parallel/own_rows.py."""
-    with torch.device("meta"), SkipInit():
+    """Return a model whose parameters have shapes but no memory, for callers that count its
+    parameters, or give it other weights by `load_state_dict(..., assign=True)`. Buffers have their
+    content, because files lack those that are not persistent."""
+    with DeferredInit():
         return model_class(config)
 
 

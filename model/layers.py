@@ -63,8 +63,8 @@ class ScaledDotProduct(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.block_size = config.block_size
-        # choose_block in model/execution.py relies on this dropout: above 0, it turns activation
-        # checkpointing "cheap" into "block".
+        # choose_recomputation in model/execution.py relies on this dropout: above 0, it turns
+        # activation checkpointing "cheap" into "block".
         self.dropout = config.dropout
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:

@@ -4,21 +4,25 @@ The initial weights of a run are a dict of Rows by parameter name. Each process 
 reads only the rows that it holds, so no process needs the whole tensor in memory.
 """
 
+from types import EllipsisType
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+RowIndex = Tensor | slice | EllipsisType
+
 
 class Rows(Protocol):
-    """Matrix or vector that can return any of its rows; an index into a vector gives one number.
-    Tensors on the CPU, Float32Rows (joined from a checkpoint) and NormalRows (drawn) are Rows."""
+    """Tensor that can return any of its rows; an index into a vector gives one number. Tensors on
+    the CPU, Float32Rows (joined from a checkpoint) and NormalRows (drawn) are Rows."""
 
     @property
     def shape(self) -> torch.Size: ...
 
-    def __getitem__(self, rows: Tensor | slice, /) -> Tensor:
-        """Return the rows of a slice, or the rows with the indices int64 (r,), in that order."""
+    def __getitem__(self, rows: RowIndex, /) -> Tensor:
+        """Return the rows of a slice, or the rows with the indices int64 (r,), in that order. An
+        ellipsis returns everything, also of a single number."""
 
 
 def is_vector(shape: torch.Size) -> bool:

@@ -15,15 +15,17 @@ them without sharding. With tensor parallelism it holds only some columns of eac
 """
 
 import math
+from collections import defaultdict
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from model.gpt import GPT
+from model.gpt import GPT, FusedLinear
 from recipes import Recipe
-from training.parallel.tensor_parallel import fused_layers, tensor_parallel_of
+from training.parallel.tensor_parallel import mesh_of, tensor_parallel_of
 
 # Jordan et al. 2024: a, b and c of the polynomial a s + b s^3 + c s^5 of a singular value s. It is
 # steep at 0, so that small singular values grow to about 1 in five iterations.
@@ -37,23 +39,23 @@ STACK_ENTRIES = 2**26
 
 def matrix_groups(model: GPT) -> list[dict]:
     """Return the matrices of the blocks as parameter groups for Muon, which updates a group at
-    once. The matrices of a group have the same shape.
+    once. The matrices of a group have the same shape, and are divided among processes alike.
 
     A group's "local_fused_rows" are the row counts of the matrices that each of its weights fuses:
     (768, 768, 768) for the queries, keys and values of c_attn, (768,) for c_proj, which is one
     matrix. With tensor parallelism they count only the rows of one process.
     """
-    fused = fused_layers(model.config)  # row counts by the name of the linear layer
-    tensor_parallel = tensor_parallel_of(model)  # number of processes that share each block
-    groups: list[dict] = []
-    for linear_name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"):
-        # the weight of this linear layer in each block, (R, C); a DTensor has the whole shape
-        weights = [block.get_parameter(f"{linear_name}.weight") for block in model.transformer.h]
-        num_rows = weights[0].size(0)
-        fused_rows = fused.get(linear_name, (num_rows,))
+    # {(shape, local_fused_rows, mesh): weights (R, C) of all blocks}; a DTensor has the whole shape
+    stacks: dict[tuple, list[Tensor]] = defaultdict(list)
+    for layer, p in block_matrices(model):
+        fused_rows = layer.fused_rows if isinstance(layer, FusedLinear) else (p.size(0),)
         # Split also c_proj, although it is divided by columns: orthogonalize joins the parts again.
+        tensor_parallel = tensor_parallel_of(p)
         local_fused_rows = tuple(rows // tensor_parallel for rows in fused_rows)
-        num_stacked = max(1, STACK_ENTRIES // weights[0].numel())  # matrices in a group
+        stacks[p.shape, local_fused_rows, mesh_of(p)].append(p)
+    groups: list[dict] = []
+    for (shape, local_fused_rows, _), weights in stacks.items():
+        num_stacked = max(1, STACK_ENTRIES // shape.numel())  # matrices in a group
         for start in range(0, len(weights), num_stacked):
             group = {
                 "params": weights[start : start + num_stacked],
@@ -62,6 +64,15 @@ def matrix_groups(model: GPT) -> list[dict]:
             }
             groups.append(group)
     return groups
+
+
+def block_matrices(model: GPT) -> Iterator[tuple[nn.Module, Tensor]]:
+    """Yield each matrix of the blocks that Muon trains, (R, C), with its layer. Embeddings are no
+    matrices that multiply a vector, so AdamW trains them."""
+    for layer in model.transformer.h.modules():
+        for p in layer.parameters(recurse=False):
+            if p.dim() == 2 and p.requires_grad and not isinstance(layer, nn.Embedding):
+                yield layer, p
 
 
 class Muon(torch.optim.Optimizer):
@@ -105,7 +116,8 @@ class Muon(torch.optim.Optimizer):
             if "momentum_buffer" not in state:
                 # a DTensor if the parameter is one, which checkpoints rely on
                 state["momentum_buffer"] = torch.zeros_like(p)
-            assert p.grad is not None  # the backward pass reaches all matrices
+            if p.grad is None:  # no token reached it, such as an expert of a mixture
+                p.grad = torch.zeros_like(p)
             gradients.append(local_shard(p.grad))
             buffers.append(local_shard(state["momentum_buffer"]))
         # _foreach_lerp_(x, y, w) computes x = (1 - w) x + w y in place, for all tensors of the list

@@ -3,72 +3,139 @@
 AdamW trains all parameters, or the recipe's optimizer (Muon) trains the weight matrices of the
 blocks and AdamW the rest. training/schedule.py sets the learning rate before each step.
 
-To add an optimizer, write a file like training/muon.py, an entry of MOMENTS and a branch in
-make_optimizers. training/parallel/own_rows.py saves and resumes its state, and assumes two things:
-- Each state tensor is 0-dim or has the rows of its parameter, divided among processes alike.
-- A step with a learning rate of 0 creates the whole state, and changes no weight.
+To add an optimizer for the matrices, write a file like training/muon.py, and an entry of
+MATRIX_OPTIMIZERS. training/optimizer_state.py saves and resumes what it keeps. A step with
+gradients and a learning rate of 0 must create its state, and change no weight.
 """
 
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from config import OptimizerOptions
 from model.gpt import GPT
 from recipes import Recipe
 from training.muon import Muon, matrix_groups
+from training.optimizer_state import remember_groups
 from training.parallel.tensor_parallel import by_mesh
+from utils.errors import UserError
 
-# Float32 numbers that an optimizer keeps for each entry of a matrix: the two moments of AdamW, the
-# momentum of Muon. Memory and disk space are estimated from them.
-MOMENTS = {"adamw": 2, "muon": 1}
+
+@dataclass(frozen=True)
+class MatrixOptimizer:
+    """An optimizer for the matrices of the blocks, as `--recipe NAME,optimizer=...` names it."""
+
+    moments: int
+    """Float32 numbers that it keeps for each entry of a matrix. Memory and disk space are estimated
+    from them."""
+    make: Callable[[list[dict], Recipe, float, torch.dtype], Optimizer] | None = None
+    """Takes the groups of matrix_groups, the recipe, the weight decay and the dtype of matmuls.
+    None for AdamW, which trains the matrices like all other parameters."""
+
+
+ADAMW_MOMENTS = 2  # mean and mean square of the gradients
+MATRIX_OPTIMIZERS = {
+    "adamw": MatrixOptimizer(ADAMW_MOMENTS),
+    "muon": MatrixOptimizer(moments=1, make=Muon),  # momentum
+}
+
+
+def matrix_optimizer(recipe: Recipe) -> MatrixOptimizer:
+    """Return the optimizer of a recipe. Raises UserError for an unknown name."""
+    if recipe.optimizer not in MATRIX_OPTIMIZERS:
+        names = ", ".join(MATRIX_OPTIMIZERS)
+        raise UserError(f"there is no optimizer {recipe.optimizer!r}; there are {names}")
+    return MATRIX_OPTIMIZERS[recipe.optimizer]
 
 
 def make_optimizers(
     model: GPT, options: OptimizerOptions, recipe: Recipe, dtype: torch.dtype = torch.float32
-) -> list[torch.optim.Optimizer]:
-    """Return one AdamW (Loshchilov and Hutter 2019) for each group of parameters, and Muon if the
-    recipe asks for it. Together they train each parameter exactly once.
+) -> list[Optimizer]:
+    """Return one AdamW (Loshchilov and Hutter 2019) for each group of parameters, and the recipe's
+    optimizer for the matrices of the blocks. Together they train each parameter exactly once.
 
     Before each step the caller sets the "lr" of every group to the learning rate times the group's
     "lr_scale" (training/schedule.py). Muon's matmuls run in `dtype`.
     """
-    matrices = []  # attention and MLP
-    embeddings = []
-    heads = []  # an untied head, or a reward model's
-    vectors = []  # biases and gains
-    for name, p in model.named_parameters():  # a tied head is named once, as the embedding
-        if p.dim() < 2:
-            vectors.append(p)
-        elif name.startswith("transformer.h."):
-            matrices.append(p)
-        elif name.startswith("transformer."):
-            embeddings.append(p)
-        else:
-            heads.append(p)
-
     # Without Muon, AdamW decays matrices, embeddings and an untied head, as in nanoGPT and llm.c.
     # With Muon, only Muon decays its matrices, as in nanochat. Vectors never decay.
     assert options.weight_decay is not None  # resolved from the recipe already
-    has_muon = recipe.optimizer == "muon"  # it trains the matrices
-    adamw_decay = 0.0 if has_muon else options.weight_decay
-    adamw_groups = [
-        {"params": embeddings, "lr_scale": recipe.embedding_rate, "weight_decay": adamw_decay},
-        {"params": heads, "lr_scale": recipe.head_rate, "weight_decay": adamw_decay},
-    ]
-    # With tensor parallelism, biases of linear layers are on another mesh than gains of norms.
-    for parameters in by_mesh(vectors):
-        adamw_groups.append({"params": parameters, "lr_scale": 1.0, "weight_decay": 0.0})
-    if not has_muon:
-        adamw_groups.append({"params": matrices, "lr_scale": 1.0, "weight_decay": adamw_decay})
-
+    adamw_decay = options.weight_decay
+    make = matrix_optimizer(recipe).make
+    matrices: list[dict] = []  # groups of parameters that AdamW does not train
+    if make is not None:
+        matrices = matrix_groups(model)
+        adamw_decay = 0.0
+    embeddings, heads, vectors, others = sort_parameters(model, except_for=matrices)
     # GradScaler (float16) unscales all gradients of an optimizer in one call, which fails for
     # DTensors on different meshes. So each group gets its own optimizer. GradScaler reduces the
     # found_inf of each optimizer over its mesh, and `update` sums it over optimizers. So processes
     # that share a block (tensor parallelism) keep the same scale.
     betas = (options.beta1, options.beta2)
-    optimizers: list[torch.optim.Optimizer] = []
-    for group in adamw_groups:
-        if group["params"]:  # a tied head leaves its group empty
+    optimizers: list[Optimizer] = []
+    for parameters, lr_scale, weight_decay in [
+        (embeddings, recipe.embedding_rate, adamw_decay),
+        (heads, recipe.head_rate, adamw_decay),
+        (vectors, 1.0, 0.0),
+        (others, 1.0, adamw_decay),
+    ]:
+        # With tensor parallelism, biases of linear layers are on another mesh than gains of norms.
+        for same_mesh in by_mesh(parameters):
+            group = {"params": same_mesh, "lr_scale": lr_scale, "weight_decay": weight_decay}
             optimizers.append(torch.optim.AdamW([group], betas=betas, fused=True))
-    if has_muon:
-        optimizers.append(Muon(matrix_groups(model), recipe, options.weight_decay, dtype))
+    if make is not None:
+        optimizers.append(make(matrices, recipe, options.weight_decay, dtype))
+    check_covers(model, optimizers)
+    remember_groups(optimizers)
     return optimizers
+
+
+def sort_parameters(
+    model: GPT, except_for: list[dict]
+) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]:
+    """Return the parameters that AdamW trains, by what they are: embeddings; heads (an untied head,
+    or a reward model's); vectors (biases, gains); others (without Muon, the blocks' matrices).
+    Parameters in the groups `except_for` are left out."""
+    sorted_already = {p for group in except_for for p in group["params"]}
+    in_blocks = set(model.transformer.h.parameters())
+    embeddings: list[Tensor] = []
+    heads: list[Tensor] = []
+    vectors: list[Tensor] = []
+    others: list[Tensor] = []
+    for module in model.modules():
+        for p in module.parameters(recurse=False):
+            # a shared parameter is of several modules; a tied head is the embedding
+            if p in sorted_already or not p.requires_grad:
+                continue
+            sorted_already.add(p)
+            if p.dim() < 2:
+                vectors.append(p)
+            elif isinstance(module, nn.Embedding):
+                embeddings.append(p)
+            elif p in in_blocks:
+                others.append(p)
+            elif isinstance(module, nn.Linear):
+                heads.append(p)
+            else:  # such as a table of positions
+                embeddings.append(p)
+    return embeddings, heads, vectors, others
+
+
+def check_covers(model: GPT, optimizers: list[Optimizer]) -> None:
+    """Raise UserError unless each trainable parameter is in exactly one group of all optimizers. A
+    parameter in none would never change, one in two groups would change twice in a step."""
+    counts: dict[Tensor, int] = defaultdict(int)
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                counts[p] += 1
+    for name, p in model.named_parameters():
+        if counts[p] != int(p.requires_grad):
+            raise UserError(
+                f"{name} is in {counts[p]} groups of the optimizers (training/optimizers.py), "
+                f"not in {int(p.requires_grad)}"
+            )

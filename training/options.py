@@ -34,6 +34,7 @@ from model.formats.checkpoint import (
 from recipes import Recipe, parse_recipe
 from training.forecast.advice import choose_micro_batch
 from training.forecast.memory import Hardware
+from training.optimizers import matrix_optimizer
 from training.parallel.tensor_parallel import check_divides
 from utils.cli import expand_home, flag_value, named_flags, parse, to_flags
 from utils.devices import is_bfloat16_faster, missing_compiler, pick_device
@@ -192,6 +193,7 @@ def resolve_options(
     """Return the options of train.py, filled in from the recipe and the kind of device, and the
     recipe. Dtype and micro-batch may still be "auto": resolve_on_device resolves them."""
     recipe = find_recipe(options, checkpoint)
+    matrix_optimizer(recipe)  # raises UserError for an unknown name
     resolved = resolve_compile(resolve_from_recipe(options, recipe), derived)
     # Check before the processes connect that --tensor_parallel divides the heads. With --init_from
     # `agreed_model_config` of training/summary.py checks this when the file is open.

@@ -39,9 +39,9 @@ from model.formats.checkpoint import (
 from model.gpt import GPT
 from model.rows import Rows
 from recipes import Recipe
-from training.optimizers import MOMENTS, make_optimizers
+from training.optimizer_state import fill_optimizers
+from training.optimizers import make_optimizers, matrix_optimizer
 from training.parallel.data_parallel import wrap
-from training.parallel.own_rows import fill_optimizers
 from training.start import compare_processes, warn_of_order
 from training.weights_and_biases import open_wandb
 from utils import distributed
@@ -54,7 +54,7 @@ from utils.seeds import hash_seed
 
 Options = TypeVar("Options", bound=ResolvedOptions)
 
-PATIENCE = 5  # Saver.end_after_patience ends a run after this many skipped steps in a row
+PATIENCE = 5  # Saver.check_step ends a run after this many skipped steps in a row
 # In float16 small gradients become 0, so the loss is scaled up. From PyTorch's default, 2^16, the
 # first steps would overflow and be skipped.
 FIRST_LOSS_SCALE = 2.0**10
@@ -72,7 +72,9 @@ class StepResult:
     got_signal: bool
     """True if a signal told any process to stop: all processes then save and end."""
     num_tokens: int
-    """Tokens of the step on all processes together."""
+    """Targets of the step on all processes together."""
+    positions: range = range(0)
+    """Positions in the data order that the step has read on all processes; finetune.py has none."""
 
 
 @dataclass
@@ -83,13 +85,16 @@ class Progress:
     step: int = 0
     """Steps done, skipped ones included."""
     tokens: int = 0
-    """Tokens of these steps."""
+    """Targets of these steps."""
+    position: int = 0
+    """Position in the data order of the next sequence: how many sequences these steps have read on
+    all processes. finetune.py has no position: a step determines its examples."""
     run_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     """Random name of the run. A resumed run keeps it; a branch gets its own."""
     parent: dict | None = None
     """{"run_id", "step"} of the checkpoint that a branch began from; None for other runs."""
     bad_steps: int = 0
-    """Skipped steps in a row, up to now. Saver.end_after_patience ends the run at PATIENCE."""
+    """Skipped steps in a row, up to now. Saver.check_step ends the run at PATIENCE."""
 
     @classmethod
     def start(cls, checkpoint: Checkpoint | None) -> "Progress":
@@ -103,8 +108,9 @@ class Progress:
 
     def advance(self, result: StepResult) -> None:
         """Count a step that has ended, its tokens, and the skipped steps in a row."""
-        self.step += 1  # also if skipped: step n always reads the same data
+        self.step += 1  # also if skipped: its data is not read again
         self.tokens += result.num_tokens
+        self.position += len(result.positions)
         self.bad_steps = 0 if result.skip_reason is None else self.bad_steps + 1
 
 
@@ -292,7 +298,7 @@ class Run(Generic[Options]):
         optimizers, with the state of the resumed checkpoint. Every process must call it. Raises
         UserError for a damaged file, and for a disk without room for checkpoints."""
         # 4 bytes a number: the weights, and as if all of them had the optimizer state of matrices
-        file_bytes = 4 * (1 + MOMENTS[recipe.optimizer]) * model.num_parameters()
+        file_bytes = 4 * (1 + matrix_optimizer(recipe).moments) * model.num_parameters()
         with self.process.together():
             if self.process.is_main:
                 check_space(self.options, file_bytes)
@@ -305,7 +311,7 @@ class Run(Generic[Options]):
             assert self.options.resumed is not None
             with reading_checkpoint(self.options.resumed):
                 verify(checkpoint, "optimizer", self.process)
-            fill_optimizers(model, optimizers, checkpoint["optimizer"])
+            fill_optimizers(model, optimizers, checkpoint["optimizer"], checkpoint["group_values"])
         return wrapped, optimizers
 
     def open_log(self, model_config: GPTConfig) -> Logger:

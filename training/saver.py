@@ -13,6 +13,7 @@ import torch
 
 from model.formats.checkpoint import BEST, LAST, NUMBERED, load_checkpoint, numbered_checkpoints
 from model.gpt import GPT
+from training.optimizer_state import attributes_of, check_state, group_values, optimizer_state
 from training.parallel.own_rows import OwnRows, copy_state
 from training.run import PATIENCE, Run
 from training.writer import save_checkpoint
@@ -57,8 +58,12 @@ class Saver:
     """The thread that writes or wrote last; before the first save, one that was never started."""
     error: Exception | None = None
     """Error of the last failed write; None again after a later model_last.pt."""
+    is_state_checked: bool = False
+    """True after the first step that has updated the weights: see check_step."""
 
     def __post_init__(self) -> None:
+        # what optimizers keep outside of their state, for check_step
+        self.attributes = [attributes_of(optimizer) for optimizer in self.optimizers]
         # A resumed run continues with the lowest loss in its folder, from model_best.pt. If no loss
         # was lower than at step 0, there is no such file, and model_last.pt has the lowest loss.
         folder = self.run.options.checkpoint_dir
@@ -116,7 +121,8 @@ class Saver:
         if not is_sharded and not process.is_main:
             return  # the main process has the whole state and writes it alone
         # Copies on the CPU, by name, because training changes the tensors while a thread writes.
-        weights, optimizer_state = copy_state(self.model, self.optimizers, process)
+        state = optimizer_state(self.model, self.optimizers)
+        weights, own_state = copy_state(self.model, state, process)
         entries = {
             "config": self.run.options.to_dict(),
             "model_config": asdict(self.model.config),
@@ -124,16 +130,17 @@ class Saver:
             **asdict(self.run.progress),  # step, tokens, ...
             "best_loss": self.best_loss,
             "scaler": self.run.scaler.state_dict(),  # {} unless in float16
+            "group_values": group_values(self.model, self.optimizers),
             **changes,  # may overwrite best_loss
         }
         if is_sharded:
             # not in a thread, because its collectives would mix with the next step's
-            self.write(name, weights, optimizer_state, entries, process)
+            self.write(name, weights, own_state, entries, process)
             return
         # daemon: at exit Python does not wait for the thread, but finish_writing does, for 20 s
         self.thread = threading.Thread(
             target=self.write,
-            args=(name, weights, optimizer_state, entries),
+            args=(name, weights, own_state, entries),
             name=THREAD,  # by which finish_writing finds it
             daemon=True,
         )
@@ -143,7 +150,7 @@ class Saver:
         self,
         name: str,
         weights: dict[str, OwnRows],
-        optimizer_state: dict[str, dict[str, OwnRows]],
+        optimizer_state: dict[str, dict],
         entries: dict,
         process: Process = ALONE,
     ) -> None:
@@ -180,9 +187,14 @@ class Saver:
         # interrupts it marks the thread as ended, and finish_writing would not wait for the thread.
         self.run.process.wait_until(lambda: not self.thread.is_alive())
 
-    def end_after_patience(self) -> None:
-        """Save and raise UserError if PATIENCE steps in a row had no finite loss and gradient."""
+    def check_step(self) -> None:
+        """After the first step, raise UserError if a checkpoint would lose state of the optimizers.
+        After PATIENCE steps in a row without a finite loss and gradient, save and raise UserError.
+        Every process must call it."""
         progress = self.run.progress  # a Progress; advance has counted the step
+        if not self.is_state_checked and progress.bad_steps == 0:
+            check_state(self.model, self.optimizers, self.attributes, self.run.process)
+            self.is_state_checked = True
         if progress.bad_steps < PATIENCE:  # the same on every process
             return
         progress.bad_steps = 0  # saved, so that a resumed run can skip PATIENCE steps again

@@ -3,7 +3,7 @@
 from dataclasses import asdict
 
 from config import ResolvedTrainOptions
-from data.loader import Mixture, Slicing, TokenStream
+from data.loader import Mixture, TokenStream
 from data.tokenizer import tokenizer_identity
 from model.config import GPTConfig
 from model.gpt import GPT
@@ -87,7 +87,7 @@ def describe_steps(options: ResolvedTrainOptions, micro_steps: int, data_paralle
 
 
 def print_summary(
-    run: Run[ResolvedTrainOptions], model: GPT, train_data: Mixture, slicing: Slicing
+    run: Run[ResolvedTrainOptions], model: GPT, train_data: Mixture, micro_steps: int
 ) -> None:
     """Warn of train shards whose sharding is not finished and of a long warmup. Then print the size
     of model and data, the steps, their micro-batches, on a GPU the attention kernel and, for a slow
@@ -103,7 +103,7 @@ def print_summary(
     epochs = describe_epochs(options, train_data)
     line = (
         f"{model.num_parameters():,} parameters; {len(train_data.stream):,} train tokens; "
-        f"{epochs}: {describe_steps(options, slicing.micro_steps, run.process.data_parallel)}"
+        f"{epochs}: {describe_steps(options, micro_steps, run.process.data_parallel)}"
     )
     if run.progress.step > 0:
         line += f"; resumed at step {run.progress.step}"

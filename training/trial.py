@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from config import ResolvedTrainOptions
-from training.optimizers import MOMENTS
+from training.optimizers import ADAMW_MOMENTS
 from training.parallel.data_parallel import sync_gradients
 from training.run import Run
 from utils.errors import UserError, is_out_of_memory
@@ -57,7 +57,7 @@ def has_memory(run: Run[ResolvedTrainOptions], wrapped: nn.Module, micro_batch_s
             # The first step allocates the optimizer state. Until this function returns, `state`
             # takes its place, with the size for AdamW, which no other optimizer exceeds.
             num_weights = sum(p.numel() for p in wrapped.parameters())
-            state = torch.empty(MOMENTS["adamw"], num_weights, device=device)  # noqa: F841
+            state = torch.empty(ADAMW_MOMENTS, num_weights, device=device)  # noqa: F841
         for _ in range(2):  # gradients of the first micro-batch are in memory during the second
             with sync_gradients(wrapped, run.options.sharding, is_last=False):
                 with run.process.autocast(keep_weights=False):

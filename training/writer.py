@@ -13,7 +13,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -33,7 +32,7 @@ Offsets = dict[str, dict[str, int]]
 def save_checkpoint(
     path: Path,
     weights: dict[str, OwnRows],
-    optimizer_state: dict[str, dict[str, OwnRows]],
+    optimizer_state: dict[str, dict],
     entries: Mapping[str, object],
     process: Process = ALONE,
 ) -> None:
@@ -44,6 +43,9 @@ def save_checkpoint(
     high: dict[str, OwnRows] = {}  # bfloat16
     low: dict[str, OwnRows] = {}  # int16
     for name, own_rows in weights.items():
+        if own_rows.content.dtype is not torch.float32:  # a buffer of integers
+            high[name] = own_rows
+            continue
         high_content, low_content = split_float32(own_rows.content)
         high[name] = replace(own_rows, content=high_content)
         low[name] = replace(own_rows, content=low_content)
@@ -73,9 +75,10 @@ def save_checkpoint(
             write_together(path, sections, plain_entries, process)
 
 
-def whole_tensor(own_rows: OwnRows) -> Tensor:
-    """Return the whole tensor. Call it in a process that writes alone, and so has all rows."""
-    return own_rows.content.view(own_rows.shape)
+def whole_tensor(leaf: object) -> object:
+    """Return the whole tensor of an OwnRows, and a plain value unchanged. Call it in a process that
+    writes alone, and so has all rows."""
+    return leaf.content.view(leaf.shape) if isinstance(leaf, OwnRows) else leaf
 
 
 # several processes
@@ -131,22 +134,27 @@ def lay_out(path: Path, sections: Sections, plain_entries: dict) -> Offsets:
     return offsets
 
 
-def empty_tensor(own_rows: OwnRows) -> Tensor:
-    """Return an empty tensor with the shape of the whole one. Call it in FakeTensorMode."""
-    return torch.empty(own_rows.shape, dtype=own_rows.content.dtype)
+def empty_tensor(leaf: object) -> object:
+    """Return an empty tensor with the shape of the whole one of an OwnRows, and a plain value
+    unchanged. Call it in FakeTensorMode."""
+    if isinstance(leaf, OwnRows):
+        return torch.empty(leaf.shape, dtype=leaf.content.dtype)
+    return leaf
 
 
 def write_own_rows(path: Path, sections: Sections, offsets: Offsets) -> None:
     """Write the rows of this process into a file that lay_out has made, and force them to disk.
     `offsets` is what lay_out returned."""
     # A process has no rows here if others write the same ones. It may lack the folder.
-    if sum(len(own_rows.rows) for own_rows in tree_leaves(sections)) == 0:
+    own_leaves = [leaf for leaf in tree_leaves(sections) if isinstance(leaf, OwnRows)]
+    if sum(len(own_rows.rows) for own_rows in own_leaves) == 0:
         return
     # Write-only: otherwise NFS may read a page and write it back over rows of another machine.
     with open(os.open(path, os.O_WRONLY), "wb") as file:
         for section, own_rows_by_name in sections.items():
             for name, own_rows in flatten(own_rows_by_name).items():
-                row_bytes = own_rows.content.contiguous().view(torch.uint8)  # (r, bytes of a row)
+                # (r, bytes of a row)
+                row_bytes = own_rows.content.contiguous().flatten(1).view(torch.uint8)
                 # Write rows with consecutive indices at once: split where an index is skipped.
                 breaks = torch.nonzero(own_rows.rows.diff() != 1).flatten() + 1
                 consecutive_rows = own_rows.rows.tensor_split(breaks)

@@ -27,7 +27,7 @@ from torch import Tensor
 from model.config import GPTConfig
 from model.gpt import GPT
 from model.initial_weights import build_without_weights
-from model.rows import Rows, is_vector
+from model.rows import RowIndex, Rows, is_vector
 from utils.distributed import ALONE, Process, is_main_process
 from utils.errors import UserError, reading
 
@@ -36,11 +36,15 @@ LAST = "model_last.pt"
 BEST = "model_best.pt"  # lowest validation loss
 NUMBERED = "model_step_{:06d}.pt"  # with --keep_last
 NUMBERED_NAME = re.compile(r"model_step_(\d{6}|[1-9]\d{6,})\.pt", re.ASCII)  # names by NUMBERED
+# Types of the values in optimizer state that are no tensors.
+PLAIN_VALUES = (bool, int, float, str, type(None))
 # The head of a reward model (finetune.py --method reward), which replaces the head for logits.
 REWARD_HEAD = "reward_head.weight"
 
-# A section of a file: leaves by parameter name; in "optimizer", by parameter name, then state name.
-# A leaf is a Tensor, or in training/writer.py an OwnRows: the rows that one process holds.
+# A section of a file: leaves by parameter name; in "optimizer", by parameter name, then state name,
+# and perhaps further in lists or dicts of the optimizer. A leaf is a Tensor, or in
+# training/writer.py an OwnRows: the rows that one process holds. In "optimizer" it may be a plain
+# value.
 Section = Mapping[str, Any]
 
 
@@ -55,9 +59,13 @@ class Checkpoint(TypedDict, total=False):
     model: dict[str, Tensor]
     """Weights by parameter name: bfloat16, the upper half of their float32 bits."""
     model_low: dict[str, Tensor]
-    """Lower half of the float32 bits by parameter name, int16: see split_float32."""
-    optimizer: dict[str, dict[str, Tensor]]
+    """Lower half of the float32 bits by parameter name, int16: see split_float32. Buffers of other
+    dtypes are whole in `model`, and not here."""
+    optimizer: dict[str, dict[str, Any]]
     """Optimizer state by parameter name, then by state name ("exp_avg"); {} before step 1."""
+    group_values: dict[str, dict[str, Any]]
+    """By parameter name, the values of its optimizer's group that have changed since the start of
+    the run, such as a counter; {} for the optimizers of this project."""
     checksums: dict[str, int]
     """For each of model, model_low and optimizer, the sum of the CRC-32 of its rows."""
     script: str
@@ -127,20 +135,23 @@ class Float32Rows:
         self.low = low  # int16, mapped from the file
         self.shape = high.shape
 
-    def __getitem__(self, rows: Tensor | slice) -> Tensor:
+    def __getitem__(self, rows: RowIndex) -> Tensor:
         return join_float32(self.high[rows], self.low[rows])
 
 
 def flatten(section: Section) -> dict:
-    """Return a flat dict of the leaves of a section, for checksums and file offsets, which go
-    tensor by tensor. The key of optimizer state joins two names: "lm_head.weight exp_avg"."""
+    """Return a flat dict of the tensors of a section, for checksums and file offsets, which go
+    tensor by tensor. The key of optimizer state joins the names: "lm_head.weight exp_avg". Plain
+    values in optimizer state, such as a counter, are left out."""
     flat = {}
-    for name, x in section.items():
-        if isinstance(x, dict):  # optimizer state of one parameter
-            for own_name, own_x in x.items():
-                flat[f"{name} {own_name}"] = own_x
-        else:
-            flat[name] = x
+    for name, value in section.items():
+        if isinstance(value, list | tuple):  # such as the two preconditioners of Shampoo
+            value = dict(enumerate(value))
+        if isinstance(value, dict):
+            for own_name, x in flatten(value).items():
+                flat[f"{name} {own_name}"] = x
+        elif not isinstance(value, PLAIN_VALUES):
+            flat[name] = value
     return flat
 
 
@@ -167,9 +178,7 @@ def rows_checksum(tensors: Mapping[str, Rows], process: Process = ALONE) -> int:
     for name, x in tensors.items():
         if is_vector(x.shape):
             if data_rank == 0:
-                # a Tensor may be a single number, such as AdamW's "step", and cannot be sliced
-                vector = x if isinstance(x, Tensor) else x[:]
-                total += sum_rows(name, range(1), vector.reshape(1, -1))
+                total += sum_rows(name, range(1), x[...].reshape(1, -1))
             continue
         num_rows = x.shape[0]
         start = num_rows * data_rank // data_parallel
@@ -238,7 +247,10 @@ def open_weights(
             return config, high
         low = checkpoint["model_low"]
         verify(checkpoint, "model_low", process)
-        return config, {name: Float32Rows(x, low[name]) for name, x in high.items()}
+        weights: dict[str, Rows] = dict(high)
+        for name, low_half in low.items():
+            weights[name] = Float32Rows(high[name], low_half)
+        return config, weights
 
 
 def load_model(
@@ -253,7 +265,7 @@ def load_model(
     config, weights = open_weights(path, checkpoint, float32=float32)
     with reading_checkpoint(path):
         model = build_without_weights(model_class, config)
-        whole = {name: rows[:] for name, rows in weights.items()}  # Tensors with all rows
+        whole = {name: rows[...] for name, rows in weights.items()}  # Tensors with all rows
         # assign=True, because a model on the device "meta" has no memory to copy into
         model.load_state_dict(whole, strict=True, assign=True)
     return model.eval(), checkpoint

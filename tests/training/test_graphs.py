@@ -21,7 +21,7 @@ from model import chunked_loss
 from model.config import GPTConfig
 from model.execution import Execution, compile_static, execute
 from model.gpt import GPT
-from model.initial_weights import build_without_weights, initial_weights
+from model.initial_weights import build_without_weights, new_model
 from recipes import parse_recipe
 from training.forecast.memory import Hardware, block_activations, forecast_memory
 from training.optimizers import make_optimizers
@@ -101,9 +101,10 @@ def test_a_step_of_blocks_of_124M_has_one_graph_for_all_and_keeps_what_is_foreca
     monkeypatch.setattr(chunked_loss, "cross_entropy_by_rows_", compiled_loss)
     options = train_options(recipe=recipe, n_layer=3)
     shape = options.model_config(parse_recipe(recipe), VOCABULARY)
-    monkeypatch.setattr("model.gpt.draw_weights", lambda *_: None)  # they have no values
     with FakeTensorMode():
-        model = GPT(shape)
+        model = build_without_weights(GPT, shape)
+        weights = {name: torch.empty(x.shape) for name, x in model.state_dict().items()}
+        model.load_state_dict(weights, assign=True)
         execute(model, Execution(checkpointing, compiled=True))
         idx = torch.zeros(64, 1024, dtype=torch.long)
         with autocast(CPU, torch.bfloat16, keep_weights=False):
@@ -130,9 +131,8 @@ def test_sharded_blocks_run_one_graph_in_every_layer_and_micro_step(
 ):
     fake_ranks(8)
     counter, residual_dtypes = compile_with(CompileCounter()), set()
-    model = build_without_weights(GPT, GPTConfig(16, 257, 3, 4, 64))
+    model, weights = new_model(GPT, GPTConfig(16, 257, 3, 4, 64), seed=0)
     execute(model, Execution(compiled=True))
-    weights = initial_weights(model, model.config, seed=0)
     wrapped = parallel.wrap(model, weights, Process(0, 8, CPU, torch.bfloat16), sharding)
 
     def note_dtype(module, inputs):

@@ -17,6 +17,7 @@ from conftest import (
 )
 
 from recipes import RECIPES, Recipe, parse_recipe
+from training.optimizers import matrix_optimizer
 from utils.logger import read_metrics
 
 
@@ -37,12 +38,16 @@ def test_a_recipe_is_changed_field_by_field_and_read_back_from_a_checkpoint():
         ("modern,n_embd=8", "has no 'n_embd'"),
         ("modern,max_lr=fast", "must be float"),
         ("modern,normuon=2", "normuon 2.0 must be at least 0 and below 1"),
-        ("gpt2,optimizer=sgd", "optimizer sgd must be one of adamw, muon"),
     ],
 )
 def test_a_recipe_that_is_none_is_named(text, message):
     with user_error(message):
         parse_recipe(text)
+
+
+def test_an_optimizer_that_is_none_is_named():
+    with user_error("there is no optimizer 'sgd'; there are adamw, muon"):
+        matrix_optimizer(parse_recipe("gpt2,optimizer=sgd"))
 
 
 @pytest.fixture(scope="module", params=["modern", "speedrun,ngram_rows=1000"])

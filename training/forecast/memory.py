@@ -18,7 +18,7 @@ from model.config import GPTConfig
 from model.gpt import GPT
 from model.initial_weights import build_without_weights
 from recipes import Recipe
-from training.optimizers import MOMENTS
+from training.optimizers import ADAMW_MOMENTS, matrix_optimizer
 from utils.devices import host_memory, pick_device, pick_dtype
 from utils.distributed import count_shards, launched
 from utils.throughput import GPU, NAMED_GPUS, gpu_of
@@ -103,8 +103,8 @@ def free_memory(device: torch.device) -> int:
 
 def checkpointing(options: ResolvedTrainOptions) -> str:
     """Return the activation checkpointing that the blocks really do: "none", "cheap" or "block".
-    With dropout, "cheap" does the same as "block" unless the model is compiled (choose_block of
-    model/execution.py)."""
+    With dropout, "cheap" does the same as "block" unless the model is compiled
+    (choose_recomputation of model/execution.py)."""
     if options.dropout > 0 and not options.use_torch_compile:
         return options.activation_checkpointing.replace("cheap", "block")
     return options.activation_checkpointing
@@ -216,8 +216,8 @@ def forecast_memory(
     block_weights = num_matrix_weights // model_config.n_layer  # matrix weights of one block
     num_weights = num_matrix_weights + num_other_weights
     # float32 numbers of optimizer state per process, before sharding
-    num_moments = MOMENTS["adamw"] * num_other_weights
-    num_moments += MOMENTS[recipe.optimizer] * num_matrix_weights
+    num_moments = ADAMW_MOMENTS * num_other_weights
+    num_moments += matrix_optimizer(recipe).moments * num_matrix_weights
     micro_steps = hardware.count_micro_steps(options)
     mode = checkpointing(options)  # "none", "cheap" or "block"
     compiled = options.use_torch_compile

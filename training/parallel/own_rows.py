@@ -4,43 +4,34 @@ Files and initial weights have whole tensors, with rows in the order of the mode
 whole tensor, or as a DTensor some of its rows. With tensor parallelism it holds some columns of
 each c_proj. It reads and writes only its part, so no process needs memory for a whole model.
 
-Optimizer state is divided like the parameters: each state tensor must be 0-dim or have the rows of
-its parameter.
-
 training/parallel/data_parallel.py and training/parallel/tensor_parallel.py divide the tensors.
-model/formats/checkpoint.py has the format of a file.
+training/optimizer_state.py goes through the state of optimizers. model/formats/checkpoint.py has
+the format of a file.
 """
 
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
+from torch.utils._pytree import tree_map
 
 from model.gpt import GPT
 from model.rows import Rows, is_vector
-from training.parallel.tensor_parallel import model_rows
+from training.parallel.tensor_parallel import placements_of, row_order_of
 from utils.distributed import Process
-
-
-def placements_of(x: DTensor) -> dict[str, Placement]:
-    """Return how a tensor is divided along each dimension of its device mesh, by the name of the
-    dimension: "replicate", "shard" or "tensor" (training/parallel/data_parallel.py)."""
-    names = x.device_mesh.mesh_dim_names
-    assert names is not None  # divide_model of data_parallel.py names them
-    return dict(zip(names, x.placements, strict=True))
 
 
 def held_rows(model: GPT, name: str, x: Tensor) -> Tensor:
     """Return the indices, int64 (r,), of the rows of `x` that this process holds, in the order in
     which it holds them. `x` is the parameter `name` or a tensor of its optimizer state."""
-    # all rows, in the order of tensor parallelism for c_attn and SwiGLU's c_fc
-    rows = model_rows(model, name, x.size(0))
     if not isinstance(x, DTensor):
-        return rows
+        return torch.arange(x.size(0))
+    # all rows, in the order of tensor parallelism
+    rows = row_order_of(model, name, x)
     # Tensor parallelism divided the rows first. Then FSDP2 divided the part of each process.
     placements = placements_of(x)
     for dimension in ("tensor", "shard"):
@@ -60,11 +51,10 @@ def fill(model: GPT, name: str, x: Tensor, whole: Rows) -> None:
     """Copy into `x`, in place, the part of the tensor `whole` that this process holds. `x` is the
     parameter `name` or a tensor of its optimizer state. If `whole` has more rows, the last rows
     are left out."""
-    if x.dim() == 0:  # AdamW's "step"
-        assert isinstance(whole, Tensor)  # for mypy: optimizer state in files is Tensors
-        x.copy_(whole)
+    if x.dim() == 0:  # AdamW's "step", or a parameter that is a single number
+        x.copy_(whole[...])
         return
-    content = whole[held_rows(model, name, x)]  # (r, columns) or (r,); only these are read
+    content = whole[held_rows(model, name, x)]  # (r, ...); only these rows are read
     if not isinstance(x, DTensor):
         x.copy_(content)
         return
@@ -75,41 +65,36 @@ def fill(model: GPT, name: str, x: Tensor, whole: Rows) -> None:
     x.to_local().copy_(content)  # in the memory of x
 
 
+def allocate(model: GPT, device: torch.device) -> None:
+    """Give the parameters of a model memory on `device`, without content. Buffers move there with
+    their content: those that are not persistent are in no file."""
+    buffers = dict(model.named_buffers())
+    # the names of each parameter: several if modules share it
+    names_by_parameter: dict[nn.Parameter, list[str]] = defaultdict(list)
+    for name, p in model.named_parameters(remove_duplicate=False):
+        names_by_parameter[p].append(name)
+    model.to_empty(device=device)  # makes new parameters, one for each name
+    for first_name, *other_names in names_by_parameter.values():
+        for name in other_names:
+            module_name, _, own_name = name.rpartition(".")
+            setattr(model.get_submodule(module_name), own_name, model.get_parameter(first_name))
+    for name, buffer in model.named_buffers():
+        buffer.copy_(buffers[name])
+
+
 def fill_model(model: GPT, weights: Mapping[str, Rows], device: torch.device) -> None:
     """Allocate a model that is on the device "meta" on `device`, and fill in the part of `weights`
-    that this process holds."""
-    model.to_empty(device=device)  # uninitialized memory
+    that this process holds. An embedding may have fewer rows than its weight: a shorter context
+    drops the last rows of the table of positions."""
+    allocate(model, device)
     state = model.state_dict()  # the tensors themselves, not copies
     # the model has the architecture of the weights: agreed_model_config of training/summary.py,
     # or build_model of finetune.py
     assert weights.keys() == state.keys()
     for name, x in state.items():
-        # a shorter context drops the last rows of the position embedding, "wpe"
-        assert weights[name].shape == x.shape or "wpe" in name
+        is_table = isinstance(model.get_submodule(name.rpartition(".")[0]), nn.Embedding)
+        assert weights[name].shape == x.shape or is_table
         fill(model, name, x, weights[name])
-
-
-def optimizer_state(
-    model: GPT, optimizers: list[torch.optim.Optimizer]
-) -> dict[str, dict[str, Tensor]]:
-    """Return the state of optimizers by the name of the parameter, then by its own name, such as
-    "exp_avg". The tensors are not copies. If an optimizer is new, PyTorch creates its state here by
-    a step with gradients and learning rate of 0."""
-    # PyTorch declares more types of values than optimizer state has.
-    return get_optimizer_state_dict(model, optimizers)["state"]  # type: ignore[return-value]
-
-
-def fill_optimizers(
-    model: GPT, optimizers: list[torch.optim.Optimizer], saved: dict[str, dict[str, Tensor]]
-) -> None:
-    """Resume optimizers: fill in, in place, the part of the state in a checkpoint that this process
-    holds. `saved` maps the name of a parameter to its state by name; it is empty before the first
-    step."""
-    if not saved:
-        return
-    for name, state in optimizer_state(model, optimizers).items():
-        for state_name, x in state.items():
-            fill(model, name, x, saved[name][state_name])
 
 
 @dataclass
@@ -122,7 +107,7 @@ class OwnRows:
     rows: Tensor
     """Indices of the rows, int64 (r,); a vector is written as one row, of index 0."""
     content: Tensor
-    """Numbers in the rows, (r, columns), on the CPU."""
+    """Numbers in the rows, (r, ...), on the CPU."""
 
 
 @torch.no_grad()
@@ -135,7 +120,7 @@ def copy_own_rows(model: GPT, name: str, x: Tensor, process: Process) -> OwnRows
     else:
         # Every process has all rows of a plain tensor, and the main process writes them. A vector
         # is one row, and so is a single number, such as AdamW's "step".
-        content = x.view(1, -1) if is_vector(x.shape) else x
+        content = x.reshape(1, -1) if is_vector(x.shape) else x
         if not process.is_main:
             content = content[:0]
         rows = torch.arange(len(content))
@@ -145,7 +130,7 @@ def copy_own_rows(model: GPT, name: str, x: Tensor, process: Process) -> OwnRows
 
 
 def rows_to_write(model: GPT, name: str, x: DTensor, process: Process) -> tuple[Tensor, Tensor]:
-    """Return the indices, int64 (r,), and the content, (r, columns), of the rows of a divided
+    """Return the indices, int64 (r,), and the content, (r, ...), of the rows of a divided
     tensor `x` that this process writes. If several processes hold the same rows, one of them
     writes. `x` is the parameter `name` or a tensor of its optimizer state. Every process must call
     it."""
@@ -175,19 +160,22 @@ def rows_to_write(model: GPT, name: str, x: DTensor, process: Process) -> tuple[
 
 
 def copy_state(
-    model: GPT, optimizers: list[torch.optim.Optimizer], process: Process
-) -> tuple[dict[str, OwnRows], dict[str, dict[str, OwnRows]]]:
+    model: GPT, optimizer_state: Mapping[str, dict], process: Process
+) -> tuple[dict[str, OwnRows], dict[str, dict]]:
     """Return copies, in host memory, of the rows of weights and optimizer state that this process
     writes: weights by parameter name, state by parameter name and then by its own. If tensors are
     divided, every process must call it."""
     weights: dict[str, OwnRows] = {}
     for name, x in model.state_dict().items():
         weights[name] = copy_own_rows(model, name, x, process)
-    own_state: dict[str, dict[str, OwnRows]] = {}
-    # Before the first step there is no state, and optimizer_state would create it.
-    if optimizers and optimizers[0].state:
-        for name, state in optimizer_state(model, optimizers).items():
-            own_state[name] = {}
-            for state_name, x in state.items():
-                own_state[name][state_name] = copy_own_rows(model, name, x, process)
+    own_state: dict[str, dict] = {}
+    for name, state in optimizer_state.items():
+
+        def copy_rows(value: object, name: str = name) -> object:
+            """Copy a tensor of the state of this parameter; return anything else unchanged."""
+            if isinstance(value, Tensor):
+                return copy_own_rows(model, name, value, process)
+            return value
+
+        own_state[name] = tree_map(copy_rows, state)
     return weights, own_state

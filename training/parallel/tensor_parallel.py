@@ -9,7 +9,7 @@ layers are DTensors on a mesh with a dimension "tensor", all others on a mesh wi
 
 c_attn fuses queries, keys and values, and c_fc of SwiGLU fuses gate and input. A process needs its
 part of each, so the rows of such a layer are reordered: [Q; K; V] becomes [Q0; K0; V0; Q1; K1; V1].
-Checkpoints keep the order of the model. training/parallel/own_rows.py converts it by model_rows.
+Checkpoints keep the order of the model. training/parallel/own_rows.py converts it by row_order_of.
 """
 
 import logging
@@ -20,33 +20,32 @@ import torch
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import broadcast
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
     parallelize_module,
 )
+from torch.distributed.tensor.placement_types import Placement
 
 from model.config import GPTConfig
-from model.gpt import GPT, Block
+from model.gpt import GPT, Block, FusedLinear
 from utils.errors import UserError
 
 
-def fused_layers(model_config: GPTConfig) -> dict[str, tuple[int, ...]]:
-    """Return the row counts of the matrices that a linear layer fuses, by the name of the layer:
-    queries, keys and values in c_attn, gate and input of SwiGLU in c_fc. Other layers are left out.
-    """
-    kv_rows = model_config.kv_heads * model_config.head_size  # rows of keys, and of values
-    fused: dict[str, tuple[int, ...]] = {"attn.c_attn": (model_config.n_embd, kv_rows, kv_rows)}
-    if model_config.is_gated:
-        fused["mlp.c_fc"] = (model_config.inner, model_config.inner)
-    return fused
+def placements_of(x: DTensor) -> dict[str, Placement]:
+    """Return how a tensor is divided along each dimension of its device mesh, by the name of the
+    dimension: "replicate", "shard" or "tensor" (training/parallel/data_parallel.py)."""
+    names = x.device_mesh.mesh_dim_names
+    assert names is not None  # divide_model of data_parallel.py names them
+    return dict(zip(names, x.placements, strict=True))
 
 
-def tensor_parallel_of(model: GPT) -> int:
-    """Return how many processes share each block of a model; 1 without tensor parallelism."""
-    block = model.transformer.h[0]
-    assert isinstance(block, Block)  # for mypy, which sees a Module
-    return model.config.n_head // block.attn.num_heads  # all heads / heads of this process
+def tensor_parallel_of(x: Tensor) -> int:
+    """Return how many processes share a parameter by tensor parallelism; 1 without it."""
+    if isinstance(x, DTensor) and "tensor" in placements_of(x):
+        return x.device_mesh["tensor"].size()
+    return 1
 
 
 def row_order(fused_rows: tuple[int, ...], tensor_parallel: int) -> Tensor:
@@ -60,14 +59,14 @@ def row_order(fused_rows: tuple[int, ...], tensor_parallel: int) -> Tensor:
     return torch.cat(by_process, dim=1).flatten()
 
 
-def model_rows(model: GPT, name: str, num_rows: int) -> Tensor:
-    """Return the indices, int64 (num_rows,), that reorder the rows of the parameter `name` from the
-    order of the model and its checkpoints to the order of tensor parallelism, process by process.
-    """
-    for linear_name, fused_rows in fused_layers(model.config).items():
-        if linear_name in name:  # weight and bias
-            return row_order(fused_rows, tensor_parallel_of(model))
-    return torch.arange(num_rows)  # other layers keep the order of the model
+def row_order_of(model: GPT, name: str, x: DTensor) -> Tensor:
+    """Return the indices, int64 (rows,), that reorder the rows of `x` from the order of the model
+    and its checkpoints to the order of tensor parallelism, process by process. `x` is the parameter
+    `name` or a tensor of its optimizer state."""
+    layer = model.get_submodule(name.rpartition(".")[0])
+    if isinstance(layer, FusedLinear):  # weight and bias
+        return row_order(layer.fused_rows, tensor_parallel_of(x))
+    return torch.arange(x.size(0))  # other layers keep the order of the model
 
 
 def check_divides(model_config: GPTConfig, tensor_parallel: int) -> None:
@@ -135,11 +134,15 @@ def parallelize(model: GPT, mesh: DeviceMesh) -> None:
         block.attn.num_kv_heads //= tensor_parallel
 
 
+def mesh_of(x: Tensor) -> DeviceMesh | None:
+    """Return the device mesh of a DTensor, None for a plain tensor."""
+    return x.device_mesh if isinstance(x, DTensor) else None
+
+
 def by_mesh(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
     """Group tensors by device mesh, because PyTorch's operations on a list of DTensors fail if they
     are on several meshes. Plain tensors are one list."""
     lists: dict[DeviceMesh | None, list[Tensor]] = defaultdict(list)
     for x in tensors:
-        # a plain tensor has no mesh: None
-        lists[getattr(x, "device_mesh", None)].append(x)
+        lists[mesh_of(x)].append(x)
     return list(lists.values())

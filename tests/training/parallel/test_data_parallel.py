@@ -7,10 +7,9 @@ from torch.nn.parallel import DistributedDataParallel
 from model.config import GPTConfig
 from model.gpt import GPT
 from recipes import Recipe
+from training.optimizer_state import fill_optimizers, group_values, optimizer_state
 from training.optimizers import make_optimizers
 from training.parallel.data_parallel import clip_grad_norm, sync_gradients
-from training.parallel.own_rows import copy_state, fill_optimizers
-from utils.distributed import ALONE
 
 CONFIG = GPTConfig(block_size=8, vocab_size=64, n_layer=1, n_head=1, n_embd=8)
 X = 37 * torch.arange(16).view(2, 8) % 64
@@ -53,7 +52,7 @@ def test_gradients_are_reduced_on_the_last_micro_step_alone(tmp_path):
 def test_saving_before_the_first_update_leaves_the_optimizer_as_it_was():
     model = GPT(CONFIG)
     optimizers = make_optimizers(model, train_options(), Recipe())
-    weights, state = copy_state(model, optimizers, ALONE)
-    assert state == {} and not optimizers[0].state
-    fill_optimizers(model, optimizers, state)
-    assert set(weights) == set(dict(model.named_parameters())) and not optimizers[0].state
+    state, values = optimizer_state(model, optimizers), group_values(model, optimizers)
+    assert state == values == {} and not optimizers[0].state
+    fill_optimizers(model, optimizers, state, values)
+    assert not optimizers[0].state

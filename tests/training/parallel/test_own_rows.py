@@ -7,7 +7,7 @@ from conftest import run_ranks, script, slow, torchrun, train_args
 from model.config import GPTConfig
 from model.formats.checkpoint import Float32Rows, load_checkpoint, rows_checksum, split_float32
 from model.gpt import GPT
-from model.initial_weights import build_without_weights, initial_weights
+from model.initial_weights import build_without_weights, new_model
 from utils.distributed import Process
 
 PEAK = """
@@ -69,13 +69,12 @@ def test_processes_begin_with_the_weights_of_one_and_write_its_file(
 
 def test_any_rows_of_a_new_weight_can_be_drawn_alone():
     config = GPTConfig(n_layer=2, n_embd=16, n_head=2, vocab_size=300, block_size=32)
-    model = GPT(config)
-    weights = initial_weights(model, config, seed=3)
+    _, weights = new_model(GPT, config, seed=3)
     name = "transformer.wte.weight"
     whole = weights[name][torch.arange(320)]
     rows = torch.tensor([319, 0, 100, 101, 63, 64])
     assert torch.equal(weights[name][rows], whole[rows])
-    assert not torch.equal(whole, initial_weights(model, config, seed=4)[name][torch.arange(320)])
+    assert not torch.equal(whole, new_model(GPT, config, seed=4)[1][name][torch.arange(320)])
     first, second = (f"transformer.h.{layer}.mlp.c_proj.weight" for layer in range(2))
     assert not torch.equal(weights[first][rows[1:2]], weights[second][rows[1:2]])
 

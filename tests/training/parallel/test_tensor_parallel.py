@@ -14,8 +14,9 @@ from conftest import (
 )
 
 from model.config import GPTConfig
+from model.gpt import GPT
 from training.muon import orthogonalize
-from training.parallel.tensor_parallel import fused_layers, row_order
+from training.parallel.tensor_parallel import row_order
 from utils.logger import read_metrics
 
 # four micro-steps of one process are two of two parts of the data; every gradient is clipped
@@ -158,10 +159,11 @@ def test_what_does_not_divide_is_a_sentence(shards, tmp_path):
 
 def test_each_process_gets_its_heads_of_every_stacked_matrix():
     config = GPTConfig(n_head=4, n_embd=8, n_kv_head=2, n_inner=6, activation="swiglu")
-    order = row_order(fused_layers(config)["attn.c_attn"], 2)
+    block = GPT(config).transformer.h[0]
+    order = row_order(block.attn.c_attn.fused_rows, 2)
     # rows of queries are 0 to 7, of keys 8 to 11, of values 12 to 15; a head has two
     assert order.tolist() == [0, 1, 2, 3, 8, 9, 12, 13, 4, 5, 6, 7, 10, 11, 14, 15]
-    gate_and_value = row_order(fused_layers(config)["mlp.c_fc"], 2)
+    gate_and_value = row_order(block.mlp.c_fc.fused_rows, 2)
     assert gate_and_value.tolist() == [0, 1, 2, 6, 7, 8, 3, 4, 5, 9, 10, 11]
 
 

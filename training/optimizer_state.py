@@ -1,0 +1,202 @@
+"""What optimizers keep from step to step: how checkpoints save it, and how a run resumes it.
+
+An optimizer may keep anything in its `state` (tensors of any shape, numbers, lists and dicts of
+them) and numbers in its groups. A tensor that is divided among processes like its parameter is
+saved by rows (training/parallel/own_rows.py), any other tensor whole. It must then be equal on all
+processes. `check_state` refuses, after the first step, what a checkpoint would lose.
+"""
+
+import json
+import zlib
+from collections.abc import Iterator, Mapping
+from copy import deepcopy
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+
+from model.formats.checkpoint import PLAIN_VALUES, flatten
+from model.gpt import GPT
+from training.parallel.own_rows import fill
+from utils.distributed import Process
+from utils.errors import UserError
+
+# Entries of a group that are not its state: the parameters, the rate that set_learning_rates sets
+# in each step, and `remember_groups`' own entry.
+NOT_STATE = ("params", "lr", "initial")
+
+
+def optimizer_state(model: GPT, optimizers: list[Optimizer]) -> dict[str, dict]:
+    """Return the state of optimizers by the name of the parameter, then by its own name, such as
+    "exp_avg". Nothing is copied. It is {} before the first step."""
+    state: dict[str, dict] = {}
+    for name, p in model.named_parameters():
+        for optimizer in optimizers:
+            if p in optimizer.state:
+                state[name] = optimizer.state[p]
+    return state
+
+
+def remember_groups(optimizers: list[Optimizer]) -> None:
+    """Keep in each group of new optimizers the values that it begins with, for group_values."""
+    for group in groups_of(optimizers):
+        group["initial"] = {key: deepcopy(group[key]) for key in group if key not in NOT_STATE}
+
+
+def group_values(model: GPT, optimizers: list[Optimizer]) -> dict[str, dict]:
+    """Return the values of groups that have changed since the optimizers were made, such as a
+    counter, by the name of each parameter of the group. By names, because another number of
+    processes may make other groups."""
+    names = {p: name for name, p in model.named_parameters()}
+    values: dict[str, dict] = {}
+    for group in groups_of(optimizers):
+        changed: dict[str, object] = {}
+        for key in group:
+            # by their texts, because `!=` of tensors is no bool
+            if key not in NOT_STATE and repr(group[key]) != repr(group["initial"].get(key)):
+                changed[key] = group[key]
+        if changed:
+            for p in group["params"]:
+                values[names[p]] = changed
+    return values
+
+
+def groups_of(optimizers: list[Optimizer]) -> Iterator[dict]:
+    """Yield the parameter groups of all optimizers."""
+    for optimizer in optimizers:
+        yield from optimizer.param_groups
+
+
+def fill_optimizers(
+    model: GPT,
+    optimizers: list[Optimizer],
+    saved_state: Mapping[str, dict],
+    saved_values: Mapping[str, dict],
+) -> None:
+    """Resume optimizers: fill in the part of the state that this process holds, and the values of
+    groups. `saved_state` and `saved_values` are what optimizer_state and group_values returned when
+    the checkpoint was saved; both are empty before the first step."""
+    if not saved_state:
+        return
+    create_state(optimizers)
+    names = {p: name for name, p in model.named_parameters()}
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group |= group["initial"]  # create_state may have counted a step
+            for p in group["params"]:
+                name = names[p]
+                group |= saved_values.get(name, {})  # the same for all parameters of the group
+                created = optimizer.state[p]
+                for key, value in saved_state.get(name, {}).items():
+                    created[key] = fill_value(model, name, created.get(key), value)
+
+
+def create_state(optimizers: list[Optimizer]) -> None:
+    """Let new optimizers create their state, in the memory and with the division that they choose,
+    by a step with gradients and a learning rate of 0."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = 0.0
+            for p in group["params"]:
+                p.grad = torch.zeros_like(p)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+
+def fill_value(model: GPT, name: str, created: object, saved: object) -> object:
+    """Return a value of the state of the parameter `name` with the content of `saved`: in place if
+    the optimizer has created a tensor of the same shape."""
+    if isinstance(saved, dict):
+        parts = created if isinstance(created, dict) else {}
+        return {key: fill_value(model, name, parts.get(key), x) for key, x in saved.items()}
+    if isinstance(saved, list | tuple):
+        items: list = list(created) if isinstance(created, list | tuple) else []
+        items += [None] * (len(saved) - len(items))
+        pairs = zip(items, saved, strict=True)
+        return type(saved)(fill_value(model, name, item, x) for item, x in pairs)
+    if not isinstance(saved, Tensor):
+        return saved
+    if isinstance(created, Tensor) and created.shape == saved.shape:
+        fill(model, name, created, saved)
+        return created
+    # Not created in a first step of gradients of 0: whole on every process.
+    return saved.to(model.get_parameter(name).device, copy=True)
+
+
+# the check after the first step
+
+
+def attributes_of(optimizer: Optimizer) -> dict[str, list]:
+    """Return copies of the numbers and tensors that an optimizer keeps in attributes of its own,
+    by the name of the attribute. No checkpoint has them."""
+    copies: dict[str, list] = {}
+    for name, attribute in vars(optimizer).items():
+        if name in ("state", "param_groups", "defaults"):
+            continue
+        leaves: list[object] = []
+        for leaf in tree_leaves(attribute):
+            if isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter):
+                leaves.append(leaf.detach().cpu().tolist())
+            elif isinstance(leaf, int | float) and not isinstance(leaf, bool):
+                leaves.append(leaf)
+        copies[name] = leaves
+    return copies
+
+
+def find_loss(
+    model: GPT, optimizers: list[Optimizer], attributes: list[dict[str, list]]
+) -> str | None:
+    """Return what a checkpoint would lose of the optimizers on this process, None if nothing.
+    `attributes` are what attributes_of returned before the first step, by optimizer."""
+    parameters = set(model.parameters())
+    for optimizer, before in zip(optimizers, attributes, strict=True):
+        name_of_class = type(optimizer).__name__
+        for name, leaves in attributes_of(optimizer).items():
+            if leaves != before.get(name):
+                return f"{name_of_class}.{name} changes: keep it in `state` or in a group"
+        if not parameters.issuperset(optimizer.state):
+            return f"{name_of_class}.state has an entry that is of no parameter"
+    for values in group_values(model, optimizers).values():
+        for key, value in values.items():
+            if not isinstance(value, PLAIN_VALUES):
+                return f"{key} of a group is no number: keep it in `state`"
+    for name, state in optimizer_state(model, optimizers).items():
+        for leaf in tree_leaves(state):
+            if not isinstance(leaf, (Tensor, *PLAIN_VALUES)):
+                return f"the state of {name} has a {type(leaf).__name__}"
+        num_rows = model.get_parameter(name).shape[:1]
+        for key, x in flatten({name: state}).items():
+            # own_rows.py finds the rows of a process by those of the parameter
+            if isinstance(x, DTensor) and x.shape[:1] != num_rows:
+                if any(placement.is_shard() for placement in x.placements):
+                    return f"{key} is divided among processes, but has other rows than {name}"
+    return None
+
+
+def check_state(
+    model: GPT, optimizers: list[Optimizer], attributes: list[dict[str, list]], process: Process
+) -> None:
+    """Raise UserError on every process if a checkpoint would lose state of the optimizers. Call it
+    after the first step. `attributes` are what attributes_of returned before it, by optimizer."""
+    with process.together():
+        loss = find_loss(model, optimizers, attributes)
+        if loss is not None:
+            raise UserError(f"this run could not be resumed: {loss}")
+    if process.world_size == 1:
+        return
+    # The main process saves a tensor that is not divided, so all must keep the same.
+    shapes: dict[str, str] = {}  # shape and dtype by the names of a tensor
+    checksum = 0
+    for key, x in flatten(optimizer_state(model, optimizers)).items():
+        shapes[key] = f"{[*x.shape]} {x.dtype}"
+        if not isinstance(x, DTensor):
+            content = x.detach().cpu().contiguous().view(-1).view(torch.uint8)
+            checksum = zlib.crc32(content.numpy(), checksum)
+    shapes_checksum = zlib.crc32(json.dumps(shapes).encode())
+    if not process.all_equal(shapes_checksum) or not process.all_equal(checksum):
+        raise UserError(
+            "this run could not be resumed: the processes keep different optimizer state, of which "
+            "a checkpoint would hold one process's"
+        )
