@@ -142,7 +142,11 @@ def free_port() -> int:
 
 
 def run_ranks(
-    commands: list[list], code: int = 0, env: dict | None = None, local_world_size: int = 0
+    commands: list[list],
+    code: int = 0,
+    env: dict | None = None,
+    local_world_size: int = 0,
+    **options,
 ) -> list[subprocess.CompletedProcess]:
     """Run a command line for each rank, in the environment that torchrun would give it."""
     world_size = len(commands)
@@ -154,7 +158,7 @@ def run_ranks(
         variables = world | {"RANK": rank, "LOCAL_RANK": rank % per_machine}
         launched = {name: str(value) for name, value in variables.items()}
         envs.append((env or environment()) | launched)
-    return run_all(commands, envs, [code] * world_size)
+    return run_all(commands, envs, [code] * world_size, **options)
 
 
 def torchrun(processes: int, *args: object, **options) -> list[subprocess.CompletedProcess]:
@@ -300,11 +304,11 @@ def gap(run: Path, other: Path) -> float:
 
 
 def weights(run: Path, name: str = "model_last.pt") -> dict:
-    """Return the float32 weights of a run's checkpoint."""
-    from model.formats.checkpoint import join_float32, load_checkpoint
+    """Return the float32 weights of a run's checkpoint, and other buffers."""
+    from model.formats.checkpoint import load_checkpoint, open_weights
 
-    state = load_checkpoint(run / "checkpoints" / name)
-    return {k: join_float32(v, state["model_low"][k]) for k, v in state["model"].items()}
+    path = run / "checkpoints" / name
+    return {k: x[...] for k, x in open_weights(path, load_checkpoint(path))[1].items()}
 
 
 def same_run(a: Path, b: Path) -> bool:

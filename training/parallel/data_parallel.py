@@ -17,8 +17,8 @@ blocks (training/parallel/tensor_parallel.py). There is no pipeline parallelism.
 
 import functools
 import warnings
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 import torch.distributed as dist
@@ -87,6 +87,9 @@ def divide_model(model: GPT, process: Process, sharding: str) -> None:
     mixed_precision = MixedPrecisionPolicy(
         process.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
+    # FSDP2 divides no single numbers: every process holds them, and average_numbers below averages
+    # their gradients.
+    numbers = {p for p in model.parameters() if p.dim() == 0}
     # FSDP2 gathers the parameters of a block together just before its forward. zero3 frees them
     # after the forward and gathers them again for the backward. zero1 and zero2 keep them.
     for block in model.transformer.h:
@@ -95,10 +98,11 @@ def divide_model(model: GPT, process: Process, sharding: str) -> None:
             mesh=mesh,
             mp_policy=mixed_precision,
             reshard_after_forward=sharding == "zero3",
+            ignored_params=numbers,
         )
     # The root unit has the rest: embeddings, final norm and head, in float32. It is not freed after
     # the forward, because the backward begins with the head.
-    fully_shard(model, mesh=mesh, reshard_after_forward=False)
+    fully_shard(model, mesh=mesh, reshard_after_forward=False, ignored_params=numbers)
     # By default only `forward` gathers the parameters of the root. Evaluation and sampling call
     # `hidden`.
     register_fsdp_forward_method(model, "hidden")
@@ -125,7 +129,20 @@ def sync_gradients(wrapped: nn.Module, sharding: str, *, is_last: bool) -> Abstr
         # Keep gathered weights until the last micro-step: they do not change before the optimizer
         # step. zero3 keeps only the root's weights (recurse=False) and frees blocks.
         wrapped.set_reshard_after_backward(is_last, recurse=sharding != "zero3")
+        if is_last:
+            return average_numbers(wrapped)
     return nullcontext()  # FSDP2 keeps these settings in the module
+
+
+@contextmanager
+def average_numbers(wrapped: nn.Module) -> Iterator[None]:
+    """Context of the last micro-step: at its end, average the gradients of parameters that FSDP2
+    does not divide over the processes."""
+    yield
+    for p in wrapped.parameters():
+        if not isinstance(p, DTensor) and p.grad is not None:
+            dist.all_reduce(p.grad)  # gloo has no average
+            p.grad /= dist.get_world_size()
 
 
 def clip_grad_norm(wrapped: nn.Module, max_norm: float) -> Tensor:
