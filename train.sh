@@ -48,7 +48,7 @@ if [ "$demo" ]; then
   trap 'echo "the whole demo continues with: bash train.sh demo"
     [ -z "$activate" ] || echo "other commands need: $activate"' INT
   set -- --data_dir data/stdlib --checkpoint_dir $run/checkpoints \
-    --recipe speedrun --n_layer 2 --n_head 2 --n_embd 128 --block_size 256 --micro_batch_size 8 \
+    --recipe modern --n_layer 2 --n_head 2 --n_embd 128 --block_size 256 --micro_batch_size 8 \
     --total_batch_size 2048 --max_steps 800 --warmup_steps 50 --beta2 0.99 \
     --eval_every 100 --val_tokens $val_tokens --save_every 400 --sample_every 0 "$@"
   plan=$(python train.py --dry_run "$@")  # wrong flags are found before any work
@@ -65,19 +65,24 @@ skipped = {"test", "tests", "pydoc_data", "site-packages"}
 files = [x for x in root.rglob("*.py") if not skipped & {*x.relative_to(root).parts}]
 print(*sorted(x for x in files if x.stat().st_size), sep="\n")')
   IFS=$'\n' read -r -d "" -a files <<<"$files" || true  # it ends without a delimiter
-  python data/fineweb-edu.py --tokenizer bytes --local_dir data/stdlib --val_fraction 0.05 \
-    --input "${files[@]}"
+  # the same text gives the same tokenizer, so that a killed demo can train it again
+  python data/train_tokenizer.py --vocab_size 2048 --out data/stdlib/tokenizer.json --input "${files[@]}"
+  python data/fineweb-edu.py --tokenizer data/stdlib/tokenizer.json --local_dir data/stdlib \
+    --val_fraction 0.05 --input "${files[@]}"
   python train.py "$@"
   python plot.py --log $run/logs --out $run/loss.png
-  echo "--- what it writes after \"def \":"
-  python sample.py --checkpoint $run/checkpoints/model_best.pt --prompt "def " --num_samples 2 \
-    --max_new_tokens 300 --temperature 0.7
+  # no prompt ends with a space, because a token of this tokenizer begins with the space before a word
+  prompt="def __init__(self"
+  echo "--- what it writes after \"$prompt\":"
+  python sample.py --checkpoint $run/checkpoints/model_best.pt --prompt "$prompt" --num_samples 2 \
+    --max_new_tokens 120 --temperature 0.7
   echo "--- checkpoints and logs are in $run, the loss curve is $run/loss.png. What to type next:"
   [ . -ef "$called_from" ] || echo "cd $PWD"
   if [ "$activate" ]; then echo "$activate"; fi
-  echo "python sample.py --checkpoint $run --prompt \"import \""
+  echo "python sample.py --checkpoint $run --prompt \"import\""
   # without --val_tokens it scores all held-out files, which have another loss than the first ones
   echo "python evaluate.py --checkpoint $run --tasks val --val_tokens $val_tokens"
+  echo "python convert.py --checkpoint $run --out $run/exported"  # for transformers
   exit
 fi
 

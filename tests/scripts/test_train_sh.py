@@ -101,9 +101,10 @@ def test_several_processes_restart_unless_that_would_begin_anew(train_sh, flags,
 def test_the_demo_goes_on_unless_it_is_told_to_begin_anew(train_sh, tmp_path, flags):
     out, started = train_sh("demo", *flags, cwd=tmp_path)
     scripts = [line.split()[0] for line in started]
-    assert scripts == ["data/fineweb-edu.py", "train.py", "plot.py", "sample.py"]
+    sharding = ["data/train_tokenizer.py", "data/fineweb-edu.py"]
+    assert scripts == [*sharding, "train.py", "plot.py", "sample.py"]
     resumed = "--resume auto " if "--seed" in flags else ""
-    assert started[1].endswith(f"--sample_every 0 {resumed}{' '.join(flags)}")
+    assert started[2].endswith(f"--sample_every 0 {resumed}{' '.join(flags)}")
     assert f"note: relative paths begin at {train_sh.clone}" in out
     assert f"\ncd {train_sh.clone}\npython sample.py --checkpoint runs/demo" in out
 
