@@ -144,8 +144,8 @@ class ModelOptions:
     """Architecture: --model_type or these options set the sizes, --recipe sets the rest."""
 
     recipe: str = "gpt2"
-    """Architecture and optimizer: gpt2, modern, speedrun or llama; modern,qk_norm=False changes a
-    field of a recipe (docs/RECIPES.md)."""
+    """Architecture and optimizer: gpt2, modern or llama; modern,qk_norm=False changes a field of a
+    recipe (docs/RECIPES.md)."""
     model_type: Literal[
         "gpt2",
         "gpt2-medium",
@@ -185,15 +185,15 @@ class ModelOptions:
         """Return the architecture: the recipe's fields, and the sizes of --model_type unless these
         options override them."""
         n_layer, n_head, n_embd = SIZES[self.model_type]
-        # arguments of GPTConfig by name: n_embd, block_size, vocab_size and the recipe's fields
-        model_fields = recipe.model_fields(
-            self.n_embd or n_embd, self.resolved_block_size, vocab_size
-        )
+        n_embd = self.n_embd or n_embd
         return GPTConfig(
+            block_size=self.resolved_block_size,
+            vocab_size=vocab_size,
             n_layer=self.n_layer or n_layer,
             n_head=self.n_head or n_head,
+            n_embd=n_embd,
             dropout=self.dropout,
-            **model_fields,
+            **recipe.model_fields(n_embd),
         )
 
 

@@ -21,13 +21,11 @@ class Recipe:
     """A way to build and train a model: architecture, optimizer, learning rates, schedule."""
 
     model: dict = field(default_factory=dict)
-    """Fields of GPTConfig by name, with values that differ from GPT-2's. Fields that depend on the
-    sizes are not here: mlp_ratio gives n_inner, ngram_bits gives ngrams."""
+    """Fields of GPTConfig by name, with values that differ from GPT-2's. n_inner, which depends on
+    n_embd, is not here: mlp_ratio gives it."""
     mlp_ratio: NonNegative = 4.0
     """Width of the MLP divided by n_embd. Unless the ratio is 4, the width is rounded up to a
     multiple of 64."""
-    ngram_bits: NonNegative = 0.0
-    """Longest n-gram with an embedding, in bits: a token of a vocabulary of V has log2(V) bits."""
     optimizer: str = "adamw"
     """Optimizer of the blocks' matrices, adamw or muon: a name in MATRIX_OPTIMIZERS of
     training/optimizers.py. AdamW trains all the rest."""
@@ -52,20 +50,15 @@ class Recipe:
     def __post_init__(self) -> None:
         check_ranges(self)  # raises UserError for a value out of its field's range
 
-    def model_fields(self, n_embd: int, block_size: int, vocab_size: int) -> dict:
-        """Return arguments of GPTConfig by name: these sizes, and the fields that the recipe sets.
-        The caller adds n_layer, n_head and dropout."""
-        arguments = {"block_size": block_size, "vocab_size": vocab_size, "n_embd": n_embd}
-
+    def model_fields(self, n_embd: int) -> dict:
+        """Return the fields of GPTConfig that the recipe sets, by name, for a model of n_embd
+        channels. The caller adds the fields of SIZED."""
         # GPTConfig's default width is 4 x n_embd. Other widths are rounded up to a multiple of 64,
         # because matmuls of odd widths are slow.
+        model_fields = {}
         if self.mlp_ratio != 4:
-            arguments["n_inner"] = 64 * math.ceil(self.mlp_ratio * n_embd / 64)
-
-        # + 1, because a vocabulary of one token has a logarithm of 0
-        ngrams = int(self.ngram_bits / math.log2(vocab_size + 1))
-        arguments["ngrams"] = max(1, ngrams)  # 1: no embeddings of n-grams
-        return arguments | self.model  # fields that the recipe names win
+            model_fields["n_inner"] = 64 * math.ceil(self.mlp_ratio * n_embd / 64)
+        return model_fields | self.model  # an n_inner that the recipe names wins
 
 
 LLAMA = {"position": "rotary", "norm": "rms", "activation": "swiglu", "bias": False, "tied": False}
@@ -86,8 +79,6 @@ MODERN = Recipe(
 RECIPES = {
     "gpt2": Recipe(),
     "modern": MODERN,
-    # 42 bits allow n-grams of 5 bytes (8 bits each), or of 2 GPT-2 tokens (15.6 bits each)
-    "speedrun": replace(MODERN, model=MODERN.model | {"ngram_rows": 65_000}, ngram_bits=42.0),
     "llama": Recipe(model=LLAMA),
 }
 

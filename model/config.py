@@ -73,10 +73,6 @@ class GPTConfig:
     """Biases in linear layers and LayerNorms."""
     tied: bool = True
     """Share one table between the token embedding and the head."""
-    ngrams: Count = 1
-    """Longest n-gram whose embedding is added to the token embedding; 1: no n-grams."""
-    ngram_rows: Count = 65_536
-    """Rows of the embedding table of n-grams; the hash of an n-gram chooses its row."""
 
     def __post_init__(self) -> None:
         check_ranges(self)  # UserError for a value out of its field's range

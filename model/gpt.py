@@ -19,7 +19,6 @@ from model.config import GPTConfig
 from model.initial_weights import deferred_init, has_default
 from model.layers import Angles, KVCache, ScaledDotProduct, rotary_angles, rotate
 from model.loss import HeadCrossEntropy
-from model.ngrams import ngram_rows
 
 
 class LayerNorm(nn.LayerNorm):
@@ -162,9 +161,6 @@ class Transformer(nn.Module):
         self.wte = nn.Embedding(config.padded_vocab_size, config.n_embd)
         if config.position == "learned":
             self.wpe = nn.Embedding(config.block_size, config.n_embd)
-        if config.ngrams > 1:
-            # n-gram embeddings, one table for n-grams of all lengths
-            self.ngrams = nn.Embedding(config.ngram_rows, config.n_embd)
         self.drop = nn.Dropout(config.dropout)
         self.h = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
         self.ln_f = make_norm(config)
@@ -193,10 +189,6 @@ class Transformer(nn.Module):
             positions = torch.arange(start, end, device=idx.device)  # (T,)
 
         x = self.wte(idx)  # (B, T, C)
-        if self.config.ngrams > 1:
-            # table indices of the n-grams, n = 2 to N, that end at each token
-            rows = ngram_rows(idx, cache, mask, self.config)  # (B, T, N - 1)
-            x = x + self.ngrams(rows).sum(-2)  # (B, T, C)
         angles: Angles | None = None
         if self.config.position == "learned":
             x = x + self.wpe(positions)

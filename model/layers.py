@@ -121,8 +121,7 @@ class KVCache:
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity  # in tokens
         self.length = 0  # past tokens, whose keys and values all layers have appended
-        # Tensors of `capacity` tokens by name: keys (layer, "k") and values (layer, "v"), and the
-        # token ids "tokens", from which n-gram embeddings are computed.
+        # Tensors of `capacity` tokens by name: keys (layer, "k") and values (layer, "v")
         self.buffers: dict[object, Tensor] = {}
 
     def append(self, name: object, x: Tensor, dim: int) -> Tensor:

@@ -31,7 +31,7 @@ from model.rows import RowIndex, Rows, is_vector
 from utils.distributed import ALONE, Process, is_main_process
 from utils.errors import UserError, reading
 
-FORMAT_VERSION = 6
+FORMAT_VERSION = 7
 LAST = "model_last.pt"
 BEST = "model_best.pt"  # lowest validation loss
 NUMBERED = "model_step_{:06d}.pt"  # with --keep_last
@@ -213,8 +213,14 @@ def load_checkpoint(path: Path) -> Checkpoint:
     with reading_checkpoint(path):
         # weights_only refuses pickled code; with mmap, tensors are read when they are used
         checkpoint: Checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        if checkpoint["format_version"] != FORMAT_VERSION:
-            raise ValueError(f"its format is {checkpoint['format_version']}, not {FORMAT_VERSION}")
+        version = checkpoint["format_version"]
+        if version == 6:
+            raise UserError(
+                f"{path} has format 6 of an earlier version of this project, which had n-grams "
+                "(recipe speedrun): open it with that version, commit 67fa719"
+            )
+        if version != FORMAT_VERSION:
+            raise ValueError(f"its format is {version}, not {FORMAT_VERSION}")
     return checkpoint
 
 

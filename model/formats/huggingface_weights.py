@@ -105,7 +105,7 @@ def nearest_gpt2(config: GPTConfig) -> GPTConfig:
 def as_llama(config: GPTConfig) -> GPTConfig:
     """Return `config` with the fields that are the same in every LLaMA. transformers' LLaMA does
     not support a `config` in which one of these fields differs."""
-    return replace(config, position="rotary", norm="rms", bias=False, activation="swiglu", ngrams=1)
+    return replace(config, position="rotary", norm="rms", bias=False, activation="swiglu")
 
 
 def has_gpt2_names(config: GPTConfig) -> bool:
@@ -179,8 +179,7 @@ def config_to_hf(config: GPTConfig) -> dict:
         assignments = ", ".join(f"{name}={value}" for name, value in misfits.items())
         raise UserError(
             f"transformers has no class for a model with {assignments}: export one of "
-            "train.py --recipe gpt2, modern or llama (the demo's: bash train.sh demo "
-            "--recipe modern --overwrite)"
+            "train.py --recipe gpt2, modern or llama"
         )
     # transformers calls a LLaMA with QK-norm Qwen3.
     class_name = "Qwen3" if config.qk_norm else "Llama"

@@ -38,8 +38,9 @@ ITEMS = [
 @pytest.fixture(scope="module")
 def scorer(request):
     torch.manual_seed(0)
-    shape = parse_recipe(getattr(request, "param", "gpt2")).model_fields(32, 128, 257)
-    model = GPT(GPTConfig(n_layer=2, n_head=2, **shape))
+    recipe = parse_recipe(getattr(request, "param", "gpt2"))
+    sizes = {"n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 128, "vocab_size": 257}
+    model = GPT(GPTConfig(**sizes, **recipe.model_fields(32)))
     for p in model.parameters():
         p.data.normal_(0, 0.3)  # far from uniform
     return Scorer(model.eval(), ALONE, 16)

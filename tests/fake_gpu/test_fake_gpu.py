@@ -37,7 +37,7 @@ def check(folder, args, steps, once=0):
     assert reads == [steps] and sum(in_steps.values()) - steps <= once, in_steps
 
 
-@pytest.mark.parametrize("recipe", ["speedrun", slow("gpt2")])
+@pytest.mark.parametrize("recipe", ["modern", slow("gpt2")])
 def test_a_run_on_a_gpu_is_that_of_a_cpu_and_waits_once_a_step(shards, tmp_path, recipe):
     item = ITEM | {"endings": ["sat on", "ran"]}
     hellaswag = write_rows(tmp_path / "hellaswag.jsonl", [item])

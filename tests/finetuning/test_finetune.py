@@ -52,7 +52,7 @@ METHODS = {
 def base(shards, tmp_path_factory):
     """A model of 64 tokens, and beside it rows, rewards, and a run on plain text."""
     run = tmp_path_factory.mktemp("base")
-    script(*train_args(shards, run, 10, "--block_size", 64, "--recipe", "speedrun"))
+    script(*train_args(shards, run, 10, "--block_size", 64, "--recipe", "modern"))
     rows = []
     for i in range(1, 13):
         row = {"prompt": f"{i}?", "completion": f"{i}", "chosen": f"{i}", "rejected": "no"}

@@ -35,7 +35,7 @@ def gradients(recipe, execution, dtype=torch.float32, **changes):
 
 @pytest.mark.parametrize("checkpointing", ["cheap", "block"])
 @pytest.mark.parametrize("dtype, dropout", [(torch.float32, 0.2), (torch.bfloat16, 0.0)])
-@pytest.mark.parametrize("recipe", ["gpt2", "speedrun,ngram_rows=1000", "llama,n_kv_head=1"])
+@pytest.mark.parametrize("recipe", ["gpt2", "modern", "llama,n_kv_head=1"])
 def test_recomputation_changes_no_gradient(checkpointing, dtype, dropout, recipe, monkeypatch):
     monkeypatch.setattr(F, "scaled_dot_product_attention", attend_and_drop)
     with FlopCounterMode(display=False) as plain:

@@ -64,7 +64,7 @@ def test_padding_of_the_vocabulary_is_not_scored_and_not_learned():
 @pytest.mark.parametrize(
     "name, value",
     [
-        *(("n_head", 5), ("n_layer", 0), ("n_kv_head", 5), ("ngrams", 0)),
+        *(("n_head", 5), ("n_layer", 0), ("n_kv_head", 5)),
         *(("dropout", 1.0), ("norm", "batch"), ("activation", None)),
     ],
 )

@@ -35,7 +35,7 @@ RECIPES = [
     "gpt2,n_kv_head=1,qk_norm=True",
     "llama,n_kv_head=1",
     "llama,n_kv_head=2,qk_norm=True",
-    "speedrun",
+    "modern",
 ]
 
 
@@ -90,7 +90,7 @@ BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 KERNELS = {FORWARD: attention_flops, BACKWARD: attention_backward_flops}
 
 
-DROPPING = [("gpt2", 0.1), ("speedrun", 0.1)]
+DROPPING = [("gpt2", 0.1), ("modern", 0.1)]
 
 
 @pytest.mark.parametrize("mode", ["none", "cheap", "block"])

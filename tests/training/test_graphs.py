@@ -89,8 +89,7 @@ class Graphs:
     [
         ("gpt2", "none"),
         ("modern", "cheap"),
-        slow("speedrun", "none"),
-        slow("speedrun", "cheap"),
+        slow("modern", "none"),
     ],
 )
 def test_a_step_of_blocks_of_124M_has_one_graph_for_all_and_keeps_what_is_forecast(

@@ -42,7 +42,7 @@ def print_forecast(
     initial = open_initial(options, checkpoint, ALONE)  # weights to begin with; None: random ones
     data = open_data(options)  # by split, "train" and "val"; empty without shards
     if initial is None and not data:  # only the user knows the tokenizer of future shards
-        print("note: GPT-2's vocabulary assumed; a model of bytes is smaller")
+        print("note: GPT-2's vocabulary assumed; a smaller one makes a smaller model")
     if checkpoint is not None:
         # raises UserError if --init_from holds other weights than the resumed run began with
         init_checksum(options, checkpoint, initial, ALONE)
@@ -78,10 +78,9 @@ def print_forecast(
 
     print_time_and_cost(options, checkpoint, model, hardware, utilization)
 
-    # Forecast the loss only of new models like those of the fit, which had GPT-2's tokens and no
-    # n-gram embeddings: a token uses few of their many parameters.
+    # Forecast the loss only of new models like those of the fit, which had GPT-2's tokens.
     has_gpt2_tokens = model_config.vocab_size == TOKENIZERS["gpt2"].vocab_size
-    if options.init_from is None and has_gpt2_tokens and model_config.ngrams == 1:
+    if options.init_from is None and has_gpt2_tokens:
         print(describe_loss(model.num_parameters(), options.total_batch_size * options.max_steps))
     if not is_named_gpu:  # a named GPU is in another machine, which has its own folders
         check_run_files(options, checkpoint, model, data)

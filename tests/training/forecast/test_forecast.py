@@ -19,12 +19,13 @@ from training.optimizers import make_optimizers
 from utils.throughput import find_gpu
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
-RECIPES = ("gpt2", "speedrun", "llama,n_kv_head=2,n_inner=100")
+RECIPES = ("gpt2", "modern", "llama,n_kv_head=2,n_inner=100")
+SIZES = {"n_layer": 4, "n_head": 4, "n_embd": 256, "block_size": 256, "vocab_size": 300}
 
 
 def need(recipe="gpt2", accumulation=2, world_size=1, per_machine=None, **changes):
     """Return the forecast of a small model on GPUs."""
-    shape = GPTConfig(n_layer=4, n_head=4, **parse_recipe(recipe).model_fields(256, 256, 300))
+    shape = GPTConfig(**SIZES, **parse_recipe(recipe).model_fields(256))
     tokens = 16 * 256 * accumulation * world_size
     run = {"micro_batch_size": 16, "block_size": 256, "total_batch_size": tokens, **changes}
     hardware = Hardware(GPU, torch.bfloat16, 0, world_size, per_machine or world_size)
@@ -33,11 +34,11 @@ def need(recipe="gpt2", accumulation=2, world_size=1, per_machine=None, **change
     )
 
 
-@pytest.mark.parametrize("name", [*RECIPES, "gpt2,optimizer=muon", "speedrun,optimizer=adamw"])
+@pytest.mark.parametrize("name", [*RECIPES, "gpt2,optimizer=muon", "modern,optimizer=adamw"])
 def test_weights_gradients_and_optimizer_are_the_bytes_of_their_tensors(name):
     name += ",normuon=0"
     recipe, forecast = parse_recipe(name), need(name)
-    model = GPT(GPTConfig(n_layer=4, n_head=4, **recipe.model_fields(256, 256, 300)))
+    model = GPT(GPTConfig(**SIZES, **recipe.model_fields(256)))
     weights = list(model.parameters())
     for p in weights:
         p.grad = torch.ones_like(p)
@@ -92,7 +93,7 @@ def test_a_dry_run_says_what_would_be_and_needs_no_data(dry_run, tmp_path):
     out = dry_run("--device", "cpu", "--data_dir", tmp_path)
     assert "124,439,808 parameters; 19,073 steps" in out
     assert " = 1024 x micro-batch 16 x micro-steps 32 on cpu" in out
-    assert "note: GPT-2's vocabulary assumed; a model of bytes is smaller" in out
+    assert "note: GPT-2's vocabulary assumed; a smaller one makes a smaller model" in out
     assert "$" not in out
     assert f"\ndata_dir: {tmp_path}\n" in out  # train.sh reads this line
     last = "This was a dry run: nothing was trained or written.\nnext: python data/fineweb-edu.py "

@@ -51,7 +51,7 @@ def test_a_start_takes_the_memory_of_a_share_and_not_of_the_model(shards, tmp_pa
 @pytest.mark.parametrize(
     "flags", ["--sharding zero3", slow("--tensor_parallel 2 --sharding zero2")]
 )
-@pytest.mark.parametrize("recipe", ["gpt2", slow("speedrun,ngram_rows=1000")])
+@pytest.mark.parametrize("recipe", ["gpt2", slow("modern")])
 def test_processes_begin_with_the_weights_of_one_and_write_its_file(
     shards, tmp_path, flags, recipe
 ):

@@ -21,7 +21,6 @@ def reference(shards, tmp_path_factory):
         ("gpt2", 3e-3),
         # also the state of Muon and NorMuon, which is scattered and gathered
         slow("modern", 0.02),
-        slow("speedrun,ngram_rows=1000", 0.02),
     ],
 )
 def test_a_chain_of_machines_and_shardings_continues_one_curve(shards, tmp_path, recipe, max_lr):
