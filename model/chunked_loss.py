@@ -2,8 +2,8 @@
 
 64 x 1024 x 50304 logits take 13 GB in float32, and their gradient as much again. So one chunk of
 logits is in memory at a time, in a buffer that the next chunk overwrites. The backward pass has no
-logits, so the forward pass computes the gradients too. HeadCrossEntropy in model/loss.py decides
-which losses are computed in this way.
+logits, so the forward pass computes the gradients too. ChunkedLoss in model/loss.py decides which
+losses are computed in this way; GPT.token_losses in model/gpt.py defines the loss.
 
 Two functions compute the cross-entropy of a chunk and overwrite the logits with their gradient:
 `cross_entropy_` where it is compiled, on GPUs, and `cross_entropy_by_rows_` elsewhere. A name with

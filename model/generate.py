@@ -1,4 +1,4 @@
-"""Sampling from a GPT with a KV cache.
+"""Sampling from a GPT with a KV cache, or without it if the cache does not suit the model.
 
 `generate` yields token ids, `complete` returns whole completions, as token ids. Prompts are lists
 of token ids. Shorter prompts are padded on the left, so that all rows end in the same column.
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from model.gpt import GPT
 from model.layers import KVCache
+from model.proof import agrees, is_proven
 from utils.seeds import hash_seed
 
 # Tokens of each text that `complete` generates between two checks whether all texts have ended. A
@@ -79,45 +80,109 @@ def generate(
     When a context is full, its older half is dropped, and the newer half is read again. With
     prompts of one length the loop does not wait for the GPU to finish a token.
     """
-    block_size = model.config.block_size
-    device = model.transformer.wte.weight.device
-    uniforms = draw_uniforms(len(prompts), sampling, first_index).to(device)  # (B, max_new_tokens)
-    lengths = [len(prompt) for prompt in prompts]  # tokens of each row, without padding
-    longest = max(lengths)
-    assert longest <= block_size, f"a prompt of {longest} tokens is too long"
-    # Pad on the left with token 0. Any token would do, because the mask hides it.
-    rows = [[0] * (longest - len(prompt)) + prompt for prompt in prompts]
-    context = torch.tensor(rows, device=device)  # (B, S), with padding
-    capacity = min(block_size, longest + sampling.max_new_tokens)
-    cache = KVCache(capacity)  # keys and values of past tokens; `hidden` allocates its memory
-    unread = context  # the tokens that are not in the cache yet
+    use_cache = is_proven("the KV cache", cache_agrees, model)
+    context = Context(model, prompts, sampling.max_new_tokens, use_cache)
+    uniforms = draw_uniforms(len(prompts), sampling, first_index)  # (B, max_new_tokens)
+    for uniform in uniforms.to(context.tokens.device).unbind(1):  # (B,)
+        tokens = sample_token(context.next_logits(), uniform, sampling)  # (B,)
+        yield tokens
+        context.append(tokens)
 
-    for uniform in uniforms.unbind(1):  # (B,)
+
+class Context:
+    """Tokens of B texts, from which the model predicts the next token of each.
+
+    With a KV cache each call of `next_logits` reads only the tokens that are new. Without it each
+    call reads all of them.
+    """
+
+    def __init__(
+        self, model: GPT, prompts: list[list[int]], max_new_tokens: int, use_cache: bool
+    ) -> None:
+        self.model = model
+        self.lengths = [len(prompt) for prompt in prompts]  # tokens of each row, without padding
+        longest = max(self.lengths)
+        block_size = model.config.block_size
+        assert longest <= block_size, f"a prompt of {longest} tokens is too long"
+        # Pad on the left with token 0. Any token would do, because the model never reads it or the
+        # mask hides it.
+        rows = [[0] * (longest - len(prompt)) + prompt for prompt in prompts]
+        device = model.transformer.wte.weight.device
+        self.tokens = torch.tensor(rows, device=device)  # (B, S), with padding
+        self.capacity = min(block_size, longest + max_new_tokens)  # of the cache, in tokens
+        # keys and values of past tokens; `hidden` allocates its memory
+        self.cache = KVCache(self.capacity) if use_cache else None
+
+    def append(self, tokens: Tensor) -> None:
+        """Add the next token (B,) of each text."""
+        self.tokens = torch.cat([self.tokens, tokens.unsqueeze(1)], dim=1)
+        self.lengths = [length + 1 for length in self.lengths]
+
+    def next_logits(self) -> Tensor:
+        """Return the logits (B, V) of the token after each text."""
         # drop the older half of the context of each full row
-        if max(lengths) > block_size:
-            lengths = [length if length <= block_size else block_size // 2 for length in lengths]
-            context = context[:, -max(lengths) :]
-            # positions start again at the new beginning, so all keys and values are recomputed
-            unread = context
-            cache = KVCache(capacity)
+        block_size = self.model.config.block_size
+        if max(self.lengths) > block_size:
+            self.lengths = [n if n <= block_size else block_size // 2 for n in self.lengths]
+            self.tokens = self.tokens[:, -max(self.lengths) :]
+            if self.cache is not None:
+                # positions start again at the new beginning, so all keys and values are recomputed
+                self.cache = KVCache(self.capacity)
+        if self.cache is None:
+            return self.plain_logits()
+        return self.cached_logits(self.cache)
 
+    def cached_logits(self, cache: KVCache) -> Tensor:
+        """Read the tokens that are not in the cache yet, and return the logits of next_logits."""
+        unread = self.tokens[:, cache.length :]
         # Rows of different lengths have padding: they need a mask that hides it, and positions that
         # skip it. None means causal attention, and positions that continue the cache.
-        longest = max(lengths)
+        longest = max(self.lengths)
         positions: Tensor | None = None
         mask: Tensor | None = None
-        if min(lengths) < longest:
+        if min(self.lengths) < longest:
             # (B,): the column in which the text of each row begins, after its padding
-            first_columns = torch.tensor([longest - length for length in lengths], device=device)
+            first_columns = torch.tensor(
+                [longest - length for length in self.lengths], device=unread.device
+            )
             positions, mask = positions_and_mask(first_columns, longest, unread.size(1))
+        hidden = self.model.hidden(unread, cache, positions=positions, mask=mask)
+        return self.model.logits(hidden[:, -1])  # the last column, where all rows end
 
-        # sample the next token of each row from the last column, where all rows end
-        hidden = model.hidden(unread, cache, positions=positions, mask=mask)  # (B, unread, C)
-        tokens = sample_token(model.logits(hidden[:, -1]), uniform, sampling)  # (B,)
-        yield tokens
-        unread = tokens.unsqueeze(1)  # (B, 1), as all earlier tokens are in the cache now
-        context = torch.cat([context, unread], dim=1)
-        lengths = [length + 1 for length in lengths]
+    def plain_logits(self) -> Tensor:
+        """Return the logits of next_logits by a forward pass over all tokens, as in training."""
+        longest = max(self.lengths)
+        # Padding moves to the right, where causal attention does not see it.
+        rows = [row.roll(n - longest) for row, n in zip(self.tokens, self.lengths, strict=True)]
+        hidden = self.model.hidden(torch.stack(rows))  # (B, S, C)
+        last_columns = torch.tensor(self.lengths, device=hidden.device) - 1
+        rows_of_batch = torch.arange(len(rows), device=hidden.device)
+        return self.model.logits(hidden[rows_of_batch, last_columns])
+
+
+@torch.no_grad()
+def cache_agrees(model: GPT) -> bool:
+    """Compare the logits with the KV cache, for texts up to the full context, with those of a
+    forward pass over each text alone, as in training. `model` is a narrow copy."""
+    block_size = model.config.block_size
+    num_new = min(4, block_size - 1)  # tokens after the prompts
+    texts: list[list[int]] = []
+    plain_logits: list[Tensor] = []  # (num_new, V): those after the prompt and its continuations
+    for length in (block_size, max(num_new + 1, block_size - block_size // 4)):
+        text = torch.randint(model.config.vocab_size, (length,))
+        texts.append(text.tolist())
+        plain_logits.append(model(text[None])[0, -num_new - 1 : -1])
+
+    # one text, which needs no mask and no positions, and two texts of different lengths
+    for num_texts in (1, 2):
+        prompts = [text[:-num_new] for text in texts[:num_texts]]
+        context = Context(model, prompts, num_new, use_cache=True)
+        for i in range(num_new):
+            plain = torch.stack([logits[i] for logits in plain_logits[:num_texts]])
+            if not agrees(context.next_logits(), plain):
+                return False
+            context.append(torch.tensor([text[i - num_new] for text in texts[:num_texts]]))
+    return True
 
 
 def draw_uniforms(num_prompts: int, sampling: Sampling, first_index: int = 0) -> Tensor:

@@ -1,10 +1,10 @@
 """GPT-2 (Radford et al. 2019) in plain PyTorch, under the parameter names of OpenAI and nanoGPT.
 
-This file says what a GPT computes, and how its weights begin. model/layers.py has rotary positions,
-the attention kernel and the KV cache, model/loss.py the loss, model/generate.py sampling, train.py
-the training. model/execution.py applies torch.compile and
-activation checkpointing to a model from outside. GPTConfig turns on techniques that are newer than
-GPT-2 (rotary positions, RMSNorm, SwiGLU, ...).
+This file says what a GPT computes, its loss, and how its weights begin. model/layers.py has rotary
+positions, the attention kernel and the KV cache, model/generate.py sampling, train.py the training.
+From outside, model/loss.py computes the loss in little memory, and model/execution.py applies
+torch.compile and activation checkpointing. GPTConfig turns on techniques that are newer than GPT-2
+(rotary positions, RMSNorm, SwiGLU, ...).
 
 Shapes: B batch, T time, C channels of the residual stream, V vocabulary, L layers, H heads,
 K key/value heads (GPT-2 has K = H), D = C / H channels of a head.
@@ -18,7 +18,7 @@ from torch import Tensor
 from model.config import GPTConfig
 from model.initial_weights import deferred_init, has_default
 from model.layers import Angles, KVCache, ScaledDotProduct, rotary_angles, rotate
-from model.loss import HeadCrossEntropy
+from model.loss import ChunkedLoss
 
 
 class LayerNorm(nn.LayerNorm):
@@ -216,8 +216,7 @@ class GPT(nn.Module):
             if not config.tied:
                 self.lm_head = nn.Linear(config.n_embd, config.padded_vocab_size, bias=False)
             self._init_weights()
-        # The loss has no weights: `forward` passes the head's weight to it.
-        self.loss = HeadCrossEntropy(config.vocab_size)
+        self.loss = ChunkedLoss()  # computes `token_losses` in chunks; has no weights
 
     def _init_weights(self) -> None:
         """Begin linear layers and embeddings as GPT-2 does, unless the constructor that made one
@@ -247,14 +246,14 @@ class GPT(nn.Module):
     ) -> Tensor:
         """Return the logits (B, T, V) of token ids (B, T), or the loss if targets (B, T) are given.
 
-        The loss is the mean cross-entropy in nats of all targets but -1. With the reduction "none"
-        it is the cross-entropy of each target (B, T), which is 0 for -1.
+        The loss is the mean of `token_losses` in nats, over all targets but -1. With the reduction
+        "none" it is the loss of each target (B, T), which is 0 for -1.
         """
         x = self.transformer(idx)  # (B, T, C)
         if targets is None:
             return self.logits(x)
-        # The loss applies the head, so that only one chunk of logits has to be in memory.
-        loss = self.loss(x.flatten(0, 1), self.head_weight, targets.flatten(), reduction)
+        # Computes self.token_losses(self.logits(x), targets) so that few logits are in memory.
+        loss = self.loss(self, x.flatten(0, 1), targets.flatten(), reduction)
         if reduction == "none":
             return loss.view_as(targets)  # (B T,) -> (B, T)
         return loss
@@ -274,8 +273,19 @@ class GPT(nn.Module):
         return self.transformer(idx, cache, positions, mask)
 
     def logits(self, x: Tensor) -> Tensor:
-        """Return the logits (B, T, V) of hidden states (B, T, C), without the padded vocabulary."""
-        return F.linear(x, self.head_weight)[..., : self.config.vocab_size]
+        """Return the logits (B, T, V) of hidden states (B, T, C). This is their only definition:
+        training, evaluation and sampling follow a change of it."""
+        return self.head(x)
+
+    def token_losses(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Return the loss (N,) in nats of each token, for float32 logits (N, V) and targets (N,).
+        This is its only definition; callers leave out the tokens with a target of -1."""
+        return F.cross_entropy(logits, targets, ignore_index=-1, reduction="none")
+
+    def head(self, x: Tensor) -> Tensor:
+        """Return the products (B, T, V) of hidden states (B, T, C) and the head's weight, without
+        the padded vocabulary. prepare_for_inference of model/inference.py replaces it."""
+        return F.linear(x, self.head_weight[: self.config.vocab_size])
 
     @property
     def head_weight(self) -> Tensor:

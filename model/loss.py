@@ -1,13 +1,15 @@
-"""The loss: the output head and its cross-entropy.
+"""How the loss of many tokens is computed: in chunks, so that few logits are in memory at a time.
 
-HeadCrossEntropy applies the head itself, because the logits of a whole batch are in memory only if
-they are few. Three functions compute the loss of a chunk of tokens, and a change of the loss has to
-change all three: `loss_of_chunk` here, by F.cross_entropy, for few logits and for the loss of each
-target; cross_entropy_ and cross_entropy_by_rows_ of model/chunked_loss.py, with their gradient, for
-the mean over many logits.
+What the loss is, GPT.logits and GPT.token_losses in model/gpt.py say. This file and
+model/chunked_loss.py only compute it. ChunkedCrossEntropy has its gradient by hand and is the
+fastest for many logits. If it does not agree with the definition any more (model/proof.py),
+autograd computes the definition, one chunk after another.
 
 Shapes: N tokens of a batch, n of a chunk, C channels, V vocabulary, "padded V" with its padding.
 """
+
+from collections.abc import Iterator
+from typing import Protocol
 
 import torch
 import torch.nn as nn
@@ -21,51 +23,109 @@ from model.chunked_loss import (
     cross_entropy_by_rows_,
     rows_within,
 )
+from model.config import GPTConfig
+from model.proof import agrees, is_proven
 
-# Up to this size in bytes of a batch's float32 logits, a single F.cross_entropy is faster than
-# chunks.
+# Up to this size in bytes of a batch's float32 logits, the definition is faster than chunks.
 PLAIN_BYTES = 2**22
 
 
-class HeadCrossEntropy(nn.Module):
-    """Cross-entropy of the head's logits, computed in chunks that bound the memory."""
+class LossDefinition(Protocol):
+    """What this file reads of a GPT; model/gpt.py imports this file."""
 
-    def __init__(self, vocab_size: int) -> None:
+    config: GPTConfig
+
+    def parameters(self) -> Iterator[nn.Parameter]: ...
+    def train(self, mode: bool = True) -> nn.Module: ...
+
+    @property
+    def head_weight(self) -> Tensor: ...
+    def logits(self, x: Tensor) -> Tensor: ...
+    def token_losses(self, logits: Tensor, targets: Tensor) -> Tensor: ...
+
+
+class ChunkedLoss(nn.Module):
+    """The loss of a model's hidden states, computed in chunks that bound the memory."""
+
+    def __init__(self) -> None:
         super().__init__()
-        self.vocab_size = vocab_size  # V, without padding
         # Used on GPUs. With torch.compile, `execute` in model/execution.py replaces it by a
         # compiled `cross_entropy_`.
         self.chunk_cross_entropy_ = cross_entropy_by_rows_
 
     def forward(
-        self, x: Tensor, weight: Tensor, targets: Tensor, reduction: str = "mean"
+        self, model: LossDefinition, x: Tensor, targets: Tensor, reduction: str = "mean"
     ) -> Tensor:
-        """Return the mean cross-entropy in nats for x (N, C), weight (padded V, C) and targets
-        (N,) other than -1. With the reduction "none" return the cross-entropy of each target (N,),
-        which is 0 for -1."""
-        all_logits_bytes = 4 * len(x) * len(weight)  # in float32
+        """Return the mean loss in nats for x (N, C) and targets (N,) other than -1. With the
+        reduction "none" return the loss of each target (N,), which is 0 for -1."""
+        all_logits_bytes = 4 * len(x) * model.config.padded_vocab_size  # in float32
         max_bytes = chunk_bytes(x.device)
-        if reduction == "mean" and all_logits_bytes > PLAIN_BYTES:
-            # not in ChunkedCrossEntropy: gradients are always off inside an autograd.Function
-            needs_grad = torch.is_grad_enabled()
-            return ChunkedCrossEntropy.apply(
-                x, weight, targets, self.vocab_size, self.chunk_cross_entropy_, needs_grad
-            )
-        if all_logits_bytes <= max_bytes:
-            return self.loss_of_chunk(x, weight, targets, reduction)
+        if reduction == "none":
+            losses = self.token_losses(model, x, targets, max_bytes)
+            return losses.masked_fill(targets < 0, 0)  # whatever the definition gives for -1
+        if all_logits_bytes > PLAIN_BYTES:
+            if has_fast_loss(model):
+                # not in ChunkedCrossEntropy: gradients are always off inside an autograd.Function
+                needs_grad = torch.is_grad_enabled()
+                V = model.config.vocab_size
+                return ChunkedCrossEntropy.apply(
+                    x, model.head_weight, targets, V, self.chunk_cross_entropy_, needs_grad
+                )
+            # autograd keeps about four tensors of the size of a chunk's logits
+            max_bytes //= 4
+        losses = self.token_losses(model, x, targets, max_bytes)
+        # The mean of the losses whose target is not -1: nll_loss takes it over the first and only
+        # column of -losses, and rounds it like F.cross_entropy does.
+        return F.nll_loss(-losses.unsqueeze(1), targets.clamp(max=0), ignore_index=-1)
 
-        # The reduction is "none" here. The caller may weight each loss differently, so the forward
-        # pass cannot compute the gradients: the backward pass recomputes each chunk.
-        chunk_size = rows_within(max_bytes, 4 * len(weight))  # in tokens
+    def token_losses(
+        self, model: LossDefinition, x: Tensor, targets: Tensor, max_bytes: int
+    ) -> Tensor:
+        """Return the loss of each token (N,) by the model's definition. If all float32 logits take
+        more than `max_bytes`, only those of a chunk are in memory at a time."""
+        row_bytes = 4 * model.config.padded_vocab_size
+        if row_bytes * len(x) <= max_bytes:
+            return self.losses_of_chunk(model, x, targets)
+        # The caller may weight each loss differently, so the forward pass cannot compute the
+        # gradients: the backward pass recomputes each chunk.
+        chunk_size = rows_within(max_bytes, row_bytes)  # in tokens
         losses = []  # (n,) each
         for start in range(0, len(x), chunk_size):
             chunk = slice(start, start + chunk_size)
-            inputs = (x[chunk], weight, targets[chunk], reduction)
-            losses.append(recompute(self.loss_of_chunk, *inputs, use_reentrant=False))
+            inputs = (model, x[chunk], targets[chunk])
+            losses.append(recompute(self.losses_of_chunk, *inputs, use_reentrant=False))
         return torch.cat(losses)  # (N,)
 
-    def loss_of_chunk(self, x: Tensor, weight: Tensor, targets: Tensor, reduction: str) -> Tensor:
-        """Return the cross-entropy (n,) in nats of each token of a chunk, which is 0 for a target
-        of -1. With the reduction "mean" return the mean over the tokens with other targets."""
-        logits = F.linear(x, weight[: self.vocab_size]).float()  # (n, V)
-        return F.cross_entropy(logits, targets, ignore_index=-1, reduction=reduction)
+    def losses_of_chunk(self, model: LossDefinition, x: Tensor, targets: Tensor) -> Tensor:
+        """Return the loss of each token (n,) of a chunk, whose logits (n, V) are all in memory."""
+        return model.token_losses(model.logits(x).float(), targets)
+
+
+def has_fast_loss(model: LossDefinition) -> bool:
+    """Return whether ChunkedCrossEntropy computes the loss that the model defines. The comparison
+    runs once; training asks for it before the first step (Run.distribute in training/run.py)."""
+    return is_proven("the chunked loss", chunked_loss_agrees, model)
+
+
+def chunked_loss_agrees(model: LossDefinition) -> bool:
+    """Compare ChunkedCrossEntropy with the definition of a narrow copy: the loss and its gradients,
+    also those of parameters that only the definition uses, such as a learned temperature."""
+    x = torch.randn(64, model.config.n_embd, requires_grad=True)
+    V = model.config.vocab_size
+    targets = torch.randint(V, (64,))
+    targets[::8] = -1
+    leaves = [x, *model.parameters()]
+    # Both, because a definition may differ in training, such as by label smoothing.
+    for is_training in (True, False):
+        model.train(is_training)
+        fast = ChunkedCrossEntropy.apply(
+            x, model.head_weight, targets, V, cross_entropy_by_rows_, True
+        )
+        losses = model.token_losses(model.logits(x).float(), targets)
+        plain = losses[targets >= 0].mean()
+        fast_gradients = torch.autograd.grad(fast, leaves, materialize_grads=True)
+        plain_gradients = torch.autograd.grad(plain, leaves, materialize_grads=True)
+        pairs = zip([fast, *fast_gradients], [plain, *plain_gradients], strict=True)
+        if not all(agrees(ours, theirs) for ours, theirs in pairs):
+            return False
+    return True

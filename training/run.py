@@ -37,6 +37,7 @@ from model.formats.checkpoint import (
     verify,
 )
 from model.gpt import GPT
+from model.loss import has_fast_loss
 from model.rows import Rows
 from recipes import Recipe
 from training.optimizer_state import fill_optimizers
@@ -302,6 +303,7 @@ class Run(Generic[Options]):
         with self.process.together():
             if self.process.is_main:
                 check_space(self.options, file_bytes)
+        has_fast_loss(model)  # compares both computations now, and not in the first step
         # DDP around the model; the model itself under sharding (FSDP2) or with one process
         wrapped = wrap(model, weights, self.process, self.options.sharding)
         # after `wrap`, because sharding replaces the parameters of the model

@@ -12,6 +12,7 @@ kills these processes. Then torchrun restarts all of them. TIMEOUT is for machin
 
 import contextlib
 import ctypes
+import logging
 import os
 import signal
 import time
@@ -344,6 +345,8 @@ def start(
         torch.cuda.set_device(device)
     if device.type == "cpu":
         keep_freed_memory()
+    if rank > 0:
+        logging.getLogger("notes").setLevel(logging.ERROR)  # of model/proof.py, equal on all
     # tests/fake_gpu has already initialized a process group, which counts the bytes sent.
     if world_size > 1 and not dist.is_initialized():
         if device.type == "cpu":

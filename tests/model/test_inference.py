@@ -10,7 +10,6 @@ from model import chunked_loss
 from model import loss as loss_module
 from model.chunked_loss import cross_entropy_
 from model.inference import OneDNNLinear, prepare_for_inference
-from model.loss import HeadCrossEntropy
 from utils.devices import autocast, has_onednn
 
 CPU = torch.device("cpu")
@@ -23,7 +22,9 @@ def test_the_chunked_loss_and_its_gradients_are_those_of_whole_logits(
     variant, dtype, far, chunk_rows, monkeypatch
 ):
     torch.manual_seed(0)
-    x, weight, targets = torch.randn(100, 32), torch.randn(320, 32), torch.randint(300, (100,))
+    model = tiny_gpt(vocab_size=300)
+    torch.nn.init.normal_(model.head_weight)  # (320, 32), with padding
+    x, targets = torch.randn(100, 32), torch.randint(300, (100,))
     targets[::7] = -1
     if variant == "gpu":  # the loss of GPUs takes the place of that of CPUs
         monkeypatch.setattr(chunked_loss, "cross_entropy_by_rows_", cross_entropy_)
@@ -33,13 +34,13 @@ def test_the_chunked_loss_and_its_gradients_are_those_of_whole_logits(
     def loss_and_gradients(rows):
         monkeypatch.setattr(loss_module, "PLAIN_BYTES", 4 * 320 * rows)
         monkeypatch.setattr(chunked_loss, "LOGITS_BYTES_ON_CPU", 4 * 320 * rows)
-        leaves = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
+        leaves = [x.clone().requires_grad_(), model.head_weight]
         with autocast(CPU, dtype):
-            loss = HeadCrossEntropy(300)(*leaves, targets)
+            loss = model.loss(model, leaves[0], targets)
             with torch.no_grad():  # as in validation, which needs no gradients
-                validation_loss = HeadCrossEntropy(300)(*leaves, targets)
-        (3 * loss).backward()
-        return [loss.detach(), validation_loss, *(leaf.grad for leaf in leaves)]
+                validation_loss = model.loss(model, leaves[0], targets)
+        gradients = torch.autograd.grad(3 * loss, leaves)
+        return [loss.detach(), validation_loss, *gradients]
 
     whole = loss_and_gradients(1000)  # by F.cross_entropy
     torch.testing.assert_close(loss_and_gradients(chunk_rows), whole, atol=far, rtol=far)
@@ -47,14 +48,15 @@ def test_the_chunked_loss_and_its_gradients_are_those_of_whole_logits(
 
 def test_float16_keeps_the_gradient_of_a_mean_over_many_tokens():
     torch.manual_seed(0)
-    x, weight = torch.randn(2**17, 4), torch.randn(64, 4)
+    model = tiny_gpt(vocab_size=64, n_embd=4)
+    weight = torch.nn.init.normal_(model.head_weight).detach()
+    x = torch.randn(2**17, 4)
     targets = torch.arange(2**17) % 64
-    leaf = weight.clone().requires_grad_()
     with autocast(CPU, torch.float16):
-        HeadCrossEntropy(64)(x, leaf, targets).backward()
+        model.loss(model, x, targets).backward()
     one_hot = torch.nn.functional.one_hot(targets)
     expected = ((x @ weight.T).softmax(-1) - one_hot).T @ x / 2**17
-    assert (leaf.grad - expected).norm() < 1e-3 * expected.norm()
+    assert (model.head_weight.grad - expected).norm() < 1e-3 * expected.norm()
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

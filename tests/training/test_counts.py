@@ -133,14 +133,16 @@ def test_activations_of_a_block_are_the_bytes_that_autograd_keeps(fused_norms, r
 def test_the_loss_holds_the_bytes_that_are_forecast(monkeypatch, dtype):
     monkeypatch.setattr(loss, "PLAIN_BYTES", 0)  # the loss of large models
     monkeypatch.setattr(chunked_loss, "SOFTMAX_BYTES_ON_CPU", 2**16)
-    config = GPTConfig(vocab_size=8192, n_embd=32, n_head=2)
+    config = GPTConfig(vocab_size=8192, n_layer=1, n_embd=32, n_head=2)
+    model = GPT(config)
+    loss.has_fast_loss(model)  # compares both computations, once
     hidden = torch.randn(2048, 32, requires_grad=True)
-    weight = torch.nn.Parameter(torch.randn(8192, 32))
+    weight = model.head_weight
     targets = torch.zeros(2048, dtype=torch.long)
     memory = MemTracker()
     memory.track_external(hidden, weight, targets)
     with memory, autocast(CPU, dtype, keep_weights=False):
-        loss.HeadCrossEntropy(8192)(hidden, weight, targets)
+        model.loss(model, hidden, targets)
     peak = memory.get_tracker_snapshot("peak")[CPU]["Total"] - weight.nbytes - targets.nbytes
     forecast = head_memory(config, 2048, Hardware(CPU, dtype, 0), compiled=False)
     assert forecast == pytest.approx(peak, rel=0.02)

@@ -1,0 +1,112 @@
+"""Proofs of shortcuts: each is compared once with the plain model, on a narrow copy of it.
+
+A shortcut computes the same as the plain model in another way: faster, with less memory, or in
+another program. Code that knows only the shortcut goes wrong without an error when someone changes
+the model. So `is_proven` compares both where a shortcut starts, and a shortcut that differs is not
+taken. The copy has the model's class and its config but few channels: it takes milliseconds for
+any size of model, and needs no other process and no GPU.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from model.config import GPTConfig
+
+# Lines for the user go through logging, because model/ does not print. Python writes them to
+# stderr, and `start` in utils/distributed.py turns them off on all processes but the main one.
+notes = logging.getLogger("notes")
+
+Model = TypeVar("Model", bound=nn.Module)  # GPT or a subclass; model/gpt.py imports this file
+
+# Largest logits of the narrow copy are about three times this standard deviation: soft-capping at
+# 15 or 30 has to show.
+LOGITS_STD = 8.0
+
+
+def agrees(shortcut: Tensor, plain: Tensor, dtype: torch.dtype = torch.float32) -> bool:
+    """Return whether two results differ only by rounding in `dtype`: relative to the largest
+    magnitude, by 1e-4 in float32, and by 3 % in bfloat16. NaN never agrees."""
+    tolerance = 0.3 * torch.finfo(dtype).eps ** 0.5
+    if shortcut.shape != plain.shape:
+        return False
+    difference = (shortcut.float() - plain.float()).abs().max()
+    return bool(difference <= tolerance * plain.float().abs().max())
+
+
+def narrow_config(config: GPTConfig) -> GPTConfig:
+    """Return a config with few channels, layers and token ids, but with the same heads, the same
+    context and the same techniques."""
+    # Even, for rotary positions. At least 32 channels, because an edited model may divide them.
+    head_size = max(4, 2 * (16 // config.n_head))
+    n_embd = head_size * config.n_head
+    return replace(
+        config,
+        n_embd=n_embd,
+        n_inner=n_embd,
+        n_layer=min(config.n_layer, 4),
+        vocab_size=min(config.vocab_size, 509),  # padded to 512
+    )
+
+
+def narrow_copy(model_class: type[Model], config: GPTConfig) -> Model:
+    """Return a new model of the class and the techniques of another one, with few channels, in
+    float32 on the CPU and in evaluation mode."""
+    with torch.device("cpu"):
+        model = model_class(narrow_config(config)).float().eval()
+    # Every parameter gets random numbers. What begins at 0 or 1, such as a gate, would hide what it
+    # does.
+    with torch.no_grad():
+        for parameter in model.parameters():
+            # outputs of a matrix (out, in) are about as large as its inputs
+            num_inputs = parameter.size(-1) if parameter.dim() > 1 else 1
+            parameter.normal_(std=num_inputs**-0.5)
+        head_weight = model.head_weight
+        assert isinstance(head_weight, Tensor)  # for mypy, which sees a Module
+        head_weight.mul_(LOGITS_STD)
+    return model
+
+
+def is_proven(shortcut: str, comparison: Callable[[Any], bool], model: Any) -> bool:
+    """Return whether the plain model and a shortcut, named `shortcut` in a message, agree.
+
+    `comparison` takes a narrow copy of `model`, a GPT, and compares both. It runs once for a class
+    of models and a config, in float32 and without changing the global random numbers. The first
+    time that a shortcut differs, or that the copy raises an error, one line says so.
+    """
+    # mypy does not know that classes are hashable
+    return prove(shortcut, comparison, type(model), model.config)  # type: ignore[arg-type]
+
+
+@cache
+def prove(
+    shortcut: str,
+    comparison: Callable[[Any], bool],
+    model_class: type[nn.Module],
+    config: GPTConfig,
+) -> bool:
+    """Do what is_proven says."""
+    reason = "gives another result than the plain model"
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the copy is so small that threads would only wait for each other
+    try:
+        with (
+            torch.device("cpu"),
+            torch.random.fork_rng(devices=[]),  # of the CPU only; the copy is not on a GPU
+            torch.autocast("cpu", enabled=False),
+            torch.enable_grad(),
+        ):
+            torch.default_generator.manual_seed(0)
+            if comparison(narrow_copy(model_class, config)):
+                return True
+    except Exception as error:  # an edited model may raise anything
+        reason = f"cannot be compared with the plain model ({type(error).__name__}: {error})"
+    finally:
+        torch.set_num_threads(num_threads)
+    notes.warning("note: %s %s, so it is not used", shortcut, reason)
+    return False
