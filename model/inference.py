@@ -6,13 +6,20 @@ reads a weight faster in its own layout. On a GPU, casting a weight for each tok
 long as the matmul.
 """
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 from torch import Tensor
 
 from model.gpt import GPT
-from utils.devices import has_onednn
+from model.proof import agrees, is_proven
+from utils.devices import autocast, has_onednn
 
+# Only layers of exactly these classes are replaced: a subclass may compute something else.
+LINEAR_CLASSES = (nn.Linear, FusedLinear)
 onednn = torch.ops.mkldnn  # PyTorch's oneDNN operations; MKL-DNN is the former name of oneDNN
 
 
@@ -38,16 +45,6 @@ class OneDNNLinear(nn.Module):
         return onednn._linear_pointwise(x.to(self.dtype), self.weight, self.bias, "none", [], "")
 
 
-class OneDNNHeadGPT(GPT):
-    """GPT for inference on a CPU, whose head is a OneDNNLinear without padded rows."""
-
-    inference_head: OneDNNLinear  # prepare_for_inference sets it
-
-    def logits(self, x: Tensor) -> Tensor:
-        """Return the logits (B, T, V) of hidden states (B, T, C)."""
-        return self.inference_head(x)
-
-
 def prepare_for_inference(
     model: GPT, device: torch.device, dtype: torch.dtype, num_tokens: int = 1
 ) -> GPT:
@@ -56,24 +53,67 @@ def prepare_for_inference(
     Matmuls have about `num_tokens` tokens: sampling adds one token to each text, scoring reads
     whole batches. They run in `dtype`, as under autocast; embeddings and norms are float32. On a
     CPU whose oneDNN supports `dtype`, linear layers and the head become OneDNNLinear. On a GPU the
-    weights of the blocks are cast to `dtype`.
+    weights of blocks and head are cast to `dtype`. If a narrow copy of the model gives other logits
+    then (model/proof.py), all layers stay as they are.
     """
     model.float()  # load_model returns bfloat16 weights by default
-    blocks = model.transformer.h
+    prepare: Callable[[GPT], None] | None = None
     if device.type == "cpu" and has_onednn(dtype):
-        # list(...), because the loop replaces modules
-        for name, module in list(blocks.named_modules()):
-            if isinstance(module, nn.Linear):
-                replacement = OneDNNLinear(module.weight, module.bias, dtype, num_tokens)
-                blocks.set_submodule(name, replacement)
-        # A copy, because the weight of a tied head is the embedding, which stays float32.
-        head_weight = model.head_weight[: model.config.vocab_size]
-        model.inference_head = OneDNNLinear(head_weight, None, dtype, num_tokens)
-        model.__class__ = OneDNNHeadGPT  # same modules and weights, but its own `logits`
-    elif device.type == "cuda":
-        # Autocast then casts only the inputs of these layers, and no weights. The head, outside the
-        # blocks, stays float32: a tied one is the embedding.
-        for module in blocks.modules():
-            if isinstance(module, nn.Linear):
-                module.to(dtype)
+        prepare = partial(replace_linear_layers, dtype=dtype, num_tokens=num_tokens)
+    elif device.type == "cuda" and dtype is not torch.float32:
+        prepare = partial(cast_linear_layers, dtype=dtype)
+    if prepare is not None:
+        comparison = partial(prepared_agrees, prepare, dtype)
+        if is_proven("the model with faster linear layers", comparison, model):
+            prepare(model)
     return model.eval()
+
+
+def replace_linear_layers(model: GPT, dtype: torch.dtype, num_tokens: int) -> None:
+    """Replace the linear layers of the blocks, and the head, by OneDNNLinear, in place."""
+    blocks = model.transformer.h
+    # list(...), because the loop replaces modules
+    for name, module in list(blocks.named_modules()):
+        if type(module) in LINEAR_CLASSES:
+            replacement = OneDNNLinear(module.weight, module.bias, dtype, num_tokens)
+            blocks.set_submodule(name, replacement)
+    # A copy, because the weight of a tied head is the embedding, which stays float32.
+    head_weight = model.head_weight[: model.config.vocab_size]
+    replace_head(model, OneDNNLinear(head_weight, None, dtype, num_tokens), dtype)
+
+
+def cast_linear_layers(model: GPT, dtype: torch.dtype) -> None:
+    """Cast the weights of the blocks' linear layers to `dtype`, in place, and use a copy of the
+    head's weight that is cast, too. Autocast then casts only inputs."""
+    for module in model.transformer.h.modules():
+        if type(module) in LINEAR_CLASSES:
+            module.to(dtype)
+    head_weight = model.head_weight.detach().to(dtype)  # with padding, as matmuls are faster then
+    V = model.config.vocab_size
+    replace_head(model, lambda x: F.linear(x.to(dtype), head_weight)[..., :V], dtype)
+
+
+def replace_head(model: GPT, fast_head: Callable[[Tensor], Tensor], dtype: torch.dtype) -> None:
+    """Let the model compute `head` by `fast_head` where matmuls run in `dtype`. Scoring, which
+    turns autocast off, still gets float32 logits."""
+    plain_head = model.head
+
+    def head(x: Tensor) -> Tensor:
+        """Return what GPT.head returns."""
+        matmul_dtype = x.dtype
+        if torch.is_autocast_enabled(x.device.type):
+            matmul_dtype = torch.get_autocast_dtype(x.device.type)
+        return fast_head(x) if matmul_dtype is dtype else plain_head(x)
+
+    # This attribute of the model hides the method `head` of its class.
+    model.head = head  # type: ignore[method-assign]
+
+
+@torch.no_grad()
+def prepared_agrees(prepare: Callable[[GPT], None], dtype: torch.dtype, model: GPT) -> bool:
+    """Compare the logits of a narrow copy before and after `prepare`, which changes it in place."""
+    idx = torch.randint(model.config.vocab_size, (2, min(16, model.config.block_size)))
+    with autocast(torch.device("cpu"), dtype):
+        plain = model(idx)
+        prepare(model)
+        return agrees(model(idx), plain, dtype)

@@ -4,11 +4,13 @@ import copy
 
 import pytest
 import torch
+from edited import SoftCapped
 from tiny import RECIPES, tiny_gpt
 
 from model import chunked_loss
 from model import loss as loss_module
 from model.chunked_loss import cross_entropy_
+from model.gpt import GPT, FusedLinear
 from model.inference import OneDNNLinear, prepare_for_inference
 from utils.devices import autocast, has_onednn
 
@@ -67,13 +69,16 @@ def test_a_model_for_inference_gives_the_logits_of_the_plain_one(recipe, dtype):
     plain = tiny_gpt(recipe).eval()
     packed = prepare_for_inference(copy.deepcopy(plain), CPU, dtype)
     linear_layers = [m for m in packed.modules() if isinstance(m, OneDNNLinear)]
-    assert len(linear_layers) == 4 * plain.config.n_layer + 1  # and the head
+    assert len(linear_layers) == 4 * plain.config.n_layer
+    assert "head" in vars(packed)  # hides the method of the class
     idx = torch.arange(32).view(2, 16)
     with torch.no_grad(), autocast(CPU, dtype):
         logits, rounded = packed(idx).float(), plain(idx).float()
     exact = plain(idx)
     error, rounding = (logits - exact).norm(), (rounded - exact).norm()
     assert error <= max(1.2 * rounding, 1e-5 * exact.norm())
+    hidden = plain.hidden(idx)
+    assert packed.logits(hidden).equal(plain.logits(hidden)) or dtype is torch.float32
 
 
 @pytest.mark.parametrize("device, has_onednn", [("cpu", False), ("cuda", True)])
@@ -81,4 +86,45 @@ def test_on_gpus_and_without_onednn_linear_layers_stay_plain(monkeypatch, device
     monkeypatch.setattr("model.inference.has_onednn", lambda dtype: has_onednn)
     model = prepare_for_inference(tiny_gpt(), torch.device(device), torch.float32)
     assert type(model) is type(tiny_gpt())  # the head, too
-    assert isinstance(model.transformer.h[0].attn.c_attn, torch.nn.Linear)
+    assert type(model.transformer.h[0].attn.c_attn) is FusedLinear
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_weights_of_a_gpu_are_cast_once(recipe, dtype, caplog):
+    model = prepare_for_inference(tiny_gpt(recipe), torch.device("cuda"), dtype)
+    assert model.transformer.h[0].attn.c_attn.weight.dtype is dtype and not caplog.records
+    plain = tiny_gpt(recipe).eval()
+    idx = torch.arange(32).view(2, 16)
+    with torch.no_grad(), autocast(CPU, dtype):
+        assert model(idx).equal(plain(idx))
+
+
+def test_soft_capped_logits_stay_capped():
+    model = prepare_for_inference(SoftCapped(tiny_gpt().config), CPU, torch.float32)
+    assert isinstance(model.transformer.h[0].mlp.c_fc, OneDNNLinear)
+    torch.nn.init.constant_(model.transformer.ln_f.bias, 100.0)
+    logits = model(torch.arange(16)[None])
+    assert logits.abs().max() <= 15
+
+
+class DoubledLinear(torch.nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+class ReadsWeights(GPT):
+    """Reads a weight that inference would put into another layout."""
+
+    def logits(self, x):
+        return super().logits(x) + self.transformer.h[0].mlp.c_fc.weight.mean()
+
+
+def test_only_plain_linear_layers_are_replaced_and_only_if_logits_stay_the_same(caplog):
+    model = tiny_gpt()
+    model.transformer.h[0].mlp.c_fc = DoubledLinear(32, 128)
+    prepare_for_inference(model, CPU, torch.float32)
+    assert type(model.transformer.h[0].mlp.c_fc) is DoubledLinear and not caplog.records
+    model = prepare_for_inference(ReadsWeights(tiny_gpt().config), CPU, torch.float32)
+    assert type(model.transformer.h[0].mlp.c_fc) is FusedLinear and "head" not in vars(model)
+    assert "the model with faster linear layers" in caplog.text
