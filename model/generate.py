@@ -168,20 +168,24 @@ def cache_agrees(model: GPT) -> bool:
     num_new = min(4, block_size - 1)  # tokens after the prompts
     texts: list[list[int]] = []
     plain_logits: list[Tensor] = []  # (num_new, V): those after the prompt and its continuations
-    for length in (block_size, max(num_new + 1, block_size - block_size // 4)):
+    for length in (block_size, max(num_new + 1, block_size // 4)):
         text = torch.randint(model.config.vocab_size, (length,))
         texts.append(text.tolist())
         plain_logits.append(model(text[None])[0, -num_new - 1 : -1])
 
-    # one text, which needs no mask and no positions, and two texts of different lengths
-    for num_texts in (1, 2):
-        prompts = [text[:-num_new] for text in texts[:num_texts]]
-        context = Context(model, prompts, num_new, use_cache=True)
-        for i in range(num_new):
-            plain = torch.stack([logits[i] for logits in plain_logits[:num_texts]])
-            if not agrees(context.next_logits(), plain):
-                return False
-            context.append(torch.tensor([text[i - num_new] for text in texts[:num_texts]]))
+    # two texts of different lengths, which need a mask and positions
+    context = Context(model, [text[:-num_new] for text in texts], num_new, use_cache=True)
+    # the first text alone, which needs neither
+    alone = Context(model, [texts[0][:-num_new]], num_new, use_cache=True)
+    for i in range(num_new):
+        plain = torch.stack([logits[i] for logits in plain_logits])  # (2, V)
+        if not agrees(context.next_logits(), plain):
+            return False
+        if not agrees(alone.next_logits(), plain[:1]):
+            return False
+        next_tokens = torch.tensor([text[i - num_new] for text in texts])
+        context.append(next_tokens)
+        alone.append(next_tokens[:1])
     return True
 
 

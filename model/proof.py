@@ -40,16 +40,24 @@ def agrees(shortcut: Tensor, plain: Tensor, dtype: torch.dtype = torch.float32) 
 
 
 def narrow_config(config: GPTConfig) -> GPTConfig:
-    """Return a config with few channels, layers and token ids, but with the same heads, the same
-    context and the same techniques."""
-    # Even, for rotary positions. At least 32 channels, because an edited model may divide them.
-    head_size = max(4, 2 * (16 // config.n_head))
-    n_embd = head_size * config.n_head
+    """Return a config with few channels, heads, layers and token ids, but with the same context and
+    the same techniques."""
+    # The context stays, because a window that is nearly as wide has to show, and attention to it
+    # takes most of the time. So there are few heads, and in a long context only two layers. Four
+    # still have what an edited model does in some layers, such as all but each fourth.
+    kv_heads = min(config.kv_heads, 2)
+    queries_per_key = min(config.n_head // config.kv_heads, 2)
+    n_head = kv_heads * queries_per_key
+    num_layers = max(2, min(4, 2**22 // config.block_size**2))
+    # Even, for rotary positions; 24 channels or more, because an edited model may divide them.
+    n_embd = n_head * max(4, 2 * (16 // n_head))
     return replace(
         config,
         n_embd=n_embd,
         n_inner=n_embd,
-        n_layer=min(config.n_layer, 4),
+        n_head=n_head,
+        n_kv_head=kv_heads,
+        n_layer=min(config.n_layer, num_layers),
         vocab_size=min(config.vocab_size, 509),  # padded to 512
     )
 

@@ -4,7 +4,8 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from model.gpt import GPT
+from model.gpt import GPT, Block
+from model.layers import ScaledDotProduct
 
 
 class SoftCapped(GPT):
@@ -37,3 +38,42 @@ class LabelSmoothed(GPT):
 
 
 LOSSES = [SoftCapped, WithTemperature, WithZLoss, LabelSmoothed]
+
+
+class TokenShift(GPT):
+    """Each block reads half of the channels from the token before."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.transformer.h = nn.ModuleList(ShiftBlock(config, i) for i in range(config.n_layer))
+
+
+class ShiftBlock(Block):
+    def forward(self, x, *inputs):
+        past = F.pad(x, (0, 0, 1, 0))[:, :-1]
+        half = x.size(-1) // 2
+        return super().forward(torch.cat((x[..., :half], past[..., half:]), -1), *inputs)
+
+
+class SlidingWindow(GPT):
+    """Attention to the newest half of the context, in the causal attention of training."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        for block in self.transformer.h:
+            block.attn.attend = WindowedDotProduct(config)
+
+
+class WindowedDotProduct(ScaledDotProduct):
+    def __init__(self, config):
+        super().__init__(config)
+        self.width = config.block_size // 2  # in tokens
+
+    def forward(self, q, k, v, mask=None):
+        T = q.size(2)
+        if mask is None and T > 1:
+            mask = torch.ones(T, T, dtype=torch.bool).tril().triu(1 - self.width)
+        return super().forward(q, k, v, mask)
+
+
+READERS = [TokenShift, SlidingWindow]

@@ -1,9 +1,12 @@
 import pytest
 import torch
+from edited import READERS, SlidingWindow
 from tiny import RECIPES, tiny_gpt
 
 from config import SamplingConfig
-from model.generate import complete, draw_uniforms, generate, sample_token
+from model.config import GPTConfig
+from model.generate import cache_agrees, complete, draw_uniforms, generate, sample_token
+from model.proof import is_proven
 
 OPTIONS = [{"temperature": 0}, {"seed": 3}, {"seed": 3, "top_k": 5}]
 
@@ -106,3 +109,33 @@ def test_a_text_ends_before_the_first_of_several_end_tokens(model):
     (ended,) = complete(model, [[3]], frozenset(ends), sampling)
     place = min(map(free.tokens.index, ends))
     assert (ended.tokens, ended.end_id) == (free.tokens[:place], free.tokens[place])
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_recipe_samples_with_the_cache(recipe, caplog):
+    assert is_proven("the KV cache", cache_agrees, tiny_gpt(recipe)) and not caplog.records
+
+
+@pytest.mark.parametrize("model_class", READERS)
+@torch.no_grad()
+def test_a_model_that_a_cache_does_not_suit_is_sampled_as_it_was_trained(model_class, caplog):
+    model = model_class(tiny_gpt("modern").config).eval()
+    for p in model.parameters():
+        if p.dim() > 1:
+            p.normal_(0, 0.3)
+    assert not is_proven("the KV cache", cache_agrees, model)
+    assert "the KV cache gives another result" in caplog.text
+    prompts = [[1], list(range(2, 18)), [3, 4, 5], list(range(30, 40))]
+    for row, (found, prompt) in enumerate(zip(tokens(model, prompts, 40), prompts, strict=True)):
+        assert found == tokens_without_cache(model, [prompt], 40, first_index=row)[0]
+
+
+@pytest.mark.parametrize("width", [2, 16, 1000, 1020])
+def test_a_window_of_any_width_shows(width):
+    class Windowed(SlidingWindow):
+        def __init__(self, config):
+            super().__init__(config)
+            for block in self.transformer.h:
+                block.attn.attend.width = width
+
+    assert not is_proven("the KV cache", cache_agrees, Windowed(GPTConfig(n_layer=1, n_embd=48)))
