@@ -4,7 +4,8 @@ All processes take part: each scores its share of the batches, and all processes
 of every batch before anything is summed up. So the number of processes changes no metric.
 
 A context and its continuations share one row of a batch (sequence packing), so that the context
-runs through the model once. The attention mask hides the continuations from each other. This file
+runs through the model once. The attention mask hides the continuations from each other. If that
+does not suit the model (model/proof.py), each continuation has a row of its own. This file
 only computes predictions: tasks.py picks the choices, and training/evaluator.py and evaluate.py
 decide what is scored.
 """
@@ -18,7 +19,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from data.named_tokenizer import Tokenizer
@@ -33,6 +33,8 @@ from evaluation.tasks import (
 )
 from evaluation.validation import Scorer
 from model.chunked_loss import chunk_bytes, rows_within
+from model.gpt import GPT
+from model.proof import agrees, is_proven
 from utils.errors import UserError
 
 
@@ -54,15 +56,16 @@ class PackedItem:
         return -(-num_inputs // 8) * 8
 
 
-def pack_items(items: list[list[Continuation]]) -> list[PackedItem]:
-    """Pack the continuations of all items into rows, in order. Continuations of an item share a row
-    if their contexts are equal."""
+def pack_items(items: list[list[Continuation]], share_rows: bool) -> list[PackedItem]:
+    """Pack the continuations of all items into rows, in order. If `share_rows`, continuations of an
+    item share a row if their contexts are equal."""
     packed_items: list[PackedItem] = []
     index = 0  # number of the continuation, counted over all items
     for continuations in items:
         for i, continuation in enumerate(continuations):
             # i > 0 means that packed_items[-1] belongs to this item
-            if i > 0 and continuation.context == packed_items[-1].context:
+            has_row = i > 0 and continuation.context == packed_items[-1].context
+            if share_rows and has_row:
                 packed_items[-1].choices.append(continuation.ids)
             else:
                 packed_items.append(PackedItem(index, continuation.context, [continuation.ids]))
@@ -139,10 +142,43 @@ def make_batch(packed_items: list[PackedItem], device: torch.device) -> PackedBa
     )
 
 
+def targets_hidden(model: GPT, batch: PackedBatch, share_rows: bool) -> Tensor:
+    """Return the hidden states (N, C) that predict the targets of a batch. Unless `share_rows`,
+    each row has one continuation, and the model reads it as in training."""
+    if share_rows:
+        x = model.hidden(batch.idx, positions=batch.positions, mask=batch.mask)  # (B, T, C)
+    else:
+        # padding up to a multiple of 8 may be longer than the context
+        x = model.hidden(batch.idx[:, : model.config.block_size])  # (B, T, C)
+    return x[batch.target_rows, batch.target_columns]
+
+
+@torch.no_grad()
+def packing_agrees(model: GPT) -> bool:
+    """Compare the logits of continuations that share a row with their context, up to the full
+    context, with those of each continuation in a row of its own. `model` is a narrow copy."""
+    block_size = model.config.block_size
+    length = min(4, block_size)  # of a continuation: all but its last token are inputs
+    tokens = torch.randint(model.config.vocab_size, (block_size + 2 * length,)).tolist()
+    context = tokens[: block_size - length + 1]
+    choices = [tokens[block_size : block_size + length], tokens[block_size + length :]]
+    packed = make_batch([PackedItem(0, context, choices)], torch.device("cpu"))
+    alone = make_batch([PackedItem(0, context, [choice]) for choice in choices], packed.idx.device)
+    return agrees(
+        model.logits(targets_hidden(model, packed, share_rows=True)),
+        model.logits(targets_hidden(model, alone, share_rows=False)),
+    )
+
+
+def shares_rows(model: GPT) -> bool:
+    """Return whether continuations of one context may share a row."""
+    return is_proven("scoring several continuations in one row", packing_agrees, model)
+
+
 def score_targets(
-    x: Tensor, weight: Tensor, target_ids: Tensor, banned_ids: list[int]
+    model: GPT, x: Tensor, target_ids: Tensor, banned_ids: list[int]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Score the target ids (N,) that hidden states x (N, C) predict with a head of weight (V, C).
+    """Score the target ids (N,) that hidden states x (N, C) predict.
 
     Return three tensors (N,): the log-probability of each target in nats, whether the target is the
     argmax of all ids, and whether it is the argmax of the ids that are not banned. The argmax is
@@ -150,14 +186,13 @@ def score_targets(
     """
     # One slice at a time, because each hidden state has V float32 logits. The logits of a slice
     # take half of chunk_bytes: logsumexp makes a second tensor of their size.
-    num_rows = rows_within(chunk_bytes(x.device) // 2, 4 * len(weight))
+    num_rows = rows_within(chunk_bytes(x.device) // 2, 4 * model.config.vocab_size)
     logprobs, is_argmax, is_allowed_argmax = [], [], []  # a tensor (n,) for each slice
     # In float32: many of V bfloat16 logits are equal, and ties would decide which id is greedy.
-    weight = weight.float()
     with torch.autocast(x.device.type, enabled=False):
         slices = zip(x.float().split(num_rows), target_ids.split(num_rows), strict=True)
         for chunk, chunk_target_ids in slices:  # (n, C), (n,)
-            logits = F.linear(chunk, weight)  # (n, V)
+            logits = model.logits(chunk).float()  # (n, V)
             target_logits = logits.gather(1, chunk_target_ids[:, None]).squeeze(1)
             logprobs.append(target_logits - logits.logsumexp(-1))  # log-softmax of the targets
             is_argmax.append(logits.argmax(-1) == chunk_target_ids)
@@ -184,7 +219,8 @@ def score_items(
     # The rows of a batch have equal lengths (rounded up). The longest rows come first: if memory
     # runs out, it does so at once and not after an hour.
     block_size = scorer.model.config.block_size
-    packed_items = pack_items([task.continuations(item, tokenizer, block_size) for item in items])
+    continuations = [task.continuations(item, tokenizer, block_size) for item in items]
+    packed_items = pack_items(continuations, shares_rows(scorer.model))
     packed_items.sort(key=lambda packed_item: packed_item.length, reverse=True)
     batches: list[list[PackedItem]] = []
     for _, equal_rows in groupby(packed_items, key=lambda packed_item: packed_item.length):
@@ -218,14 +254,11 @@ def score_batch(
     # for the progress bar: every process scores a batch of about this size at the same time
     scorer.on_batch(len(packed_items) * scorer.process.data_parallel)
     batch = make_batch(packed_items, scorer.process.device)
-    with scorer.process.autocast():
-        # (B, T, C)
-        x = scorer.model.hidden(batch.idx, positions=batch.positions, mask=batch.mask)
     # Only hidden states that predict a target go through the head. Logits of whole rows would take
     # V / C times the memory of the hidden states, 65 times in GPT-2 124M.
-    predicting = x[batch.target_rows, batch.target_columns]  # (N, C)
-    weight = scorer.model.head_weight[: scorer.model.config.vocab_size]  # (V, C)
-    outputs = score_targets(predicting, weight, batch.target_ids, banned_ids)
+    with scorer.process.autocast():
+        x = targets_hidden(scorer.model, batch, shares_rows(scorer.model))  # (N, C)
+    outputs = score_targets(scorer.model, x, batch.target_ids, banned_ids)
     # (N,) each, copied to the CPU at once: reading single elements would copy each one alone
     logprobs, is_argmax, is_allowed_argmax = [values.cpu() for values in outputs]
     logprobs = logprobs.double()  # keeps the digits of a sum over hundreds of tokens

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import user_error
+from edited import READERS, SoftCapped
 
 from data.loader import Sequences, TokenStream
 from data.manifest import read_manifest, write_manifest
@@ -66,8 +67,22 @@ def likeliest_two(model, ids):
     return model(torch.tensor([ids]))[0, -1].topk(2).indices.tolist()
 
 
+@pytest.mark.parametrize("model_class", [SoftCapped, *READERS])
+def test_an_edited_model_scores_as_its_forward_pass(model_class, scorer, caplog):
+    model = model_class(scorer.model.config).eval()
+    model.load_state_dict(scorer.model.state_dict())
+    check_each_continuation(replace(scorer, model=model))
+    is_packed = model_class is SoftCapped
+    assert ("several continuations in one row gives another" in caplog.text) != is_packed
+
+
 @pytest.mark.parametrize("scorer", ["gpt2", "modern", "llama,n_kv_head=1"], indirect=True)
-def test_each_continuation_scores_as_if_it_stood_alone(scorer):
+def test_each_continuation_scores_as_if_it_stood_alone(scorer, caplog):
+    check_each_continuation(scorer)
+    assert not caplog.records
+
+
+def check_each_continuation(scorer):
     for item, predictions in zip(ITEMS, score_items(scorer, BYTES, ITEMS, LAMBADA), strict=True):
         # white space at the end of a context belongs to the continuation, as in the harness
         context = item.context.rstrip()
@@ -152,13 +167,16 @@ def test_targets_looked_up_slice_by_slice_are_those_of_all_logits(monkeypatch, r
     torch.manual_seed(0)
     N, V = 90, 50
     monkeypatch.setattr(scoring, "chunk_bytes", lambda device: 4 * V * rows)
-    x, weight = torch.randn(N, 4).round(), torch.randn(V, 4).round()  # so products are exact
+    model = GPT(GPTConfig(vocab_size=V, n_layer=1, n_head=1, n_embd=4))
+    x, weight = torch.randn(N, 4).round(), model.head_weight.data[:V]
+    weight.copy_(torch.randn(V, 4).round())  # so products are exact
     weight[[5, 20, 33]] = weight[[30, 3, 44]]  # logits that tie
     logits = x @ weight.T
     banned = logits.argmax(-1).unique()[:3].tolist()
     allowed = logits.index_fill(-1, torch.tensor(banned), -torch.inf)
     targets = torch.cat([logits.argmax(-1)[:30], allowed.argmax(-1)[30:60], torch.arange(30)])
-    logprob, hit, filtered = score_targets(x, weight, targets, banned)
+    with torch.no_grad():
+        logprob, hit, filtered = score_targets(model, x, targets, banned)
     torch.testing.assert_close(logprob, -F.cross_entropy(logits, targets, reduction="none"))
     assert hit.equal(logits.argmax(-1) == targets)
     assert filtered.equal(allowed.argmax(-1) == targets)
