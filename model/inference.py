@@ -14,7 +14,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from model.gpt import GPT
+from model.gpt import GPT, FusedLinear
 from model.proof import agrees, is_proven
 from utils.devices import autocast, has_onednn
 
