@@ -305,10 +305,11 @@ def gap(run: Path, other: Path) -> float:
 
 def weights(run: Path, name: str = "model_last.pt") -> dict:
     """Return the float32 weights of a run's checkpoint, and other buffers."""
-    from model.formats.checkpoint import load_checkpoint, open_weights
+    from model.formats.checkpoint import join_float32, load_checkpoint
 
-    path = run / "checkpoints" / name
-    return {k: x[...] for k, x in open_weights(path, load_checkpoint(path))[1].items()}
+    state = load_checkpoint(run / "checkpoints" / name)
+    low = state["model_low"]
+    return {k: join_float32(v, low[k]) if k in low else v for k, v in state["model"].items()}
 
 
 def same_run(a: Path, b: Path) -> bool:

@@ -24,7 +24,7 @@ from model.inference import prepare_for_inference
 from model.initial_weights import new_model
 from utils.distributed import ALONE
 
-path, begins = Path(sys.argv[1]), json.loads(sys.argv[2])
+path, begins, frozen = Path(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3]
 checkpoint = load_checkpoint(path)
 config = GPTConfig(**checkpoint["model_config"])
 _, initial = new_model(GPT, config, checkpoint["config"]["seed"])
@@ -44,7 +44,8 @@ assert not unmet, f"no parameter {unmet}"
 
 # ... and each parameter changes
 for name in dict(fresh.named_parameters()):
-    assert not torch.equal(initial[name][...], trained[name][...]), f"{name} is not trained"
+    is_trained = not torch.equal(initial[name][...], trained[name][...])
+    assert is_trained is not name.endswith(frozen), f"{name} is trained: {is_trained}"
 
 # samples are those of a forward pass, for prompts of several lengths
 model, spec, _ = open_model(path, float32=True)

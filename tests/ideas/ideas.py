@@ -35,6 +35,10 @@ class Idea:
     exports: bool = False
     """True if transformers computes the same; else the export is refused."""
     flags: tuple[str, ...] = ()
+    is_divided: bool = True
+    """False if --sharding refuses the model."""
+    frozen: str = "no parameter"
+    """End of the names of parameters that are not trained."""
     nanogpt_lines: int = 0
     """Lines that the same idea adds or changes in nanoGPT."""
 
@@ -44,7 +48,7 @@ class Idea:
         count = 0
         for edit in self.edits:
             old = edit.old.splitlines()
-            count += sum(line not in old for line in edit.new.splitlines())
+            count += sum(line not in old and line != "" for line in edit.new.splitlines())
         return count
 
 
@@ -284,4 +288,224 @@ class Transformer(nn.Module):
         ],
         nanogpt_lines=1,
     ),
+    Idea(
+        "one MLP for all blocks, frozen embeddings",
+        [
+            Edit(
+                BLOCK,
+                "        self.ln_f = make_norm(config)\n",
+                """\
+        self.wte.weight.requires_grad_(False)
+        for block in self.h:
+            block.mlp = self.h[0].mlp
+        self.ln_f = make_norm(config)
+""",
+            ),
+        ],
+        exports=True,
+        is_divided=False,
+        frozen="wte.weight",
+        nanogpt_lines=3,
+    ),
+    Idea(
+        "soft-capped logits by a field of GPTConfig",
+        [
+            Edit(
+                "model/config.py",
+                "    def __post_init__(self) -> None:\n",
+                """\
+    softcap: NonNegative = 0.0
+    \"\"\"Logits stay within this number, by a tanh; 0: no limit.\"\"\"
+
+    def __post_init__(self) -> None:
+""",
+            ),
+            Edit(
+                BLOCK,
+                "        return self.head(x)\n",
+                """\
+        cap = self.config.softcap
+        return cap * torch.tanh(self.head(x) / cap)
+""",
+            ),
+        ],
+        flags=("--recipe", "{recipe},softcap=0.5"),
+        nanogpt_lines=3,
+    ),
+    Idea(
+        "a second head in training",
+        [
+            Edit(
+                BLOCK,
+                "            self._init_weights()\n",
+                """\
+            self.next_head = nn.Linear(config.n_embd, config.vocab_size)
+            self._init_weights()
+""",
+            ),
+            Edit(
+                BLOCK,
+                """\
+        if reduction == "none":
+            return loss.view_as(targets)  # (B T,) -> (B, T)
+""",
+                """\
+        if reduction == "none":
+            return loss.view_as(targets)  # (B T,) -> (B, T)
+        if self.training:  # predict the token after the next one, too
+            logits = self.next_head(x[:, :-1]).flatten(0, 1)
+            loss = loss + 0.1 * F.cross_entropy(logits, targets[:, 1:].flatten())
+""",
+            ),
+        ],
+        nanogpt_lines=4,
+    ),
 ]
+
+# How the loss of a token is defined; each value is the same line of GPT.token_losses.
+LOSS = '        return F.cross_entropy(logits, targets, ignore_index=-1, reduction="none")\n'
+LOSS_IDEAS = [
+    Idea(
+        "z-loss",
+        [
+            Edit(
+                BLOCK,
+                LOSS,
+                """\
+        losses = F.cross_entropy(logits, targets, ignore_index=-1, reduction="none")
+        return losses + 0.01 * logits.logsumexp(-1).square()
+""",
+            ),
+        ],
+        nanogpt_lines=2,
+    ),
+    Idea(
+        "label smoothing",
+        [Edit(BLOCK, LOSS, LOSS.replace('"none"', '"none", label_smoothing=0.1'))],
+        nanogpt_lines=1,
+    ),
+    Idea(
+        "a learned temperature",
+        [
+            Edit(
+                BLOCK,
+                "            self._init_weights()\n",
+                """\
+            self.temperature = nn.Parameter(torch.ones(()))
+            self._init_weights()
+""",
+            ),
+            Edit(
+                BLOCK,
+                "        return self.head(x)\n",
+                "        return self.head(x) / self.temperature\n",
+            ),
+        ],
+        nanogpt_lines=2,
+    ),
+]
+
+OPTIMIZER = """\
+import torch
+from torch.optim import Optimizer
+
+
+class {name}(Optimizer):
+    def __init__(self, groups, recipe, weight_decay, dtype):
+        super().__init__(groups, {{"lr": 0.0, "weight_decay": weight_decay}})
+        self.calls = 0
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+{before}            for p in group["params"]:
+                state = self.state[p]
+{update}                p.mul_(1 - group["lr"] * group["weight_decay"])
+                p.sub_(update, alpha=0.01 * group["lr"])
+"""
+LION = """\
+                m = state.setdefault("m", torch.zeros_like(p))
+                update = (0.9 * m + 0.1 * p.grad).sign()
+                m.lerp_(p.grad, 0.01)
+"""
+SHAMPOO = """\
+                if "left" not in state:
+                    state["pre"] = [torch.eye(n) * 1e-4 for n in p.shape]
+                    state["left"] = True
+                left, right = state["pre"]
+                left += p.grad @ p.grad.T
+                right += p.grad.T @ p.grad
+                state["count"] = state.get("count", 0) + 1
+                power = [torch.linalg.eigh(x / state["count"]) for x in (left, right)]
+                roots = [(q * s.clamp(min=1e-8) ** -0.25) @ q.T for s, q in power]
+                update = roots[0] @ p.grad @ roots[1]
+"""
+
+
+def optimizer_idea(name: str, before: str, update: str) -> Idea:
+    """Return the idea of a new optimizer for the matrices: one file and one entry."""
+    entry = '    "muon": MatrixOptimizer(moments=1, make=Muon),  # momentum\n'
+    return Idea(
+        name,
+        [
+            Edit(
+                f"training/{name.lower()}.py",
+                "",
+                OPTIMIZER.format(name=name, before=before, update=update),
+            ),
+            Edit(
+                "training/optimizers.py",
+                "from training.muon import Muon, matrix_groups\n",
+                f"from training.{name.lower()} import {name}\n"
+                "from training.muon import Muon, matrix_groups\n",
+            ),
+            Edit(
+                "training/optimizers.py",
+                entry,
+                f'{entry}    "new": MatrixOptimizer(moments=1, make={name}),\n',
+            ),
+        ],
+        flags=("--recipe", "{recipe},optimizer=new"),
+        nanogpt_lines=23,
+    )
+
+
+COUNT = '            group["count"] = group.get("count", 0) + 1\n'
+COUNTED = '                update = update / group["count"] ** 0.1\n'
+OPTIMIZER_IDEAS = [
+    optimizer_idea("Lion", COUNT, LION + COUNTED),
+    optimizer_idea("Shampoo", "", SHAMPOO),
+]
+# A checkpoint would lose its counter: refused after the first step.
+LOST_COUNTER = optimizer_idea("Counted", "            self.calls += 1\n", LION)
+
+LOOP_IDEAS = [
+    Idea(
+        "twice the sequences from step 8 on",
+        [
+            Edit(
+                "train.py",
+                "train_step(run, wrapped, optimizers, batches, micro_steps)",
+                "train_step(run, wrapped, optimizers, batches, micro_steps * (1 + (step >= 8)))",
+            ),
+        ],
+        nanogpt_lines=1,
+    ),
+    Idea(
+        "shorter contexts until step 8",
+        [
+            Edit(
+                "train.py",
+                "        idx, targets = next(batches)  # token ids (B, T) each\n",
+                """\
+        idx, targets = next(batches)  # token ids (B, T) each
+        if progress.step < 8:
+            idx, targets = idx[:, :16], targets[:, :16]
+""",
+            ),
+        ],
+        nanogpt_lines=2,
+    ),
+]
+# Tokens after 20 steps of 512: of twice as many for 12 steps, and of half as many for 8.
+LOOP_TOKENS = [8 * 512 + 12 * 1024, 8 * 256 + 12 * 512]

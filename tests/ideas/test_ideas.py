@@ -5,10 +5,21 @@ import shutil
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, environment, gap, same_run, script, torchrun, train_args
-from ideas import MODEL_IDEAS, Idea, apply
+from conftest import ROOT, environment, gap, losses, same_run, script, torchrun, train_args
+from ideas import (
+    LOOP_IDEAS,
+    LOOP_TOKENS,
+    LOSS_IDEAS,
+    LOST_COUNTER,
+    MODEL_IDEAS,
+    OPTIMIZER_IDEAS,
+    Idea,
+    apply,
+)
 
-PARTS = ("config.py", "recipes.py", "train.py", "convert.py", "evaluate.py", "sample.py")
+from model.formats.checkpoint import load_checkpoint
+
+FILES = ("config.py", "recipes.py", "train.py", "convert.py", "scripts/model_card.md")
 FOLDERS = ("data", "evaluation", "finetuning", "model", "training", "utils")
 
 
@@ -17,33 +28,47 @@ def edited_copy(idea: Idea, folder: Path) -> Path:
     for name in FOLDERS:
         ignored = shutil.ignore_patterns("__pycache__", "*.npy", "*.bin")
         shutil.copytree(ROOT / name, folder / name, ignore=ignored)
-    for name in PARTS:
-        shutil.copy(ROOT / name, folder)
     (folder / "scripts").mkdir()
-    shutil.copy(ROOT / "scripts/model_card.md", folder / "scripts")
+    for name in FILES:
+        shutil.copy(ROOT / name, folder / name)
     apply(idea, folder)
     return folder
 
 
-@pytest.mark.parametrize("recipe", ["gpt2", "modern"])
-@pytest.mark.parametrize("idea", MODEL_IDEAS, ids=lambda idea: idea.name)
-def test_an_idea_in_the_model(idea, recipe, shards, tmp_path):
+def flags(idea: Idea, recipe: str) -> list[str]:
+    """Return the flags of training with an idea."""
+    return ["--recipe", recipe, *(flag.format(recipe=recipe) for flag in idea.flags)]
+
+
+def name_of(idea: Idea) -> str:
+    """Return the name of a row of a test."""
+    return idea.name
+
+
+def train_and_resume(idea: Idea, recipe: str, shards: Path, tmp_path: Path) -> tuple[Path, Path]:
+    """Train for 20 steps with an idea, and again from the middle, which must end with the same
+    bits. Return the copy of the project and the run."""
     copy = edited_copy(idea, tmp_path / "copy")
     run, resumed = tmp_path / "run", tmp_path / "resumed"
-    given = ("--recipe", recipe, "--save_every", 10, "--keep_last", 2, "--dropout", 0, *idea.flags)
+    given = (*flags(idea, recipe), "--save_every", 10, "--keep_last", 2)
     script(*train_args(shards, run, 20, *given), cwd=copy)
-
-    # resumed in the middle, it ends with the same bits
     middle = run / "checkpoints/model_step_000010.pt"
     script(*train_args(shards, resumed, 20, *given, "--resume", middle), cwd=copy)
     assert same_run(resumed, run)
+    return copy, run
+
+
+@pytest.mark.parametrize("recipe", ["gpt2", "modern"])
+@pytest.mark.parametrize("idea", MODEL_IDEAS, ids=name_of)
+def test_an_idea_in_the_model(idea, recipe, shards, tmp_path):
+    copy, run = train_and_resume(idea, recipe, shards, tmp_path)
 
     # begins as written, changes in training, samples and scores are those of a forward pass
     last = run / "checkpoints/model_last.pt"
     check = ROOT / "tests/ideas/check_model.py"
     env = environment() | {"PYTHONPATH": str(copy)}
-    said = script(check, last, json.dumps(idea.begins), env=env, cwd=copy).stdout
-    assert "as a forward pass" in said
+    given = (last, json.dumps(idea.begins), idea.frozen)
+    assert "as a forward pass" in script(check, *given, env=env, cwd=copy).stdout
 
     # another program computes the same, or gets no file
     out = tmp_path / "exported"
@@ -55,14 +80,61 @@ def test_an_idea_in_the_model(idea, recipe, shards, tmp_path):
         assert len(refused.stderr.strip().splitlines()) == 1 and not out.exists()
 
 
+@pytest.mark.parametrize("idea", LOSS_IDEAS, ids=name_of)
+def test_an_idea_in_the_loss_holds_for_few_and_for_many_logits(idea, shards, tmp_path):
+    copy = edited_copy(idea, tmp_path / "copy")
+    few, many = tmp_path / "few", tmp_path / "many"
+    same = ("--total_batch_size", 4096)
+    script(*train_args(shards, few, 10, *same), cwd=copy)
+    # 4,096 tokens of 320 logits are 5.2 MB
+    done = script(*train_args(shards, many, 10, *same, "--micro_batch_size", 128), cwd=copy)
+    assert gap(few, many) < 1e-4
+    assert "the chunked loss gives another result than the plain model" in done.stderr
+    # the definition changes the loss
+    plain = tmp_path / "plain"
+    script(*train_args(shards, plain, 10, *same))
+    assert gap(few, plain) > 1e-4
+
+
+@pytest.mark.parametrize("recipe", ["gpt2", "modern"])
+@pytest.mark.parametrize("idea", OPTIMIZER_IDEAS, ids=name_of)
+def test_an_optimizer_is_a_file_and_an_entry_and_resumes(idea, recipe, shards, tmp_path):
+    _, run = train_and_resume(idea, recipe, shards, tmp_path)
+    assert losses(run)[20] < losses(run)[1] - 0.1
+
+
+def test_a_counter_that_a_checkpoint_would_lose_is_refused_at_the_first_step(shards, tmp_path):
+    copy = edited_copy(LOST_COUNTER, tmp_path / "copy")
+    args = train_args(shards, tmp_path, 20, *flags(LOST_COUNTER, "modern"))
+    done = script(*args, cwd=copy, code=2)
+    assert "could not be resumed: Counted.calls changes: keep it in `state`" in done.stderr
+    assert "Traceback" not in done.stderr and list(losses(tmp_path)) == [1]
+
+
+@pytest.mark.parametrize("idea, tokens", zip(LOOP_IDEAS, LOOP_TOKENS, strict=True), ids=str)
+def test_an_idea_in_the_loop_counts_its_tokens_and_resumes(idea, tokens, shards, tmp_path):
+    _, run = train_and_resume(idea, "gpt2", shards, tmp_path)
+    assert load_checkpoint(run / "checkpoints/model_last.pt")["tokens"] == tokens
+
+
+@pytest.mark.parametrize("idea", MODEL_IDEAS + LOSS_IDEAS + LOOP_IDEAS, ids=name_of)
+def test_an_idea_has_as_many_lines_as_in_nanogpt_and_two_at_most(idea):
+    assert 0 < idea.lines <= idea.nanogpt_lines + 2
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["gpt2", "modern"])
-@pytest.mark.parametrize("idea", MODEL_IDEAS, ids=lambda idea: idea.name)
-def test_an_idea_on_two_processes(idea, recipe, shards, tmp_path):
+@pytest.mark.parametrize("idea", MODEL_IDEAS + LOSS_IDEAS + OPTIMIZER_IDEAS[:1], ids=name_of)
+def test_an_idea_on_two_processes_equals_one(idea, recipe, shards, tmp_path):
     copy = edited_copy(idea, tmp_path / "copy")
-    given = ("--recipe", recipe, *idea.flags)
+    given = flags(idea, recipe)
     script(*train_args(shards, tmp_path / "one", 20, *given), cwd=copy)
     for sharding in ("none", "zero2"):
         run = tmp_path / sharding
-        torchrun(2, *train_args(shards, run, 20, *given, "--sharding", sharding), cwd=copy)
-        assert gap(run, tmp_path / "one") < 2e-4
+        args = train_args(shards, run, 20, *given, "--sharding", sharding)
+        if sharding == "none" or idea.is_divided:
+            torchrun(2, *args, cwd=copy)
+            assert gap(run, tmp_path / "one") < 2e-4
+        else:
+            (refused, _) = torchrun(2, *args, cwd=copy, code=2)
+            assert "which modules share" in refused.stderr and "Traceback" not in refused.stderr

@@ -39,6 +39,7 @@ from model.rows import Rows
 from training.parallel.own_rows import fill_model
 from training.parallel.tensor_parallel import by_mesh, parallelize
 from utils.distributed import Process
+from utils.errors import UserError
 
 
 def wrap(model: GPT, weights: Mapping[str, Rows], process: Process, sharding: str) -> nn.Module:
@@ -66,7 +67,7 @@ def divide_model(model: GPT, process: Process, sharding: str) -> None:
 
     Blocks are gathered in the dtype of matmuls, and gradients are reduced in float32. A replica is
     a set of processes that together hold one copy of the weights and optimizer state. By default it
-    is a machine.
+    is a machine. Raises UserError for a parameter that several modules share.
     """
     # FSDP2 shards along "shard" and reduce-scatters gradients there. It all-reduces the shards of
     # gradients along "replicate" (HSDP): with a copy in each machine, only this goes between
@@ -87,6 +88,12 @@ def divide_model(model: GPT, process: Process, sharding: str) -> None:
     mixed_precision = MixedPrecisionPolicy(
         process.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
+    names = {p: name for name, p in model.named_parameters()}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        if names[p] != name:  # FSDP2 would divide it in each of these modules
+            raise UserError(
+                f"--sharding cannot divide {name}, which modules share; train with --sharding none"
+            )
     # FSDP2 divides no single numbers: every process holds them, and average_numbers below averages
     # their gradients.
     numbers = {p for p in model.parameters() if p.dim() == 0}
