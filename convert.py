@@ -23,8 +23,14 @@ from data.tokenizer import CHAT_TEMPLATE, load_tokenizer
 from finetuning.chat import is_chat
 from model.config import SIZED
 from model.formats.checkpoint import find_checkpoint
-from model.formats.huggingface import save_pretrained
-from model.formats.huggingface_weights import EMBEDDING, HEAD, differences, nearest_gpt2
+from model.formats.huggingface import refuse_another_architecture, save_pretrained
+from model.formats.huggingface_weights import (
+    EMBEDDING,
+    HEAD,
+    differences,
+    nearest_gpt2,
+    refuse_other_weights,
+)
 from model.gpt import GPT
 from training.parallel.own_rows import copy_state
 from training.run import Progress
@@ -116,7 +122,7 @@ def export_checkpoint(checkpoint_path: Path, out: Path, is_for_nanogpt: bool) ->
 
 def to_nanogpt(model: GPT) -> dict:
     """Return the content of a ckpt.pt for nanoGPT's sample.py: float32 weights and the fields of
-    its config. Raise UserError for an architecture that nanoGPT lacks.
+    its config. Raise UserError for an architecture or weights that nanoGPT lacks.
 
     nanoGPT computes the exact GELU, even if `model` computes the tanh approximation.
     """
@@ -126,6 +132,9 @@ def to_nanogpt(model: GPT) -> dict:
     if misfits:
         raise UserError(f"nanoGPT has no model that differs from GPT-2 in {', '.join(misfits)}")
     weights = model.state_dict()  # its parameter names are the same as nanoGPT's
+    refuse_other_weights(weights)
+    # transformers' GPT-2 computes the same as nanoGPT's with the GELU of the model
+    refuse_another_architecture(type(model), model_config)  # type: ignore[arg-type]  # hashable
     # Drop the padding of the vocabulary: nanoGPT would sample these ids.
     weights[EMBEDDING] = weights[EMBEDDING][: model_config.vocab_size]
     weights[HEAD] = weights[EMBEDDING]  # tied: one tensor under both names

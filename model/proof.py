@@ -22,6 +22,7 @@ from model.config import GPTConfig
 # stderr, and `start` in utils/distributed.py turns them off on all processes but the main one.
 notes = logging.getLogger("notes")
 
+Output = TypeVar("Output")
 Model = TypeVar("Model", bound=nn.Module)  # GPT or a subclass; model/gpt.py imports this file
 
 # Largest logits of the narrow copy are about three times this standard deviation: soft-capping at
@@ -54,7 +55,7 @@ def narrow_config(config: GPTConfig) -> GPTConfig:
     return replace(
         config,
         n_embd=n_embd,
-        n_inner=n_embd,
+        n_inner=None if config.n_inner is None else n_embd,
         n_head=n_head,
         n_kv_head=kv_heads,
         n_layer=min(config.n_layer, num_layers),
@@ -91,15 +92,11 @@ def is_proven(shortcut: str, comparison: Callable[[Any], bool], model: Any) -> b
     return prove(shortcut, comparison, type(model), model.config)  # type: ignore[arg-type]
 
 
-@cache
-def prove(
-    shortcut: str,
-    comparison: Callable[[Any], bool],
-    model_class: type[nn.Module],
-    config: GPTConfig,
-) -> bool:
-    """Do what is_proven says."""
-    reason = "gives another result than the plain model"
+def on_narrow_copy(
+    function: Callable[[Any], Output], model_class: type[nn.Module], config: GPTConfig
+) -> Output:
+    """Call a function with a narrow copy of a model of this class and config, and return its
+    result. Random numbers, autocast and threads are the same for every caller."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)  # the copy is so small that threads would only wait for each other
     try:
@@ -110,11 +107,24 @@ def prove(
             torch.enable_grad(),
         ):
             torch.default_generator.manual_seed(0)
-            if comparison(narrow_copy(model_class, config)):
-                return True
-    except Exception as error:  # an edited model may raise anything
-        reason = f"cannot be compared with the plain model ({type(error).__name__}: {error})"
+            return function(narrow_copy(model_class, config))
     finally:
         torch.set_num_threads(num_threads)
+
+
+@cache
+def prove(
+    shortcut: str,
+    comparison: Callable[[Any], bool],
+    model_class: type[nn.Module],
+    config: GPTConfig,
+) -> bool:
+    """Do what is_proven says."""
+    reason = "gives another result than the plain model"
+    try:
+        if on_narrow_copy(comparison, model_class, config):
+            return True
+    except Exception as error:  # an edited model may raise anything
+        reason = f"cannot be compared with the plain model ({type(error).__name__}: {error})"
     notes.warning("note: %s %s, so it is not used", shortcut, reason)
     return False

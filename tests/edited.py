@@ -76,4 +76,26 @@ class WindowedDotProduct(ScaledDotProduct):
         return super().forward(q, k, v, mask)
 
 
+class PostNorm(GPT):
+    def __init__(self, config):
+        super().__init__(config)
+        self.transformer.h = nn.ModuleList(PostNormBlock(config, i) for i in range(config.n_layer))
+
+
+class PostNormBlock(Block):
+    def forward(self, x, *inputs):
+        x = self.ln_1(x + self.attn(x, *inputs))
+        return self.ln_2(x + self.mlp(x))
+
+
+class WithGate(GPT):
+    """Each block has a weight that begins where it has no effect."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        for block in self.transformer.h:
+            block.gate = nn.Linear(config.n_embd, 1)
+            nn.init.zeros_(block.gate.weight)
+
+
 READERS = [TokenShift, SlidingWindow]

@@ -1,11 +1,27 @@
-"""Folders of Hugging Face's format, read and written without importing transformers."""
+"""Folders of Hugging Face's format.
+
+Before a folder is written, the model is compared with transformers, which computes the same only if
+nobody has changed model/gpt.py. Reading a folder does not import transformers.
+"""
 
 import json
 from collections.abc import Collection
+from functools import cache
 from pathlib import Path
 
+import torch
+from torch import Tensor
+
+from model.config import GPTConfig
 from model.formats.huggingface_weights import config_to_hf, weights_to_hf
 from model.gpt import GPT
+from model.proof import agrees, on_narrow_copy
+from utils.errors import UserError
+
+# Tokens of a narrow copy that are compared with transformers, so that a window shows. Angles of
+# rotary positions are rounded, so that later positions would differ by more than the tolerance.
+NARROW_TOKENS = 2048
+TOKENS = 16  # of the model itself
 
 
 def load_pretrained(model_name: str | Path) -> GPT:
@@ -26,7 +42,8 @@ def save_pretrained(
 
     `eot` is the token id of end of text, by default the last id. Generation ends at `end_ids`, by
     default at `eot`. A text begins with the id `bos`, by default `eot`.
-    Raises UserError for a model that is not a GPT-2, LLaMA or Qwen3 of transformers.
+    Raises UserError for a model that is not a GPT-2, LLaMA or Qwen3 of transformers, also if only
+    its logits are others. Nothing is written then.
     """
     from safetensors.torch import save_file  # here, because training does not need it
 
@@ -48,7 +65,9 @@ def save_pretrained(
         generation_config["eos_token_id"] = [eot, *other_ends]
     hf_weights = weights_to_hf(model.state_dict(), model.config)
     # contiguous, because safetensors cannot save transposed views
-    hf_weights = {hf_name: x.contiguous() for hf_name, x in hf_weights.items()}
+    hf_weights = {hf_name: x.cpu().contiguous() for hf_name, x in hf_weights.items()}
+    refuse_another_architecture(type(model), model.config)  # type: ignore[arg-type]  # hashable
+    compare_with_transformers(model, hf_weights, TOKENS)
 
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(hf_config, indent=1), encoding="utf-8")
@@ -57,3 +76,56 @@ def save_pretrained(
     # older transformers refuse a file without this metadata
     save_file(hf_weights, path, metadata={"format": "pt"})
     path.chmod(0o644)  # safetensors makes files that other users cannot read
+
+
+@cache
+def refuse_another_architecture(model_class: type[GPT], config: GPTConfig) -> None:
+    """Raise UserError if models of this class and config compute something else than the model of
+    transformers that their export names. A narrow copy shows it for texts up to the context."""
+
+    def compare(narrow: GPT) -> None:
+        hf_weights = weights_to_hf(narrow.state_dict(), narrow.config)
+        compare_with_transformers(narrow, hf_weights, NARROW_TOKENS)
+
+    try:
+        on_narrow_copy(compare, model_class, config)
+    except UserError:
+        raise
+    except Exception as error:  # an edited model may raise anything
+        raise UserError(
+            f"this model cannot be compared with transformers, so nothing was written: {error}"
+        ) from error
+
+
+@torch.no_grad()
+def compare_with_transformers(model: GPT, hf_weights: dict[str, Tensor], num_tokens: int) -> None:
+    """Raise UserError if transformers computes other logits with `hf_weights`, the weights of
+    `model`, for a text of `num_tokens` tokens or of the whole context."""
+    import transformers  # here, because it takes seconds
+
+    hf_fields = config_to_hf(model.config)
+    (class_name,) = hf_fields["architectures"]  # "LlamaForCausalLM"
+    # generation_config.json has the ids of special tokens; here they only must exist
+    special_ids = {"bos_token_id": 0, "eos_token_id": 0}
+    hf_config = transformers.AutoConfig.for_model(**hf_fields | special_ids)
+    transformers.utils.logging.disable_progress_bar()
+    # shares the memory of the weights
+    hf_model = getattr(transformers, class_name).from_pretrained(
+        None, config=hf_config, state_dict=hf_weights, dtype=torch.float32
+    )
+    transformers.utils.logging.enable_progress_bar()
+
+    was_training = model.training
+    model.eval()  # no dropout
+    num_tokens = min(num_tokens, model.config.block_size)
+    generator = torch.Generator("cpu").manual_seed(0)
+    idx = torch.randint(model.config.vocab_size, (1, num_tokens), generator=generator)
+    ours = model(idx.to(model.head_weight.device)).cpu().float()  # (1, T, V)
+    model.train(was_training)
+    theirs = hf_model.eval()(idx).logits  # (1, T, V)
+    if not agrees(ours, theirs, model.head_weight.dtype):
+        difference = (ours - theirs).abs().max()
+        raise UserError(
+            f"this model is not the {class_name} of transformers: its logits differ by up to "
+            f"{difference:.2g}, and nothing was written"
+        )

@@ -8,6 +8,7 @@ A name with `hf` belongs to transformers, and every other name to this project.
 """
 
 import json
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -284,9 +285,24 @@ def weight_to_hf(
     return {f"{prefix}{hf_module}.weight": hf_x for hf_module, hf_x in hf_modules}
 
 
+def refuse_other_weights(weights: Iterable[str]) -> None:
+    """Raise UserError if a model has weights that no GPT-2 or LLaMA has, and name them."""
+    known = {"transformer.wpe", *LLAMA_WEIGHTS}
+    others: list[str] = []
+    for name in weights:
+        module, _, parameter = name.rpartition(".")  # "transformer.h.3.mlp.c_fc", "weight"
+        if module.startswith("transformer.h."):
+            module = module.split(".", 3)[-1]  # "mlp.c_fc"
+        if module not in known or parameter not in ("weight", "bias"):
+            others.append(name)
+    if others:
+        raise UserError(f"no other program has a place for the weights {', '.join(others)}")
+
+
 def weights_to_hf(weights: dict[str, Tensor], config: GPTConfig) -> dict[str, Tensor]:
     """Return the state dict of transformers' GPT2LMHeadModel, LlamaForCausalLM or Qwen3ForCausalLM,
-    without the padded vocabulary."""
+    without the padded vocabulary. Raise UserError for weights that none of them has."""
+    refuse_other_weights(weights)
     hf_weights: dict[str, Tensor] = {}
     for name, x in weights.items():
         hf_weights |= weight_to_hf(name, x, config)

@@ -14,13 +14,16 @@ from conftest import (
     weights,
     without,
 )
+from edited import SoftCapped, WithGate
 from tokenizers import processors
 
-from convert import ConvertOptions, main
+from convert import ConvertOptions, main, to_nanogpt
 from data.export_tokenizer import to_backend
 from data.tokenizer import load_tokenizer, read_tokenizer
+from model.config import GPTConfig
 from model.formats.checkpoint import join_float32, load_checkpoint, load_model
 from model.formats.huggingface import load_pretrained
+from model.gpt import GPT
 
 
 @pytest.fixture(scope="module")
@@ -137,3 +140,13 @@ def test_a_model_of_the_hub_is_downloaded_and_used(exported, tmp_path):
         assert not any("msgpack" in path for path in handler.asked)
         done = script(*args, "--model", "me/other", env=env, code=2)
         assert "me/other" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "model_class, message", [(SoftCapped, "logits differ by up to"), (WithGate, "h.0.gate.weight")]
+)
+def test_nanogpt_gets_no_edited_model(model_class, message):
+    config = GPTConfig(64, 257, n_layer=1, n_head=2, n_embd=32)
+    assert to_nanogpt(GPT(config))["model_args"]["n_embd"] == 32
+    with user_error(message):
+        to_nanogpt(model_class(config))

@@ -7,6 +7,7 @@ import huggingface_hub
 import pytest
 import torch
 from conftest import user_error
+from edited import READERS, PostNorm, SoftCapped, WithGate
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -217,6 +218,28 @@ def test_a_model_that_transformers_has_no_class_for_is_named(tmp_path):
     ):
         with user_error(message):
             save_pretrained(random_ours(SHAPES[2], **fields), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("fields", [{}, QWEN3], ids=["gpt2", "qwen3"])
+@pytest.mark.parametrize("model_class", [SoftCapped, PostNorm, *READERS])
+def test_a_model_with_other_logits_is_no_model_of_transformers(fields, model_class, tmp_path):
+    model = model_class(random_ours(SHAPES[2], **fields).config)
+    with user_error("is not the (GPT2LMHeadModel|Qwen3ForCausalLM) of .*differ by up to [0-9]"):
+        save_pretrained(model, tmp_path / "out")
+    model = random_ours(SHAPES[2], **fields)
+    activate = model.transformer.h[1].mlp.activate
+    model.transformer.h[1].mlp.activate = lambda x: 2 * activate(x)  # only this model
+    with user_error("logits differ by up to [0-9.]+, and nothing was written"):
+        save_pretrained(model, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("fields", [{}, QWEN3], ids=["gpt2", "qwen3"])
+def test_weights_that_transformers_has_no_place_for_are_named(fields, tmp_path):
+    model = WithGate(random_ours(SHAPES[2], **fields).config)
+    with user_error("no other program has a place for .*h.0.gate.weight, .*h.0.gate.bias"):
+        save_pretrained(model, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
