@@ -8,7 +8,8 @@ any size of model, and needs no other process and no GPU.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from typing import Any, TypeVar
@@ -40,13 +41,13 @@ def agrees(shortcut: Tensor, plain: Tensor, dtype: torch.dtype = torch.float32) 
     return bool(difference <= tolerance * plain.float().abs().max())
 
 
-def narrow_config(config: GPTConfig) -> GPTConfig:
+def narrow_config(config: GPTConfig, max_kv_heads: int) -> GPTConfig:
     """Return a config with few channels, heads, layers and token ids, but with the same context and
     the same techniques."""
     # The context stays, because a window that is nearly as wide has to show, and attention to it
     # takes most of the time. So there are few heads, and in a long context only two layers. Four
     # still have what an edited model does in some layers, such as all but each fourth.
-    kv_heads = min(config.kv_heads, 2)
+    kv_heads = min(config.kv_heads, max_kv_heads)
     queries_per_key = min(config.n_head // config.kv_heads, 2)
     n_head = kv_heads * queries_per_key
     num_layers = max(2, min(4, 2**22 // config.block_size**2))
@@ -63,11 +64,18 @@ def narrow_config(config: GPTConfig) -> GPTConfig:
     )
 
 
-def narrow_copy(model_class: type[Model], config: GPTConfig) -> Model:
+def narrow_copy(model_class: type[Model], config: GPTConfig, max_kv_heads: int = 2) -> Model:
     """Return a new model of the class and the techniques of another one, with few channels, in
-    float32 on the CPU and in evaluation mode."""
-    with torch.device("cpu"):
-        model = model_class(narrow_config(config)).float().eval()
+    float32 on the CPU and in evaluation mode. It is the same on every process, and the global
+    random numbers do not change."""
+    with torch.device("cpu"), own_random_numbers():
+        model = model_class(narrow_config(config, max_kv_heads)).float().eval()
+        fill_with_random_numbers(model)
+    return model
+
+
+def fill_with_random_numbers(model: nn.Module) -> None:
+    """Set every parameter of a narrow copy, in place, so that logits reach about +-20."""
     # Every parameter gets random numbers. What begins at 0 or 1, such as a gate, would hide what it
     # does.
     with torch.no_grad():
@@ -78,7 +86,16 @@ def narrow_copy(model_class: type[Model], config: GPTConfig) -> Model:
         head_weight = model.head_weight
         assert isinstance(head_weight, Tensor)  # for mypy, which sees a Module
         head_weight.mul_(LOGITS_STD)
-    return model
+
+
+@contextmanager
+def own_random_numbers() -> Iterator[None]:
+    """Return a context with the same random numbers for every call and process, after which the
+    global random numbers of the CPU continue."""
+    # devices=[]: the copy is on the CPU, so those of GPUs do not change
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
+        yield
 
 
 def is_proven(shortcut: str, comparison: Callable[[Any], bool], model: Any) -> bool:
@@ -102,11 +119,10 @@ def on_narrow_copy(
     try:
         with (
             torch.device("cpu"),
-            torch.random.fork_rng(devices=[]),  # of the CPU only; the copy is not on a GPU
+            own_random_numbers(),
             torch.autocast("cpu", enabled=False),
             torch.enable_grad(),
         ):
-            torch.default_generator.manual_seed(0)
             return function(narrow_copy(model_class, config))
     finally:
         torch.set_num_threads(num_threads)

@@ -98,4 +98,23 @@ class WithGate(GPT):
             nn.init.zeros_(block.gate.weight)
 
 
+class WithQueryScale(GPT):
+    """The queries of all heads have one learned factor. Divided among processes, its logits are
+    right, but each process has the gradient of its own heads alone."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        for block in self.transformer.h:
+            block.attn.attend = ScaledQueries(config)
+
+
+class ScaledQueries(ScaledDotProduct):
+    def __init__(self, config):
+        super().__init__(config)
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, q, k, v, mask=None):
+        return super().forward(q * self.scale, k, v, mask)
+
+
 READERS = [TokenShift, SlidingWindow]

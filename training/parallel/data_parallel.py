@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     FSDPModule,
     MixedPrecisionPolicy,
@@ -35,9 +35,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from model.gpt import GPT
+from model.initial_weights import build_without_weights
+from model.proof import agrees, narrow_copy
 from model.rows import Rows
 from training.parallel.own_rows import fill_model
-from training.parallel.tensor_parallel import by_mesh, parallelize
+from training.parallel.tensor_parallel import by_mesh, check_divides, parallelize
 from utils.distributed import Process
 from utils.errors import UserError
 
@@ -81,6 +83,7 @@ def divide_model(model: GPT, process: Process, sharding: str) -> None:
     mesh = all_mesh["replicate", "shard"] if process.replicas > 1 else all_mesh["shard"]
     # Tensor parallelism comes first. FSDP2 then divides the part that each process holds.
     if process.tensor_parallel > 1:
+        refuse_wrong_division(model, all_mesh["tensor"], process)
         parallelize(model, all_mesh["tensor"])
 
     # FSDP2 casts the weights of a block before it gathers them, which halves the bytes to send. It
@@ -116,6 +119,52 @@ def divide_model(model: GPT, process: Process, sharding: str) -> None:
     # FSDP2 warns if a module returns a view, because an in-place operation on it would lose a hook.
     # The loss is a view, but nothing changes it in place.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module.*returned a view tensor")
+
+
+def refuse_wrong_division(model: GPT, mesh: DeviceMesh, process: Process) -> None:
+    """Raise UserError on all processes if tensor parallelism over the mesh computes another loss or
+    other gradients than the undivided model. A narrow copy of the model shows it."""
+    check_divides(model.config, mesh.size())
+    try:
+        agree = division_agrees(model, mesh, process.device)
+    except Exception:  # an edited model may raise anything, the same on every process
+        agree = False
+    if not process.all_agree(agree):
+        raise UserError(
+            f"{mesh.size()} processes cannot share the blocks of this model: divided by the four "
+            "linear layers of model/gpt.py, it has another loss or other gradients"
+        )
+
+
+def division_agrees(model: GPT, mesh: DeviceMesh, device: torch.device) -> bool:
+    """Compare a narrow copy of the model with the same weights divided among the processes of the
+    mesh. Every process of the mesh must call it."""
+    plain = narrow_copy(type(model), model.config, max_kv_heads=mesh.size())
+    weights = dict(plain.state_dict())  # on the CPU
+    divided = build_without_weights(type(plain), plain.config)
+    parallelize(divided, mesh)
+    fill_model(divided, weights, device)
+    divided.eval()
+    plain.to(device)
+
+    # ids that do not repeat each other, without random numbers
+    idx = torch.arange(min(32, plain.config.block_size), device=device).square()
+    idx = (idx % plain.config.vocab_size).unsqueeze(0)  # (1, T)
+    losses: list[Tensor] = []
+    for narrow in (divided, plain):
+        loss = narrow(idx, idx)
+        loss.backward()
+        losses.append(loss.detach())
+    divided_loss, plain_loss = losses
+    if not agrees(divided_loss, plain_loss):
+        return False
+    # Parameters that are not divided get the same gradients on every process.
+    for p, plain_p in zip(divided.parameters(), plain.parameters(), strict=True):
+        if isinstance(p, DTensor) or plain_p.grad is None:
+            continue
+        if p.grad is None or not agrees(p.grad, plain_p.grad):
+            return False
+    return True
 
 
 def sync_gradients(wrapped: nn.Module, sharding: str, *, is_last: bool) -> AbstractContextManager:

@@ -174,3 +174,11 @@ def test_muon_sees_the_whole_matrices_of_reordered_rows():
     update = orthogonalize(stack[:, order], (4, 2, 2))
     assert torch.equal(update, orthogonalize(stack, sizes)[:, order])
     assert not torch.allclose(update, orthogonalize(stack[:, order], sizes), atol=0.1)
+
+
+def test_a_model_that_division_changes_is_refused():
+    said = torchrun(2, "tests/divide_edited.py")[0].stdout
+    lines = said.splitlines()
+    assert lines[:6] == ["GPT: divided"] * 3 + ["SoftCapped: divided"] * 3
+    message = "WithQueryScale: 2 processes cannot share the blocks of this model"
+    assert all(line.startswith(message) for line in lines[6:]) and len(lines) == 9
