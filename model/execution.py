@@ -33,6 +33,14 @@ SAVED_OPS = [
 # The argument `context_fn` of `recompute`: keep outputs of SAVED_OPS, recompute everything else.
 keep_matmuls = partial(create_selective_checkpoint_contexts, SAVED_OPS)
 
+# Rules of the compiler, fields of torch._functorch.config: they ban recomputation that takes long.
+# For "cheap" they are off, and the compiler recomputes everything that it can fuse.
+RECOMPUTATION_BANS = (
+    "ban_recompute_used_far_apart",
+    "ban_recompute_long_fusible_chains",
+    "ban_recompute_materialized_backward",
+)
+
 
 @dataclass(frozen=True)
 class Execution:
@@ -119,13 +127,9 @@ def configure_compiler(execution: Execution) -> None:
     # Batches of fine-tuning have several lengths, and each length needs a graph. The compiler
     # raises an error above this number of graphs, which is 8 by default.
     torch._dynamo.config.recompile_limit = 64
-    # The compiler chooses what the backward pass recomputes. By default these three rules ban
-    # recomputation that takes long. For "cheap" they are off, and the compiler recomputes
-    # everything that it can fuse.
-    may_recompute = execution.checkpointing == "cheap"
-    torch._functorch.config.ban_recompute_used_far_apart = not may_recompute
-    torch._functorch.config.ban_recompute_long_fusible_chains = not may_recompute
-    torch._functorch.config.ban_recompute_materialized_backward = not may_recompute
+    # The compiler chooses what the backward pass recomputes.
+    for name in RECOMPUTATION_BANS:
+        setattr(torch._functorch.config, name, execution.checkpointing != "cheap")
 
 
 def uncompiled(compiled: bool) -> AbstractContextManager:

@@ -312,6 +312,10 @@ class GPT(nn.Module):
     def flops_per_token(self) -> int:
         """Return forward and backward FLOPs per token of a full context, for MFU: 6 N + 12 L C T
         (Chowdhery et al. 2022, appendix B). As there and in nanoGPT, attention counts as if it had
-        no causal mask."""
+        no causal mask.
+
+        MFU keeps this convention for every model, so that its figures compare. N counts the
+        parameters of the model as it is, with all experts of a mixture. Forecasts of time measure
+        the FLOPs of the blocks instead (training/forecast/blocks.py)."""
         attention_flops = 12 * self.config.n_layer * self.config.n_embd * self.config.block_size
         return 6 * self.num_matmul_parameters() + attention_flops

@@ -9,7 +9,6 @@ from model.config import GPTConfig
 from model.gpt import GPT
 from model.layers import attention_kernel
 from recipes import Recipe
-from training.forecast.step_time import step_flops
 from training.options import continued_model_config
 from training.parallel.tensor_parallel import check_divides
 from training.run import Run
@@ -117,7 +116,9 @@ def print_summary(
     if run.process.device.type == "cpu":
         # Estimated from the speed of a matmul, because a progress bar shows nothing until the first
         # step ends, which may take minutes.
-        step_seconds = seconds_on_cpu(step_flops(options, model), run.process.dtype)
+        # FLOPs by the formula, because measuring those of recomputation would take a second.
+        step_flops = options.total_batch_size * model.flops_per_token()
+        step_seconds = seconds_on_cpu(step_flops, run.process.dtype)
         run_seconds = step_seconds * (options.max_steps - run.progress.step)
         if run_seconds > SLOW_RUN_SECONDS:
             run.logger.print(

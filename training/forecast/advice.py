@@ -6,8 +6,6 @@ from dataclasses import replace
 
 from config import ResolvedTrainOptions
 from model.config import GPTConfig
-from model.gpt import GPT
-from model.initial_weights import build_without_weights
 from recipes import Recipe
 from training.forecast.memory import USABLE, Hardware, forecast_memory
 from training.forecast.step_time import forecast_step
@@ -74,7 +72,6 @@ def advise(
     On devices of unknown speed all are equally fast. If no flags fit, the text says what else
     helps. Return "" if no flags make the numbers of the run divide.
     """
-    model = build_without_weights(GPT, model_config)  # forecast_step counts its FLOPs
     world_size = hardware.world_size
     # values of --shard_across that divide a copy over two machines, three machines, ...
     several_machines = range(2 * hardware.per_machine, world_size + 1, hardware.per_machine)
@@ -102,7 +99,8 @@ def advise(
         if micro_batch_size == 0:  # not even one sequence fits
             advice = advice or "no flags make it fit; take a smaller model, or more GPUs"
             continue
-        forecast = forecast_step(replace(trial, micro_batch_size=micro_batch_size), model, hardware)
+        trial = replace(trial, micro_batch_size=micro_batch_size)
+        forecast = forecast_step(trial, model_config, hardware)
         seconds = forecast.seconds if forecast is not None else 0.0  # 0: the first trial wins
         if seconds < best_seconds:
             best_seconds = seconds

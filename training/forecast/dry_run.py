@@ -68,7 +68,9 @@ def print_forecast(
     print_memory(bytes_by_use, fits, hardware)
 
     # communication, and advice
-    forecast = forecast_step(options, model, hardware)  # of one step; None: speed is not known
+    forecast = forecast_step(
+        options, model_config, hardware
+    )  # of one step; None: speed is not known
     utilization = MFU  # fraction of the peak FLOP/s; lower if a GPU waits for communication
     if forecast is not None and hardware.world_size > 1:
         print_sending(forecast)
@@ -106,7 +108,7 @@ def print_time_and_cost(
     tokens_text = f"{num_tokens:,} tokens"
     if checkpoint:
         tokens_text = f"the {tokens_text} after step {checkpoint['step']:,}"
-    flops_per_step = step_flops(options, model)  # on all devices, with recomputation
+    flops_per_step = step_flops(options, model.config)  # on all devices, with recomputation
     # MFU counts each FLOP of the model only once, even if it is recomputed.
     mfu = utilization * model.flops_per_token() * options.total_batch_size / flops_per_step
     time_text = describe_time(flops_per_step * steps_left, hardware, utilization, mfu)

@@ -1,23 +1,25 @@
 """Hardware of a run, and the forecast of its memory by use.
 
 Weights, gradients and optimizer state are counted exactly (but not NorMuon's state, which has one
-number per row). Activations, cast weights and logits are sums of terms, one for each tensor that is
-alive at the peak; docs/SCALING.md gives their errors. Nothing is allocated: models here are on the
-device "meta". training/forecast/step_time.py forecasts communication, and
+number per row). What the blocks keep is measured (training/forecast/blocks.py); head, logits and
+gathered weights are formulas. docs/SCALING.md gives the errors. Nothing is allocated: models here
+are on the device "meta". training/forecast/step_time.py forecasts communication, and
 training/forecast/advice.py finds what fits.
 """
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from config import MachineOptions, ResolvedTrainOptions
 from model import chunked_loss
 from model.config import GPTConfig
+from model.execution import Execution
 from model.gpt import GPT
 from model.initial_weights import build_without_weights
 from recipes import Recipe
+from training.forecast.blocks import measure_blocks
 from training.optimizers import ADAMW_MOMENTS, matrix_optimizer
 from utils.devices import host_memory, pick_device, pick_dtype
 from utils.distributed import count_shards, launched
@@ -110,58 +112,23 @@ def checkpointing(options: ResolvedTrainOptions) -> str:
     return options.activation_checkpointing
 
 
-def block_activations(
-    model_config: GPTConfig,
-    itemsize: int,
-    mode: str,
-    tensor_parallel: int = 1,
-    compiled: bool = False,
-) -> int:
-    """Return the bytes per token that autograd keeps of one block for the backward pass, on each of
-    the `tensor_parallel` processes that share the block (tensor parallelism).
-
-    `itemsize` is the bytes of a number in matmuls, 2 or 4; norms and the residual stream are
-    float32. `mode` is the activation checkpointing: "none", "cheap" or "block". With "none" a
-    compiled block keeps less, because its backward pass computes some tensors again.
-    """
-    C = model_config.n_embd
-    residual = FLOAT32_BYTES * C  # whole on each process
-    if mode == "block":
-        return residual  # only the block's input is kept
-
-    # numbers per token of each tensor, on one process
-    inner = model_config.inner // tensor_parallel
-    attention = C // tensor_parallel  # queries; the output of the heads
-    keys = model_config.kv_heads * model_config.head_size // tensor_parallel  # same for the values
-    qkv = attention + 2 * keys  # c_attn's output
-    c_fc_output = 2 * inner if model_config.is_gated else inner  # c_fc's output
-    if mode == "cheap":
-        # kept: the block's input, and the outputs of the four linear layers and of attention
-        projections = 2 * C  # outputs of both c_proj, whole on each process
-        return residual + itemsize * (qkv + attention + c_fc_output + projections)
-
-    if compiled:
-        # The backward pass computes the second norm's input again, as the sum of the block's input
-        # and the output of attention's c_proj. That output is kept, in the dtype of matmuls.
-        residuals = residual + itemsize * C
-    else:
-        residuals = 2 * residual  # inputs of the two norms
-    normed = 2 * C  # inputs of c_attn and c_fc
-    # Attention reads views of c_attn's output, or copies, which count in `qkv`, too.
-    is_grouped = keys < attention  # grouped-query attention
-    if is_grouped and model_config.position == "rotary" and not model_config.qk_norm:
-        qkv = 0  # the backward pass reads only the copies below
-    changes_keys = model_config.position == "rotary" or model_config.qk_norm
-    if changes_keys:
-        qkv += attention  # rotated or normalized queries
-    if is_grouped:
-        qkv += 2 * attention  # keys and values, repeated for each query
-    elif changes_keys:
-        qkv += keys  # rotated or normalized keys
-    activated = inner  # input of the MLP's c_proj
-    if model_config.is_gated and not compiled:  # compiled, the backward pass computes it again
-        activated += inner  # SiLU of the gate, a factor of that input
-    return residuals + itemsize * (normed + qkv + attention + c_fc_output + activated)
+def activations(
+    options: ResolvedTrainOptions, model_config: GPTConfig, hardware: Hardware
+) -> tuple[int, int]:
+    """Return the bytes of one sequence that all blocks keep for the backward pass, and those that
+    the backward pass of one block computes again, without masks of dropout."""
+    kept, plain = (
+        measure_blocks(
+            replace(model_config, dropout=0.0),
+            Execution(mode, options.use_torch_compile),
+            hardware.device.type,
+            hardware.dtype,
+            options.tensor_parallel,
+        )
+        for mode in (checkpointing(options), "none")
+    )
+    recomputed = max(p.activations - k.activations for p, k in zip(plain, kept, strict=True))
+    return sum(block.activations for block in kept), recomputed
 
 
 def head_memory(
@@ -246,16 +213,15 @@ def forecast_memory(
         # autograd keeps the copies of autocast for the backward pass
         compute_weights = itemsize * num_matrix_weights
 
-    num_tokens = options.sequences_per_pass * model_config.block_size  # in a micro-batch
-    # bytes per token
-    per_block = block_activations(model_config, itemsize, mode, tensor_parallel, compiled)
-    final_norm = FLOAT32_BYTES * model_config.n_embd  # bytes of its input per token
+    num_sequences = options.sequences_per_pass  # in a micro-batch
+    num_tokens = num_sequences * model_config.block_size
+    kept, recomputed = activations(options, model_config, hardware)  # of one sequence
+    kept += FLOAT32_BYTES * model_config.n_embd * model_config.block_size  # the final norm's input
 
     # The backward pass of a block holds the recomputed activations of this block, three float32
     # gradients of the residual stream, and the gradient of the head, which is kept until the
     # embedding's backward pass.
-    all_of_block = block_activations(model_config, itemsize, "none", tensor_parallel, compiled)
-    recomputed = num_tokens * (all_of_block - per_block)
+    recomputed *= num_sequences
     block_backward = (
         FLOAT32_BYTES * model_config.n_embd * (3 * num_tokens + model_config.padded_vocab_size)
     )
@@ -270,7 +236,7 @@ def forecast_memory(
         "weights cast or gathered for compute": compute_weights,
         "gradients": gradients,  # sharded above
         "optimizer": FLOAT32_BYTES * num_moments // num_shards,
-        "activations": num_tokens * (model_config.n_layer * per_block + final_norm),
+        "activations": num_sequences * kept,
         # The loss ends before the backward pass of the blocks, so only the larger of both counts.
         "head and logits, or one block's backward pass": max(
             head_memory(model_config, num_tokens, hardware, compiled),

@@ -5,8 +5,12 @@ docs/SCALING.md derives the formulas, for ring algorithms and without latencies.
 
 from dataclasses import dataclass
 
+import torch
+
 from config import ResolvedTrainOptions
-from model.gpt import GPT
+from model.config import GPTConfig
+from model.execution import Execution
+from training.forecast.blocks import measure_blocks
 from training.forecast.memory import FLOAT32_BYTES, Hardware, checkpointing, count_weights
 from utils.throughput import NETWORK_BANDWIDTH
 
@@ -43,30 +47,25 @@ class StepForecast:
         return overlapped + self.activation_bytes / self.bandwidth
 
 
-def step_flops(options: ResolvedTrainOptions, model: GPT) -> float:
-    """Return the FLOPs of a step, summed over all devices, with recomputation."""
-    model_config = model.config
-    token_flops = model.flops_per_token()  # forward and backward
+def step_flops(options: ResolvedTrainOptions, model_config: GPTConfig) -> int:
+    """Return the FLOPs of a step, summed over all devices: those of the blocks, which are measured
+    (training/forecast/blocks.py), with recomputation, and those of the head."""
+    # FLOPs do not depend on device and dtype.
+    blocks = measure_blocks(model_config, Execution(), "cpu", torch.float32)
+    # A backward pass takes twice as many as a forward pass.
+    sequence_flops = 3 * sum(block.flops for block in blocks)
     if checkpointing(options) == "block":
-        # The second forward pass of a block costs 2 FLOPs per weight, and 4 C T for attention. It
-        # skips the block's last matmul, whose output only dropout needs.
-        recomputed, _ = count_weights(model_config)  # weights in the matrices of the blocks
-        if model_config.dropout == 0:
-            recomputed -= model_config.n_layer * model_config.inner * model_config.n_embd
-        token_flops += (
-            2 * recomputed
-            + 4 * model_config.n_layer * model_config.n_embd * model_config.block_size
-        )
-    # Each process of a tensor-parallel group computes the whole head, which is counted once above.
-    token_flops += 6 * model.head_weight.numel() * (options.tensor_parallel - 1)
-    return options.total_batch_size * token_flops
+        sequence_flops += sum(block.recomputed_flops for block in blocks)
+    # Each process of a tensor-parallel group computes the whole head.
+    head_flops = 6 * model_config.vocab_size * model_config.n_embd * options.tensor_parallel
+    sequence_flops += head_flops * model_config.block_size
+    return options.total_batch_size * sequence_flops // model_config.block_size
 
 
 def forecast_step(
-    options: ResolvedTrainOptions, model: GPT, hardware: Hardware
+    options: ResolvedTrainOptions, model_config: GPTConfig, hardware: Hardware
 ) -> StepForecast | None:
-    """Return the forecast of one step, or None for devices whose peak or bandwidth is not known.
-    The model may be on the device "meta": only its sizes are read."""
+    """Return the forecast of one step, or None for devices whose peak or bandwidth is not known."""
     gpu = hardware.gpu
     if gpu is None or gpu.bandwidth == 0:
         return None
@@ -74,7 +73,6 @@ def forecast_step(
     data_parallel, num_shards = hardware.parallel_degrees(options)
     micro_steps = hardware.count_micro_steps(options)
     itemsize = hardware.dtype.itemsize  # bytes of a number in matmuls
-    model_config = model.config
 
     # FSDP2 gathers the blocks' matrices in the dtype of matmuls. It gathers other weights once a
     # step in float32, and reduces gradients in float32.
@@ -110,7 +108,8 @@ def forecast_step(
     activations = options.total_batch_size // data_parallel * token_bytes  # bytes in a step
     activation_bytes, _ = split_by_link(2 * activations, tensor_parallel, tensor_parallel)
     return StepForecast(
-        compute_seconds=step_flops(options, model) / (hardware.world_size * gpu.peak_flops * MFU),
+        compute_seconds=step_flops(options, model_config)
+        / (hardware.world_size * gpu.peak_flops * MFU),
         machine_bytes=machine_bytes + between_replicas[0],
         network_bytes=network_bytes + between_replicas[1],
         activation_bytes=activation_bytes,

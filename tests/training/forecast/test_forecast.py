@@ -9,7 +9,6 @@ from conftest import train_args, train_options, user_error, without
 import train
 from model.config import GPTConfig
 from model.gpt import GPT
-from model.initial_weights import build_without_weights
 from recipes import Recipe, parse_recipe
 from training.forecast.advice import advise, choose_micro_batch
 from training.forecast.dry_run import describe_hours
@@ -216,7 +215,7 @@ def plan(world_size, *, per_machine=8, gigabytes=80, **given):
 
 def step_of(*args, **given):
     options, _, shape, hardware = plan(*args, **given)
-    return forecast_step(options, build_without_weights(GPT, shape), hardware)
+    return forecast_step(options, shape, hardware)
 
 
 GPT3 = {"model_type": "gpt3-175b", "sharding": "zero3", "activation_checkpointing": "block"}
@@ -278,7 +277,7 @@ def test_the_advice_fits_is_faster_and_is_what_the_refusal_names():
     flags = {name: int(value) if value.isdigit() else value for name, value in flags.items()}
     advised = replace(options, **flags)
     assert sum(forecast_memory(advised, recipe, shape, hardware).values()) < 72e9
-    seconds = forecast_step(advised, build_without_weights(GPT, shape), hardware).seconds
+    seconds = forecast_step(advised, shape, hardware).seconds
     assert text.endswith(f", {seconds:.2f} s a step")
     with user_error(
         "one sequence needs .* 80.00 GB free, .* filled: the fastest that fits is --sharding zero"

@@ -1,0 +1,245 @@
+"""Measure what a block of the model keeps for the backward pass, and its FLOPs.
+
+Nothing here knows what a block computes: the block itself runs, on fake tensors, which have shapes
+but no memory. Fake tensors import PyTorch's compiler, which takes a second.
+"""
+
+import functools
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
+from torch.autograd.graph import saved_tensors_hooks
+from torch.func import functional_call
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
+
+from model.config import GPTConfig
+from model.execution import RECOMPUTATION_BANS, SAVED_OPS, Execution
+from model.gpt import GPT, Block
+from model.initial_weights import build_without_weights
+from utils.devices import autocast
+
+CPU = torch.device("cpu")
+# What fake tensors raise if a block computes by values, as a router that selects tokens does.
+NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
+
+
+@dataclass(frozen=True)
+class BlockCost:
+    """Cost of a block in the forward pass of one sequence."""
+
+    activations: int
+    """Bytes that are kept for the backward pass, without weights and copies of weights."""
+    flops: int
+    recomputed_flops: int
+    """FLOPs that the backward pass repeats with the activation checkpointing "block"."""
+
+
+@functools.cache  # `advise` asks hundreds of times
+def measure_blocks(
+    model_config: GPTConfig,
+    execution: Execution,
+    device_type: str,
+    dtype: torch.dtype,
+    tensor_parallel: int = 1,
+) -> list[BlockCost]:
+    """Return the costs of each block on each of the `tensor_parallel` processes that share it, with
+    matmuls in `dtype` on a device of the type "cpu" or "cuda"."""
+    model = build_without_weights(GPT, model_config)
+    inputs_of_two, inputs_of_three = first_inputs(model, 2), first_inputs(model, 3)
+    costs: dict[str, BlockCost] = {}  # by kind of block
+    kinds: list[str] = []
+    for block in model.transformer.h:
+        kind = f"{block} {[p.shape for p in block.parameters()]}"  # its modules and sizes
+        kinds.append(kind)
+        if kind not in costs:
+            divide(block, tensor_parallel)
+            kernels = nullcontext() if device_type == "cpu" else FusedNorms()
+            with autocast(CPU, dtype, keep_weights=False), kernels:
+                costs[kind] = measure(block, inputs_of_two, inputs_of_three, execution)
+    return [costs[kind] for kind in kinds]
+
+
+class Reached(Exception):
+    """A forward pass reached the first block; `args` are the arguments of the block."""
+
+
+def first_inputs(model: GPT, num_sequences: int) -> tuple:
+    """Return the arguments, on the device "meta", that the first block of a model gets in a forward
+    pass of full contexts."""
+
+    def stop(block: nn.Module, args: tuple) -> None:
+        raise Reached(*args)
+
+    idx = torch.zeros(num_sequences, model.config.block_size, dtype=torch.long, device="meta")
+    with model.transformer.h[0].register_forward_pre_hook(stop):
+        try:
+            model.transformer(idx)
+        except Reached as reached:
+            return reached.args
+    raise AssertionError("the model does not call its first block")
+
+
+def divide(block: nn.Module, tensor_parallel: int) -> None:
+    """Leave of a block on "meta" what `parallelize` of training/parallel/tensor_parallel.py leaves
+    of it on one process, in place."""
+    if tensor_parallel == 1:
+        return
+    assert isinstance(block, Block)  # for mypy, which sees a Module
+    attn, mlp = block.attn, block.mlp
+    attn.num_heads //= tensor_parallel
+    attn.num_kv_heads //= tensor_parallel
+    for fused in (attn.c_attn, mlp.c_fc):  # by rows
+        for name, p in list(fused.named_parameters()):
+            setattr(fused, name, nn.Parameter(p.chunk(tensor_parallel)[0]))
+    for linear in (attn.c_proj, mlp.c_proj):  # by columns
+        linear.weight = nn.Parameter(linear.weight.chunk(tensor_parallel, dim=1)[0])
+
+
+def measure(
+    block: nn.Module, inputs_of_two: tuple, inputs_of_three: tuple, execution: Execution
+) -> BlockCost:
+    """Return the cost of a block, whose inputs are those of two and of three sequences."""
+    two = run_forward(block, inputs_of_two, execution.checkpointing)
+    three = run_forward(block, inputs_of_three, execution.checkpointing)
+    # The third sequence alone: weights and their copies are there for all sequences.
+    activations = three.activations - two.activations
+    if execution.compiled and execution.checkpointing != "block":
+        with suppress(*NEEDS_VALUES):  # such a block cannot be compiled as one graph
+            activations = kept_when_compiled(block, inputs_of_two, execution.checkpointing) // 2
+    return BlockCost(
+        activations, three.flops - two.flops, three.recomputed_flops - two.recomputed_flops
+    )
+
+
+def run_forward(block: nn.Module, inputs: tuple, mode: str) -> BlockCost:
+    """Return the cost of all sequences of the inputs, without the compiler. `mode` is the
+    activation checkpointing. Activations include copies of weights."""
+    try:
+        with FakeTensorMode():
+            return record(block, on_cpu(inputs), mode)
+    except NEEDS_VALUES:
+        return record(block, on_cpu(inputs), mode)
+
+
+def record(block: nn.Module, inputs: tuple, mode: str) -> BlockCost:
+    """Run a block on CPU tensors, and count what autograd keeps and what is computed."""
+    kept: list[Tensor] = []
+    recomputed_flops = 0
+
+    def keep(tensor: Tensor) -> Tensor:
+        # A recomputation ends as soon as it has the last tensor that the backward pass needs.
+        nonlocal recomputed_flops
+        recomputed_flops = counter.get_total_flops()
+        kept.append(tensor)
+        return tensor
+
+    # The counter knows the attention kernels of GPUs only.
+    cpu_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    counter = FlopCounterMode(display=False, custom_mapping={cpu_attention: attention_flops})
+    with counter, SavedOutputs() as saved, saved_tensors_hooks(keep, lambda tensor: tensor):
+        functional_call(block, weights_on_cpu(block), inputs)
+    if mode == "cheap":
+        kept = [inputs[0], *saved.outputs]
+    elif mode == "block":
+        kept = [inputs[0]]
+    return BlockCost(count_bytes(kept), counter.get_total_flops(), recomputed_flops)
+
+
+def attention_flops(query: torch.Size, key: torch.Size, value: torch.Size, *_, **__) -> int:
+    """Return the FLOPs of attention, as if it had no causal mask."""
+    return sdpa_flop_count(query, key, value)
+
+
+class SavedOutputs(TorchDispatchMode):
+    """Collect the outputs of SAVED_OPS, which the activation checkpointing "cheap" keeps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outputs: list[Tensor] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        """Call an operation of PyTorch as usual."""
+        output = func(*args, **(kwargs or {}))
+        if func in SAVED_OPS:
+            self.outputs += tree_leaves(output)
+        return output
+
+
+def kept_when_compiled(block: nn.Module, inputs: tuple, mode: str) -> int:
+    """Return the bytes of activations that the compiler itself chooses to keep of a block: it
+    computes elementwise operations again. `mode` is the activation checkpointing."""
+    # imported here, because it imports the compiler
+    from functorch.compile import (
+        aot_function,
+        make_boxed_func,
+        min_cut_rematerialization_partition,
+    )
+    from torch._functorch import config
+    from torch._inductor.decomposition import select_decomp_table
+
+    kept: list[Tensor] = []
+
+    def keep_outputs(module: torch.fx.GraphModule, example_inputs: list) -> Any:
+        depend_on_x = set(module.graph.find_nodes(op="placeholder")[:1])
+        for node in module.graph.nodes:
+            if depend_on_x.intersection(node.all_input_nodes):
+                depend_on_x.add(node)
+        # The first output is that of the block. The others are what its backward pass needs:
+        # activations, and weights and their copies, which depend on no input.
+        outputs: Any = module.graph.output_node().args[0]
+        kept.extend(node.meta["val"] for node in outputs[1:] if node in depend_on_x)
+        return make_boxed_func(module.forward)
+
+    rules = config.patch(dict.fromkeys(RECOMPUTATION_BANS, mode != "cheap"))
+    with FakeTensorMode(), rules:
+        aot_function(
+            lambda inputs, weights: functional_call(block, weights, inputs),
+            fw_compiler=keep_outputs,
+            partition_fn=min_cut_rematerialization_partition,
+            decompositions=select_decomp_table(),
+        )(on_cpu(inputs), weights_on_cpu(block))
+    return count_bytes(kept)
+
+
+def count_bytes(tensors: list) -> int:
+    """Return the bytes of the storages of some tensors, each of them once; other values of the list
+    do not count."""
+    storages = [tensor.untyped_storage() for tensor in tensors if isinstance(tensor, Tensor)]
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+
+
+def on_cpu(tree: Any) -> Any:
+    """Return a tree with a random tensor in place of each one on "meta"."""
+
+    def draw(x: Tensor) -> Tensor:
+        return torch.randn(x.shape).to(x.dtype).requires_grad_(x.requires_grad)
+
+    return tree_map_only(Tensor, draw, tree)
+
+
+def weights_on_cpu(block: nn.Module) -> dict[str, Tensor]:
+    """Return random parameters and buffers for a block by name."""
+    return on_cpu({**dict(block.named_parameters()), **dict(block.named_buffers())})
+
+
+class FusedNorms(TorchFunctionMode):
+    """Let CPU tensors keep as much of RMSNorm as on a GPU, which has one kernel for it, in float32.
+    It keeps its input, as LayerNorm does everywhere."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        """Call LayerNorm in place of RMSNorm, and other functions of PyTorch as usual."""
+        if func is F.rms_norm:
+            return F.layer_norm(args[0].float(), args[1])
+        return func(*args, **(kwargs or {}))
