@@ -56,7 +56,7 @@ def measure_blocks(
 ) -> list[BlockCost]:
     """Return the costs of each block on each of the `tensor_parallel` processes that share it, with
     matmuls in `dtype` on a device of the type "cpu" or "cuda"."""
-    model = build_without_weights(GPT, model_config)
+    model = build_without_weights(GPT, model_config).to("meta")  # buffers, too
     inputs_of_two, inputs_of_three = first_inputs(model, 2), first_inputs(model, 3)
     costs: dict[str, BlockCost] = {}  # by kind of block
     kinds: list[str] = []
@@ -72,18 +72,18 @@ def measure_blocks(
 
 
 class Reached(Exception):
-    """A forward pass reached the first block; `args` are the arguments of the block."""
+    """A forward pass reached the first block; `args` has its arguments, and those with names."""
 
 
 def first_inputs(model: GPT, num_sequences: int) -> tuple:
     """Return the arguments, on the device "meta", that the first block of a model gets in a forward
-    pass of full contexts."""
+    pass of full contexts: a tuple, x (B, T, C) first, and a dict of those with names."""
 
-    def stop(block: nn.Module, args: tuple) -> None:
-        raise Reached(*args)
+    def stop(block: nn.Module, args: tuple, kwargs: dict) -> None:
+        raise Reached(args, kwargs)
 
     idx = torch.zeros(num_sequences, model.config.block_size, dtype=torch.long, device="meta")
-    with model.transformer.h[0].register_forward_pre_hook(stop):
+    with model.transformer.h[0].register_forward_pre_hook(stop, with_kwargs=True):
         try:
             model.transformer(idx)
         except Reached as reached:
@@ -149,11 +149,12 @@ def record(block: nn.Module, inputs: tuple, mode: str) -> BlockCost:
     cpu_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     counter = FlopCounterMode(display=False, custom_mapping={cpu_attention: attention_flops})
     with counter, SavedOutputs() as saved, saved_tensors_hooks(keep, lambda tensor: tensor):
-        functional_call(block, weights_on_cpu(block), inputs)
+        functional_call(block, weights_on_cpu(block), *inputs)
+    x = inputs[0][0]
     if mode == "cheap":
-        kept = [inputs[0], *saved.outputs]
+        kept = [x, *saved.outputs]
     elif mode == "block":
-        kept = [inputs[0]]
+        kept = [x]
     return BlockCost(count_bytes(kept), counter.get_total_flops(), recomputed_flops)
 
 
@@ -205,7 +206,7 @@ def kept_when_compiled(block: nn.Module, inputs: tuple, mode: str) -> int:
     rules = config.patch(dict.fromkeys(RECOMPUTATION_BANS, mode != "cheap"))
     with FakeTensorMode(), rules:
         aot_function(
-            lambda inputs, weights: functional_call(block, weights, inputs),
+            lambda inputs, weights: functional_call(block, weights, *inputs),
             fw_compiler=keep_outputs,
             partition_fn=min_cut_rematerialization_partition,
             decompositions=select_decomp_table(),

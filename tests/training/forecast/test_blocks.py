@@ -143,7 +143,7 @@ def test_a_forecast_of_memory_and_the_widest_block_come_from_the_measurement(edi
 
 def test_processes_that_share_a_block_divide_queries_keys_values_and_the_mlp():
     whole, shared = (measure(tensor_parallel=degree)[0] for degree in (1, 2))
-    # queries, keys, values and their mean; two times the MLP's hidden layer; attention's statistics
+    # queries, keys, values and heads' outputs; the MLP's hidden layer twice; attention's statistics
     divided = 4 * T * (3 * C + C + 2 * 4 * C + SHAPE.n_head)
     assert whole.activations - shared.activations == divided / 2
     assert 2 * shared.flops == whole.flops
