@@ -137,4 +137,4 @@ def test_an_idea_on_two_processes_equals_one(idea, recipe, shards, tmp_path):
             assert gap(run, tmp_path / "one") < 2e-4
         else:
             (refused, _) = torchrun(2, *args, cwd=copy, code=2)
-            assert "which modules share" in refused.stderr and "Traceback" not in refused.stderr
+            assert "is shared by modules" in refused.stderr and "Traceback" not in refused.stderr

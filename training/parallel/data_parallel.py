@@ -95,7 +95,7 @@ def divide_model(model: GPT, process: Process, sharding: str) -> None:
     for name, p in model.named_parameters(remove_duplicate=False):
         if names[p] != name:  # FSDP2 would divide it in each of these modules
             raise UserError(
-                f"--sharding cannot divide {name}, which modules share; train with --sharding none"
+                f"{name} is shared by modules and cannot be divided: train without sharding"
             )
     # FSDP2 divides no single numbers: every process holds them, and average_numbers below averages
     # their gradients.
