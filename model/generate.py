@@ -162,30 +162,25 @@ class Context:
 
 @torch.no_grad()
 def cache_agrees(model: GPT) -> bool:
-    """Compare the logits with the KV cache, for texts up to the full context, with those of a
-    forward pass over each text alone, as in training. `model` is a narrow copy."""
+    """Compare the logits with the KV cache with those of a forward pass over each text alone, as in
+    training. `model` is a narrow copy."""
     block_size = model.config.block_size
-    num_new = min(4, block_size - 1)  # tokens after the prompts
-    texts: list[list[int]] = []
-    plain_logits: list[Tensor] = []  # (num_new, V): those after the prompt and its continuations
-    for length in (block_size, max(num_new + 1, block_size // 4)):
-        text = torch.randint(model.config.vocab_size, (length,))
-        texts.append(text.tolist())
-        plain_logits.append(model(text[None])[0, -num_new - 1 : -1])
-
-    # two texts of different lengths, which need a mask and positions
-    context = Context(model, [text[:-num_new] for text in texts], num_new, use_cache=True)
-    # the first text alone, which needs neither
-    alone = Context(model, [texts[0][:-num_new]], num_new, use_cache=True)
-    for i in range(num_new):
-        plain = torch.stack([logits[i] for logits in plain_logits])  # (2, V)
-        if not agrees(context.next_logits(), plain):
-            return False
-        if not agrees(alone.next_logits(), plain[:1]):
-            return False
-        next_tokens = torch.tensor([text[i - num_new] for text in texts])
-        context.append(next_tokens)
-        alone.append(next_tokens[:1])
+    num_new = min(2, block_size - 1)  # tokens after a prompt
+    # One text up to the full context needs no mask and no positions, two texts of different lengths
+    # need both. These are shorter, because attention with a mask takes most of the time.
+    for lengths in ([block_size - num_new], [block_size // 2, block_size // 8]):
+        texts: list[Tensor] = []  # (tokens,) each
+        plain: list[Tensor] = []  # logits (num_new, V) after the prompt and each token but the last
+        for length in lengths:
+            text = torch.randint(model.config.vocab_size, (max(1, length) + num_new,))
+            texts.append(text)
+            plain.append(model(text[None])[0, -num_new - 1 : -1])
+        prompts = [text[: len(text) - num_new].tolist() for text in texts]
+        context = Context(model, prompts, num_new, use_cache=True)
+        for i in range(num_new):
+            if not agrees(context.next_logits(), torch.stack([logits[i] for logits in plain])):
+                return False
+            context.append(torch.stack([text[i - num_new] for text in texts]))
     return True
 
 

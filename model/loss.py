@@ -31,7 +31,7 @@ PLAIN_BYTES = 2**22
 
 
 class LossDefinition(Protocol):
-    """What this file reads of a GPT; model/gpt.py imports this file."""
+    """A GPT, as far as this file reads it: model/gpt.py imports this file."""
 
     config: GPTConfig
 

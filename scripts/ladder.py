@@ -105,8 +105,9 @@ class PlainAttention(nn.Module):
 class PlainLoss(nn.Module):
     """Cross-entropy of the logits of all tokens at once, with several copies in memory."""
 
-    def forward(self, x: Tensor, weight: Tensor, targets: Tensor, reduction: str) -> Tensor:
-        # x (N, C), the head's weight (padded V, C), targets (N,)
+    def forward(self, model: GPT, x: Tensor, targets: Tensor, reduction: str) -> Tensor:
+        # x (N, C), targets (N,)
+        weight = model.head_weight  # (padded V, C)
         # A bias of -inf removes the padding of the vocabulary from the softmax.
         bias = weight.new_zeros(len(weight))
         bias[GPT2Tokenizer.vocab_size :] = -torch.inf

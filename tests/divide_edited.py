@@ -21,7 +21,7 @@ process = distributed.start("cpu", "float32", tensor_parallel=2)
 mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tensor",))
 for model_class in (GPT, edited.SoftCapped, edited.WithQueryScale):
     for recipe in ("gpt2", "modern", "llama,n_kv_head=2"):
-        fields = parse_recipe(recipe).model_fields(64, 64, 257)
+        fields = parse_recipe(recipe).model_fields(64)
         config = GPTConfig(n_layer=2, n_head=4, **fields)
         try:
             refuse_wrong_division(build_without_weights(model_class, config), mesh, process)

@@ -303,9 +303,11 @@ class Run(Generic[Options]):
         with self.process.together():
             if self.process.is_main:
                 check_space(self.options, file_bytes)
-        has_fast_loss(model)  # compares both computations now, and not in the first step
         # DDP around the model; the model itself under sharding (FSDP2) or with one process
         wrapped = wrap(model, weights, self.process, self.options.sharding)
+        # Compare both ways to compute the loss now, and not in the first step. FSDP2 has given the
+        # model another class, for which the result is kept.
+        has_fast_loss(model)
         # after `wrap`, because sharding replaces the parameters of the model
         optimizers = make_optimizers(model, self.options, recipe, self.process.dtype)
         if checkpoint is not None:
