@@ -17,6 +17,7 @@ import torch.nn as nn
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import swap_tensors
+from torch.utils._pytree import tree_leaves
 
 from model.config import GPTConfig
 from model.rows import RowIndex, Rows
@@ -34,11 +35,13 @@ METADATA = {
     Tensor.size,
     Tensor.numel,
     Tensor.is_contiguous,
+    Tensor.__hash__,
     Tensor.requires_grad_,
     Tensor.shape.__get__,  # type: ignore[attr-defined]
     Tensor.ndim.__get__,  # type: ignore[attr-defined]
     Tensor.dtype.__get__,  # type: ignore[attr-defined]
     Tensor.device.__get__,  # type: ignore[attr-defined]
+    Tensor.is_meta.__get__,  # type: ignore[attr-defined]
     Tensor.grad_fn.__get__,  # type: ignore[union-attr]
     Tensor.requires_grad.__get__,  # type: ignore[attr-defined]
     Tensor.requires_grad.__set__,  # type: ignore[attr-defined]
@@ -129,8 +132,8 @@ class DeferredInit(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        # {id of a parameter without memory: what fills it, the last one at the end}
-        self.fills: dict[int, list[Fill]] = {}
+        # {parameter that only such functions have touched: its fills, the last one at the end}
+        self.fills: dict[Tensor, list[Fill]] = {}
 
     def __enter__(self) -> "DeferredInit":
         DeferredInit.current = self
@@ -151,30 +154,30 @@ class DeferredInit(TorchFunctionMode):
         is_init = getattr(func, "__module__", "") == "torch.nn.init"
         if is_init:
             args = (kwargs.pop("tensor"), *args)
-        if (is_init or func in CONSTANT) and isinstance(args[0], nn.Parameter) and args[0].is_meta:
-            self.fills.setdefault(id(args[0]), []).append(Fill(func, args[1:], kwargs))
+        if (is_init or func in CONSTANT) and isinstance(args[0], nn.Parameter):
+            self.fills.setdefault(args[0], []).append(Fill(func, args[1:], kwargs))
             return args[0]
-        for x in (*args, *kwargs.values()):
-            if isinstance(x, Tensor) and x.is_meta:
+        for x in tree_leaves((args, kwargs)):
+            if isinstance(x, Tensor):
                 self.give_memory(x)
         return func(*args, **kwargs)
 
     def give_memory(self, x: Tensor) -> None:
-        """Give memory and the noted numbers to a tensor on the device "meta", in place."""
-        real = torch.empty_like(x, device=torch.get_default_device())
-        if id(x) in self.fills:
-            self.fills.pop(id(x))[-1](real)
-        replace_tensor(x, real)
+        """Give a tensor memory, if it has none, and the numbers that are noted for it."""
+        if x.is_meta:
+            replace_tensor(x, torch.empty_like(x, device=torch.get_default_device()))
+        if x in self.fills:
+            self.fills.pop(x)[-1](x)
 
     def rows(self, model: nn.Module, seed: int) -> dict[str, Rows]:
         """Return the first content of the parameters and buffers in the state dict of a model, by
         name. Random numbers are drawn when rows are read."""
         weights: dict[str, Rows] = {}
         for name, x in model.state_dict(keep_vars=True).items():
-            if x.is_meta:
-                assert id(x) in self.fills, f"{name} is torch.empty, and nothing fills it"
-                weights[name] = self.fills[id(x)][-1].rows(seed, name, x.shape)
+            if x in self.fills:
+                weights[name] = self.fills[x][-1].rows(seed, name, x.shape)
             else:
+                assert not x.is_meta, f"{name} is torch.empty, and nothing fills it"
                 weights[name] = x.detach().cpu()
         return weights
 
@@ -193,7 +196,7 @@ def has_default(x: Tensor) -> bool:
     a model is built."""
     context = DeferredInit.current
     assert context is not None, "weights have defaults only within deferred_init"
-    fills = context.fills.get(id(x), [])
+    fills = context.fills.get(x, [])
     return len(fills) == 1 and fills[0].is_default_of_layer
 
 
@@ -211,7 +214,7 @@ def deferred_init(model: nn.Module) -> Iterator[None]:
         return
     weights = context.rows(model, seed=int(torch.randint(2**31, (), device="cpu")))
     for name, x in model.state_dict(keep_vars=True).items():
-        if x.is_meta:
+        if x in context.fills:
             real = torch.empty_like(x, device=torch.get_default_device())
             replace_tensor(x, real.copy_(weights[name][...]))
 

@@ -22,7 +22,7 @@ mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tensor",))
 for model_class in (GPT, edited.SoftCapped, edited.WithQueryScale):
     for recipe in ("gpt2", "modern", "llama,n_kv_head=2"):
         fields = parse_recipe(recipe).model_fields(64)
-        config = GPTConfig(n_layer=2, n_head=4, **fields)
+        config = GPTConfig(64, 257, n_layer=2, n_head=4, n_embd=64, **fields)
         try:
             refuse_wrong_division(build_without_weights(model_class, config), mesh, process)
             process.print(f"{model_class.__name__}: divided")
