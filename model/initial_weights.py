@@ -40,8 +40,6 @@ METADATA = {
     Tensor.shape.__get__,  # type: ignore[attr-defined]
     Tensor.ndim.__get__,  # type: ignore[attr-defined]
     Tensor.dtype.__get__,  # type: ignore[attr-defined]
-    Tensor.device.__get__,  # type: ignore[attr-defined]
-    Tensor.is_meta.__get__,  # type: ignore[attr-defined]
     Tensor.grad_fn.__get__,  # type: ignore[union-attr]
     Tensor.requires_grad.__get__,  # type: ignore[attr-defined]
     Tensor.requires_grad.__set__,  # type: ignore[attr-defined]

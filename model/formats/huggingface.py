@@ -63,9 +63,13 @@ def save_pretrained(
     other_ends = sorted(set(end_ids) - {eot})
     if other_ends:
         generation_config["eos_token_id"] = [eot, *other_ends]
-    hf_weights = weights_to_hf(model.state_dict(), model.config)
-    # contiguous, because safetensors cannot save transposed views
-    hf_weights = {hf_name: x.cpu().contiguous() for hf_name, x in hf_weights.items()}
+    # safetensors saves neither transposed views nor memory that two tensors share
+    hf_weights: dict[str, Tensor] = {}
+    addresses: set[int] = set()
+    for hf_name, x in weights_to_hf(model.state_dict(), model.config).items():
+        x = x.cpu().contiguous()
+        hf_weights[hf_name] = x.clone() if x.data_ptr() in addresses else x
+        addresses.add(x.data_ptr())
     refuse_another_architecture(type(model), model.config)  # type: ignore[arg-type]  # hashable
     compare_with_transformers(model, hf_weights, TOKENS)
 
