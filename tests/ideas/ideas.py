@@ -37,6 +37,8 @@ class Idea:
     flags: tuple[str, ...] = ()
     is_divided: bool = True
     """False if --sharding refuses the model."""
+    is_shared_by_processes: bool = True
+    """False if --tensor_parallel refuses the model."""
     frozen: str = "no parameter"
     """End of the names of parameters that are not trained."""
     nanogpt_lines: int = 0
@@ -304,6 +306,7 @@ class Transformer(nn.Module):
         ],
         exports=True,
         is_divided=False,
+        is_shared_by_processes=False,
         frozen="wte.weight",
         nanogpt_lines=3,
     ),

@@ -138,3 +138,19 @@ def test_an_idea_on_two_processes_equals_one(idea, recipe, shards, tmp_path):
         else:
             (refused, _) = torchrun(2, *args, cwd=copy, code=2)
             assert "is shared by modules" in refused.stderr and "Traceback" not in refused.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("idea", MODEL_IDEAS, ids=name_of)
+def test_an_idea_is_the_same_under_tensor_parallelism_or_is_refused(idea, shards, tmp_path):
+    copy = edited_copy(idea, tmp_path / "copy")
+    given = flags(idea, "modern")
+    script(*train_args(shards, tmp_path / "one", 20, *given), cwd=copy)
+    run = tmp_path / "two"
+    args = train_args(shards, run, 20, *given, "--sharding", "zero2", "--tensor_parallel", 2)
+    if idea.is_shared_by_processes:
+        torchrun(2, *args, cwd=copy)
+        assert gap(run, tmp_path / "one") < 2e-4
+    else:
+        (refused, _) = torchrun(2, *args, cwd=copy, code=2)
+        assert "Traceback" not in refused.stderr
