@@ -163,7 +163,7 @@ class DeferredInit(TorchFunctionMode):
     def give_memory(self, x: Tensor) -> None:
         """Give a tensor memory, if it has none, and the numbers that are noted for it."""
         if x.is_meta:
-            replace_tensor(x, torch.empty_like(x, device=torch.get_default_device()))
+            replace_tensor(x, empty_memory(x))
         if x in self.fills:
             self.fills.pop(x)[-1](x)
 
@@ -178,6 +178,12 @@ class DeferredInit(TorchFunctionMode):
                 assert not x.is_meta, f"{name} is torch.empty, and nothing fills it"
                 weights[name] = x.detach().cpu()
         return weights
+
+
+def empty_memory(x: Tensor) -> Tensor:
+    """Return an uninitialized tensor like `x`, which has no memory, on the default device."""
+    # not torch.empty_like, which for the device "meta" imports PyTorch's compiler
+    return torch.empty(x.shape, dtype=x.dtype, device=torch.get_default_device())
 
 
 def replace_tensor(x: Tensor, content: Tensor) -> None:
@@ -213,8 +219,7 @@ def deferred_init(model: nn.Module) -> Iterator[None]:
     weights = context.rows(model, seed=int(torch.randint(2**31, (), device="cpu")))
     for name, x in model.state_dict(keep_vars=True).items():
         if x in context.fills:
-            real = torch.empty_like(x, device=torch.get_default_device())
-            replace_tensor(x, real.copy_(weights[name][...]))
+            replace_tensor(x, empty_memory(x).copy_(weights[name][...]))
 
 
 def new_model(

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from model.config import GPTConfig
+from model.initial_weights import build_without_weights
 
 # Lines for the user go through logging, because model/ does not print. Python writes them to
 # stderr, and `start` in utils/distributed.py turns them off on all processes but the main one.
@@ -69,7 +70,11 @@ def narrow_copy(model_class: type[Model], config: GPTConfig, max_kv_heads: int =
     float32 on the CPU and in evaluation mode. It is the same on every process, and the global
     random numbers do not change."""
     with torch.device("cpu"), own_random_numbers():
-        model = model_class(narrow_config(config, max_kv_heads)).float().eval()
+        model = build_without_weights(model_class, narrow_config(config, max_kv_heads))
+        parameters = model.named_parameters(remove_duplicate=False)
+        weights = {name: torch.empty(p.shape) for name, p in parameters}
+        model.load_state_dict(weights, strict=False, assign=True)  # not the buffers
+        model = model.float().eval()
         fill_with_random_numbers(model)
     return model
 
