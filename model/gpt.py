@@ -303,7 +303,7 @@ class GPT(nn.Module):
 
     def num_matmul_parameters(self) -> int:
         """Return N of flops_per_token, the number of parameters in blocks, final norm and head.
-        Embeddings do not count, because they are only looked up."""
+        The tables of tokens and positions do not count, because they are only looked up."""
         block_parameters = sum(p.numel() for p in self.transformer.h.parameters())
         norm_parameters = sum(p.numel() for p in self.transformer.ln_f.parameters())
         head_parameters = self.config.vocab_size * self.config.n_embd

@@ -16,11 +16,11 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils import swap_tensors
 from torch.utils._pytree import tree_leaves
 
 from model.config import GPTConfig
 from model.rows import RowIndex, Rows
+from utils.errors import UserError
 from utils.seeds import hash_seed
 
 Model = TypeVar("Model", bound=nn.Module)  # GPT or a subclass; model/gpt.py imports this file
@@ -169,13 +169,18 @@ class DeferredInit(TorchFunctionMode):
 
     def rows(self, model: nn.Module, seed: int) -> dict[str, Rows]:
         """Return the first content of the parameters and buffers in the state dict of a model, by
-        name. Random numbers are drawn when rows are read."""
+        name. Random numbers are drawn when rows are read. Raises UserError for a parameter without
+        numbers."""
         weights: dict[str, Rows] = {}
         for name, x in model.state_dict(keep_vars=True).items():
             if x in self.fills:
                 weights[name] = self.fills[x][-1].rows(seed, name, x.shape)
             else:
-                assert not x.is_meta, f"{name} is torch.empty, and nothing fills it"
+                if x.is_meta:
+                    raise UserError(
+                        f"{name} has no first numbers: torch.empty or a lazy layer made it, and no "
+                        "constructor fills it"
+                    )
                 weights[name] = x.detach().cpu()
         return weights
 
@@ -190,8 +195,9 @@ def replace_tensor(x: Tensor, content: Tensor) -> None:
     """Give `x` the memory, device and numbers of `content`. Whoever refers to `x` still does."""
     if isinstance(x, nn.Parameter):
         content = nn.Parameter(content, x.requires_grad)
-    content.__dict__.update(x.__dict__)  # swap_tensors exchanges attributes, too
-    swap_tensors(x, content)
+    # Not torch.utils.swap_tensors: it would exchange attributes of `x`, too, and it refuses a
+    # tensor with weak references, which nn.LSTM has to its weights.
+    torch._C._swap_tensor_impl(x, content)  # type: ignore[attr-defined]
 
 
 def has_default(x: Tensor) -> bool:

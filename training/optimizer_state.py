@@ -10,6 +10,7 @@ import json
 import zlib
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from model.formats.checkpoint import PLAIN_VALUES, flatten
 from model.gpt import GPT
+from recipes import Recipe
 from training.parallel.own_rows import fill
 from utils.distributed import Process
 from utils.errors import UserError
@@ -26,6 +28,8 @@ from utils.errors import UserError
 # Entries of a group that are not its state: the parameters, the rate that set_learning_rates sets
 # in each step, and `remember_groups`' own entry.
 NOT_STATE = ("params", "lr", "initial")
+# Types of attributes that do not change, or that checkpoints have: flags, settings, parameters.
+UNCHANGING = (bool, str, type(None), torch.dtype, torch.device, Recipe, nn.Parameter)
 
 
 def optimizer_state(model: GPT, optimizers: list[Optimizer]) -> dict[str, dict]:
@@ -88,9 +92,10 @@ def fill_optimizers(
             for p in group["params"]:
                 name = names[p]
                 group |= saved_values.get(name, {})  # the same for all parameters of the group
-                created = optimizer.state[p]
-                for key, value in saved_state.get(name, {}).items():
-                    created[key] = fill_value(model, name, created.get(key), value)
+                created = optimizer.state.pop(p, {})
+                # none for a parameter that no gradient has reached so far, such as a frozen one
+                if name in saved_state:
+                    optimizer.state[p] = fill_value(model, name, created, saved_state[name])
 
 
 def create_state(optimizers: list[Optimizer]) -> None:
@@ -105,7 +110,7 @@ def create_state(optimizers: list[Optimizer]) -> None:
         optimizer.zero_grad(set_to_none=True)
 
 
-def fill_value(model: GPT, name: str, created: object, saved: object) -> object:
+def fill_value(model: GPT, name: str, created: object, saved: Any) -> Any:
     """Return a value of the state of the parameter `name` with the content of `saved`: in place if
     the optimizer has created a tensor of the same shape."""
     if isinstance(saved, dict):
@@ -129,23 +134,26 @@ def fill_value(model: GPT, name: str, created: object, saved: object) -> object:
 
 
 def attributes_of(optimizer: Optimizer) -> dict[str, list]:
-    """Return copies of the numbers and tensors that an optimizer keeps in attributes of its own,
-    by the name of the attribute. No checkpoint has them."""
-    copies: dict[str, list] = {}
+    """Return what an optimizer keeps in attributes of its own, by the name of the attribute: copies
+    of numbers and tensors, and the types of objects that may change unseen. No checkpoint has
+    them."""
+    attributes: dict[str, list] = {}
     for name, attribute in vars(optimizer).items():
         if name in ("state", "param_groups", "defaults"):
             continue
-        leaves: list[object] = []
+        attributes[name] = []
         for leaf in tree_leaves(attribute):
-            if isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter):
-                leaves.append(leaf.detach().cpu().tolist())
-            elif isinstance(leaf, int | float) and not isinstance(leaf, bool):
-                leaves.append(leaf)
-        copies[name] = leaves
-    return copies
+            if isinstance(leaf, UNCHANGING) or callable(leaf):
+                continue
+            if isinstance(leaf, Tensor):
+                leaf = leaf.detach().cpu().tolist()
+            elif not isinstance(leaf, int | float):
+                leaf = type(leaf)
+            attributes[name].append(leaf)
+    return attributes
 
 
-def find_loss(
+def find_unsaved(
     model: GPT, optimizers: list[Optimizer], attributes: list[dict[str, list]]
 ) -> str | None:
     """Return what a checkpoint would lose of the optimizers on this process, None if nothing.
@@ -154,8 +162,9 @@ def find_loss(
     for optimizer, before in zip(optimizers, attributes, strict=True):
         name_of_class = type(optimizer).__name__
         for name, leaves in attributes_of(optimizer).items():
-            if leaves != before.get(name):
-                return f"{name_of_class}.{name} changes: keep it in `state` or in a group"
+            has_objects = any(isinstance(leaf, type) for leaf in leaves)
+            if has_objects or leaves != before.get(name):
+                return f"{name_of_class}.{name} may change: keep it in `state` or in a group"
         if not parameters.issuperset(optimizer.state):
             return f"{name_of_class}.state has an entry that is of no parameter"
     for values in group_values(model, optimizers).values():
@@ -181,9 +190,9 @@ def check_state(
     """Raise UserError on every process if a checkpoint would lose state of the optimizers. Call it
     after the first step. `attributes` are what attributes_of returned before it, by optimizer."""
     with process.together():
-        loss = find_loss(model, optimizers, attributes)
-        if loss is not None:
-            raise UserError(f"this run could not be resumed: {loss}")
+        unsaved = find_unsaved(model, optimizers, attributes)
+        if unsaved is not None:
+            raise UserError(f"this run could not be resumed: {unsaved}")
     if process.world_size == 1:
         return
     # The main process saves a tensor that is not divided, so all must keep the same.

@@ -43,6 +43,7 @@ from recipes import Recipe
 from training.optimizer_state import fill_optimizers
 from training.optimizers import make_optimizers, matrix_optimizer
 from training.parallel.data_parallel import wrap
+from training.parallel.own_rows import fill_weights
 from training.start import compare_processes, warn_of_order
 from training.weights_and_biases import open_wandb
 from utils import distributed
@@ -108,9 +109,15 @@ class Progress:
         return cls(**{name: progress[name] for name in asdict(cls()) if name in progress})
 
     def advance(self, result: StepResult) -> None:
-        """Count a step that has ended, its tokens, and the skipped steps in a row."""
+        """Count a step that has ended, its tokens, and the skipped steps in a row. Raises UserError
+        if the step has not read what comes next in the data order."""
         self.step += 1  # also if skipped: its data is not read again
         self.tokens += result.num_tokens
+        if len(result.positions) > 0 and result.positions.start != self.position:
+            raise UserError(
+                f"the step reads {result.positions} of the data order, not what comes after "
+                f"{self.position}: a run that reads from two orders could not be resumed"
+            )
         self.position += len(result.positions)
         self.bad_steps = 0 if result.skip_reason is None else self.bad_steps + 1
 
@@ -316,6 +323,9 @@ class Run(Generic[Options]):
             with reading_checkpoint(self.options.resumed):
                 verify(checkpoint, "optimizer", self.process)
             fill_optimizers(model, optimizers, checkpoint["optimizer"], checkpoint["group_values"])
+            # Again: fill_optimizers lets optimizers create their state by a step with a learning
+            # rate of 0, in which some change the weights nevertheless.
+            fill_weights(model, weights)
         return wrapped, optimizers
 
     def open_log(self, model_config: GPTConfig) -> Logger:

@@ -97,7 +97,8 @@ def refuse_another_architecture(model_class: type[GPT], config: GPTConfig) -> No
         raise
     except Exception as error:  # an edited model may raise anything
         raise UserError(
-            f"this model cannot be compared with transformers, so nothing was written: {error}"
+            "this model cannot be compared with transformers, so nothing was written: "
+            f"{type(error).__name__}: {error}"
         ) from error
 
 

@@ -281,6 +281,8 @@ def weight_to_hf(
         fused_rows = [config.n_embd, kv_rows, kv_rows]  # queries, keys, values
     elif module == "mlp.c_fc":
         fused_rows = [config.inner, config.inner]  # gate, input
+    if module not in LLAMA_WEIGHTS:  # such as lm_head.bias
+        raise UserError(f"LLaMA has no place for the weight {name}")
     hf_modules = zip(LLAMA_WEIGHTS[module], x.split(fused_rows), strict=True)
     return {f"{prefix}{hf_module}.weight": hf_x for hf_module, hf_x in hf_modules}
 

@@ -225,7 +225,9 @@ def on_cpu(tree: Any) -> Any:
     """Return a tree with a random tensor in place of each one on "meta"."""
 
     def draw(x: Tensor) -> Tensor:
-        return torch.randn(x.shape).to(x.dtype).requires_grad_(x.requires_grad)
+        if not x.is_floating_point():  # such as token ids
+            return torch.zeros(x.shape, dtype=x.dtype)
+        return torch.randn(x.shape, dtype=x.dtype).requires_grad_(x.requires_grad)
 
     return tree_map_only(Tensor, draw, tree)
 

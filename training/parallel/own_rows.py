@@ -83,10 +83,14 @@ def allocate(model: GPT, device: torch.device) -> None:
 
 
 def fill_model(model: GPT, weights: Mapping[str, Rows], device: torch.device) -> None:
-    """Allocate a model that is on the device "meta" on `device`, and fill in the part of `weights`
-    that this process holds. An embedding may have fewer rows than its weight: a shorter context
-    drops the last rows of the table of positions."""
+    """Allocate a model that is on the device "meta" on `device`, and fill in `weights`."""
     allocate(model, device)
+    fill_weights(model, weights)
+
+
+def fill_weights(model: GPT, weights: Mapping[str, Rows]) -> None:
+    """Fill in, in place, the part of `weights` that this process holds. An embedding may have fewer
+    rows than its weight: a shorter context drops the last rows of the table of positions."""
     state = model.state_dict()  # the tensors themselves, not copies
     # the model has the architecture of the weights: agreed_model_config of training/summary.py,
     # or build_model of finetune.py
