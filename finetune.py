@@ -127,7 +127,8 @@ def main() -> None:
                     run.logger.log_skip(result.skip_reason, example_ids.tolist(), progress.step)
                 if prepared.sample and is_due(options.sample_every, progress.step):
                     run.logger.log_sample(prepared.sample, progress.step)
-                saver.check_step()  # UserError after 5 skipped steps in a row, or at step 1
+                # UserError: a checkpoint would lose optimizer state, or 5 skipped steps in a row
+                saver.check_step()
                 if result.got_signal:
                     raise Stopped
         except Stopped:

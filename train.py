@@ -115,7 +115,8 @@ def main() -> None:
                 else:
                     ids = train_data.sequence_ids_at(result.positions, options.seed)
                     run.logger.log_skip(result.skip_reason, ids.tolist(), progress.step)
-                saver.check_step()  # UserError after 5 skipped steps in a row, or at step 1
+                # UserError: a checkpoint would lose optimizer state, or 5 skipped steps in a row
+                saver.check_step()
                 if result.got_signal:  # on any process
                     raise Stopped
         except Stopped:

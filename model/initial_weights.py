@@ -48,6 +48,15 @@ METADATA = {
 CONSTANT = (Tensor.zero_, Tensor.fill_, nn.init.constant_)
 
 
+@contextmanager
+def own_random_numbers(seed: int) -> Iterator[None]:
+    """Return a context with the CPU's random numbers of a seed, after which the global ones
+    continue. Random numbers of GPUs do not change."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed GPUs, too
+        yield
+
+
 class NormalRows:
     """Normal random numbers with a standard deviation of `std`, drawn row by row: row i of a matrix
     is its i-th vector, row i of a vector its i-th number.
@@ -109,8 +118,7 @@ class Fill:
         if self.function in CONSTANT:
             shape = torch.Size([])  # one number, repeated, takes no memory
         x = torch.empty(shape, device="cpu")
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(hash_seed(f"{seed} {name}"))
+        with own_random_numbers(hash_seed(f"{seed} {name}")):
             self(x)
         return x.expand(whole_shape)
 
@@ -234,11 +242,9 @@ def new_model(
     """Return a new model whose layers have no memory (they are on the device "meta"), and the first
     content of its parameters and buffers by name. fill_model of training/parallel/own_rows.py
     allocates the model and fills them in."""
-    with torch.random.fork_rng(devices=[]):
-        # for constructors that draw numbers themselves: torch.randn(C)
-        torch.manual_seed(hash_seed(f"{seed}"))
-        with DeferredInit() as context:
-            model = model_class(config)
+    # the seed is for constructors that draw numbers themselves: torch.randn(C)
+    with own_random_numbers(hash_seed(f"{seed}")), DeferredInit() as context:
+        model = model_class(config)
     return model, context.rows(model, seed)
 
 
@@ -259,6 +265,6 @@ def rebuild(model: Model, config: GPTConfig) -> Model:
         if name in state:  # a tied model has no lm_head
             # cloned, because a view would keep the whole table in memory
             state[name] = state[name][: config.padded_vocab_size].clone()
-    new_model = build_without_weights(type(model), config)
-    new_model.load_state_dict(state, assign=True)
-    return new_model
+    smaller_model = build_without_weights(type(model), config)
+    smaller_model.load_state_dict(state, assign=True)
+    return smaller_model

@@ -8,8 +8,7 @@ any size of model, and needs no other process and no GPU.
 """
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from typing import Any, TypeVar
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from model.config import GPTConfig
-from model.initial_weights import build_without_weights
+from model.initial_weights import build_without_weights, own_random_numbers
 
 # Lines for the user go through logging, because model/ does not print. Python writes them to
 # stderr, and `start` in utils/distributed.py turns them off on all processes but the main one.
@@ -69,7 +68,7 @@ def narrow_copy(model_class: type[Model], config: GPTConfig, max_kv_heads: int =
     """Return a new model of the class and the techniques of another one, with few channels, in
     float32 on the CPU and in evaluation mode. It is the same on every process, and the global
     random numbers do not change."""
-    with torch.device("cpu"), own_random_numbers():
+    with torch.device("cpu"), own_random_numbers(seed=0):
         model = build_without_weights(model_class, narrow_config(config, max_kv_heads))
         parameters = model.named_parameters(remove_duplicate=False)
         weights = {name: torch.empty(p.shape) for name, p in parameters}
@@ -93,16 +92,6 @@ def fill_with_random_numbers(model: nn.Module) -> None:
         head_weight.mul_(LOGITS_STD)
 
 
-@contextmanager
-def own_random_numbers() -> Iterator[None]:
-    """Return a context with the same random numbers for every call and process, after which the
-    global random numbers of the CPU continue."""
-    # devices=[]: the copy is on the CPU, so those of GPUs do not change
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(0)
-        yield
-
-
 def is_proven(shortcut: str, comparison: Callable[[Any], bool], model: Any) -> bool:
     """Return whether the plain model and a shortcut, named `shortcut` in a message, agree.
 
@@ -124,7 +113,7 @@ def on_narrow_copy(
     try:
         with (
             torch.device("cpu"),
-            own_random_numbers(),
+            own_random_numbers(seed=0),
             torch.autocast("cpu", enabled=False),
             torch.enable_grad(),
         ):

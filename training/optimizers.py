@@ -20,7 +20,7 @@ from config import OptimizerOptions
 from model.gpt import GPT
 from recipes import Recipe
 from training.muon import Muon, matrix_groups
-from training.optimizer_state import remember_groups
+from training.optimizer_state import groups_of, remember_groups
 from training.parallel.tensor_parallel import by_mesh
 from utils.errors import UserError
 
@@ -129,10 +129,9 @@ def check_covers(model: GPT, optimizers: list[Optimizer]) -> None:
     """Raise UserError unless each trainable parameter is in exactly one group of all optimizers. A
     parameter in none would never change, one in two groups would change twice in a step."""
     counts: dict[Tensor, int] = defaultdict(int)
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            for p in group["params"]:
-                counts[p] += 1
+    for group in groups_of(optimizers):
+        for p in group["params"]:
+            counts[p] += 1
     for name, p in model.named_parameters():
         if counts[p] != int(p.requires_grad):
             raise UserError(
