@@ -39,6 +39,8 @@ def optimizer_state(model: GPT, optimizers: list[Optimizer]) -> dict[str, dict]:
         for optimizer in optimizers:
             if p in optimizer.state:
                 state[name] = optimizer.state[p]
+    # a parameter without a name would lose its state: see free_gathered_weights
+    assert len(state) == sum(len(optimizer.state) for optimizer in optimizers)
     return state
 
 

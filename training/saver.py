@@ -14,6 +14,7 @@ import torch
 from model.formats.checkpoint import BEST, LAST, NUMBERED, load_checkpoint, numbered_checkpoints
 from model.gpt import GPT
 from training.optimizer_state import attributes_of, check_state, group_values, optimizer_state
+from training.parallel.data_parallel import free_gathered_weights
 from training.parallel.own_rows import OwnRows, copy_state
 from training.run import PATIENCE, Run
 from training.writer import save_checkpoint
@@ -120,6 +121,7 @@ class Saver:
         is_sharded = self.run.options.sharding != "none" and process.world_size > 1
         if not is_sharded and not process.is_main:
             return  # the main process has the whole state and writes it alone
+        free_gathered_weights(self.model)
         # Copies on the CPU, by name, because training changes the tensors while a thread writes.
         state = optimizer_state(self.model, self.optimizers)
         weights, own_state = copy_state(self.model, state, process)

@@ -193,6 +193,14 @@ def sync_gradients(wrapped: nn.Module, sharding: str, *, is_last: bool) -> Abstr
     return nullcontext()  # FSDP2 keeps these settings in the module
 
 
+def free_gathered_weights(model: nn.Module) -> None:
+    """Let a model that FSDP2 divides hold only its shards again. With zero1 and zero2 an evaluation
+    leaves whole weights, and model.parameters() are then not those that the optimizers train."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 @contextmanager
 def average_numbers(wrapped: nn.Module) -> Iterator[None]:
     """Context of the last micro-step: at its end, average the gradients of parameters that FSDP2

@@ -4,6 +4,7 @@ import pytest
 from conftest import bad, gap, losses, run_ranks, script, slow, torchrun, train_args, user_error
 
 from data.manifest import read_manifest, write_manifest
+from model.formats.checkpoint import BEST, LAST, load_checkpoint
 from utils.distributed import count_shards
 
 
@@ -142,3 +143,14 @@ def test_compiled_shards_equal_one_process(shards, reference, tmp_path, checkpoi
     args = train_args(shards, tmp_path, 12, *flags, "--sharding", "zero3", "--micro_batch_size", 2)
     torchrun(2, *args)
     assert gap(tmp_path, reference) < 1e-4 and len(losses(tmp_path)) == 12
+
+
+@pytest.mark.parametrize("sharding", ["zero1", "zero2", slow("zero3")])
+def test_the_best_checkpoint_of_a_sharded_run_has_all_optimizer_state(shards, tmp_path, sharding):
+    """An evaluation leaves whole weights in the model, just before the file is written."""
+    torchrun(2, *train_args(shards, tmp_path, 4, "--sharding", sharding, "--micro_batch_size", 2))
+    best, last = (load_checkpoint(tmp_path / "checkpoints" / name) for name in (BEST, LAST))
+    assert best["step"] == last["step"] == 4
+    assert (
+        best["checksums"] == last["checksums"] and best["optimizer"].keys() == best["model"].keys()
+    )
