@@ -22,7 +22,7 @@ from dataclasses import field, fields, is_dataclass, make_dataclass
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
-from utils.errors import UserError, check_text, is_out_of_memory
+from utils.errors import Disconnected, UserError, check_text, is_out_of_memory
 from utils.ranges import Dataclass, check_ranges
 
 # This project's flags by nanoGPT's names, for error messages: difflib finds similar names only.
@@ -254,6 +254,9 @@ def call_and_exit(
     except KeyboardInterrupt:
         message = "interrupted"
         exit_code = 128 + signal.SIGINT
+    except Disconnected as error:
+        message = str(error)
+        exit_code = 2
     except Exception as error:
         message = user_message(error) or explain(error)
         exit_code = 2

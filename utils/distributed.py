@@ -17,6 +17,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TypeVar
@@ -26,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from utils.devices import autocast, pick_device, pick_dtype
-from utils.errors import UserError
+from utils.errors import Disconnected, UserError
 
 Item = TypeVar("Item")
 Output = TypeVar("Output")
@@ -199,7 +200,8 @@ class Process:
         """Return a context that raises on every process if its body raises on one of them. The
         failing process raises its own error, the others a UserError with the same text.
 
-        Without it, the other processes would wait in the next collective for the failed one.
+        Use it where a process may catch the error and go on, and where only one process changes a
+        file that others read afterwards. Elsewhere the failing process ends, and with it the run.
         """
         error: Exception | None = None
         try:
@@ -211,6 +213,15 @@ class Process:
         # raise this process's own error, or else the first error of another process
         for message in messages.values():
             raise error or UserError(message)
+
+    def together_in_thread(self, function: Callable[..., Output], *arguments: object) -> Output:
+        """Call a function without collectives on every process, and return its result when all have
+        ended; raise on all processes if one fails. It may take longer than TIMEOUT: it runs in a
+        thread, while wait_until repeats short collectives."""
+        with self.together(), ThreadPoolExecutor() as pool:
+            future = pool.submit(function, *arguments)
+            self.wait_until(future.done)
+            return future.result()  # raises the error of the function
 
     def read_on_all(self, read: Callable[[], Output]) -> Output:
         """Call `read` on every process and return its result; raise on all processes if one fails.
@@ -233,13 +244,15 @@ class Process:
         if self.world_size == 1:  # there is no process group
             return number
         minimum = torch.tensor(number, device=self.device)  # NCCL needs a tensor on the GPU
-        dist.all_reduce(minimum, dist.ReduceOp.MIN)  # in place
+        with collective():
+            dist.all_reduce(minimum, dist.ReduceOp.MIN)  # in place
         return int(minimum)
 
     def sum(self, x: Tensor) -> Tensor:
         """Sum a float tensor over all parts of the data, in place, and return the tensor."""
         if self.world_size > 1:
-            dist.all_reduce(x)  # in place, over all processes
+            with collective():
+                dist.all_reduce(x)  # in place, over all processes
             # With tensor parallelism, `tensor_parallel` processes add the same number for one part
             # of the data. All processes divide the same sum, so they get the same bits.
             x /= self.tensor_parallel
@@ -250,12 +263,23 @@ class Process:
         ranks. If two processes have the same key, they must have equal outputs for it."""
         gathered = [outputs]  # one dict for each process
         if self.world_size > 1:
-            gathered = [{}] * self.world_size  # placeholders: the next line fills the list
-            dist.all_gather_object(gathered, outputs)
+            gathered = [{}] * self.world_size  # placeholders: the collective fills the list
+            with collective():
+                dist.all_gather_object(gathered, outputs)
         merged: dict[int, Output] = {}
         for process_outputs in gathered:
             merged.update(process_outputs)
         return merged
+
+
+@contextlib.contextmanager
+def collective() -> Iterator[None]:
+    """Return a context for one collective. If it fails, it raises Disconnected."""
+    try:
+        yield
+    except Exception as error:
+        reason = explain_lost_process(error) or f"a collective failed: {error!s:.200}"
+        raise Disconnected(reason) from error
 
 
 # Stands for the only process of a script, in calls of functions that scripts share with training

@@ -12,6 +12,14 @@ class UserError(ValueError):
     one sentence, and exit with code 2."""
 
 
+class Disconnected(BaseException):
+    """A collective has failed on this process, which therefore ends.
+
+    It is no Exception, so that code which catches errors and goes on cannot catch it: this process
+    does not know whether the others are still in that collective, and would meet them in another.
+    """
+
+
 def is_out_of_memory(error: Exception) -> bool:
     """Return whether an error says that the host or a GPU has no memory left."""
     # Compare the text: PyTorch raises a plain RuntimeError for the host, and several classes of
