@@ -7,19 +7,27 @@ save and under which name. model/formats/checkpoint.py has the format of a file.
 
 import contextlib
 import os
+import uuid
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from model.formats.checkpoint import FORMAT_VERSION, flatten, split_float32, sum_rows
+from model.formats.checkpoint import (
+    FORMAT_VERSION,
+    flatten,
+    load_checkpoint,
+    split_float32,
+    sum_part,
+    sum_rows,
+)
 from training.parallel.own_rows import OwnRows
 from utils.distributed import ALONE, Process
-from utils.errors import writing
+from utils.errors import UserError, writing
 from utils.files import atomic_write, replace_file
 
 # {"model": {parameter: OwnRows}, "model_low": {parameter: OwnRows},
@@ -39,7 +47,31 @@ def save_checkpoint(
     """Write the float32 weights, the optimizer state and `entries` to a file, atomically: `path` is
     always the old file or the whole new one. Every process must call it, with its own rows, and
     needs the same folder if it has any. Raises UserError if writing fails, as on a full disk."""
-    # A file has each weight as two tensors: upper and lower half of its float32 bits.
+    with writing(path):  # any error becomes a UserError that names the path
+        # Here and below, if one process fails, `together` raises an error on all: the caller goes
+        # on without the file, and one process alone would miss the collectives that follow.
+        with process.together():
+            sections = split_weights(weights, optimizer_state)
+            own_sums = sum_own_rows(sections)
+        checksums = sum_over_processes(own_sums, process)
+        plain_entries = {
+            # first, because `is_own` of model/formats/checkpoint.py looks for it in the first bytes
+            "format_version": FORMAT_VERSION,
+            "versions": {"torch": str(torch.__version__)},
+            **entries,
+            "checksums": checksums,
+        }
+        if process.world_size == 1:
+            with atomic_write(path) as file:
+                # tree_map returns the same nested dicts with a Tensor in place of each OwnRows
+                torch.save(plain_entries | tree_map(whole_tensor, sections), file)
+        else:
+            write_together(path, sections, plain_entries, process)
+
+
+def split_weights(weights: dict[str, OwnRows], optimizer_state: dict[str, dict]) -> Sections:
+    """Return the sections of a file. It has each weight as two tensors: the upper and the lower
+    half of its float32 bits."""
     high: dict[str, OwnRows] = {}  # bfloat16
     low: dict[str, OwnRows] = {}  # int16
     for name, own_rows in weights.items():
@@ -49,30 +81,25 @@ def save_checkpoint(
         high_content, low_content = split_float32(own_rows.content)
         high[name] = replace(own_rows, content=high_content)
         low[name] = replace(own_rows, content=low_content)
-    sections: Sections = {"model": high, "model_low": low, "optimizer": optimizer_state}
+    return {"model": high, "model_low": low, "optimizer": optimizer_state}
 
-    # A checksum is a sum over rows. Each process sums its own rows; no two processes have the same.
-    checksums: dict[str, int] = {}
+
+def sum_own_rows(sections: Sections) -> dict[str, int]:
+    """Return the part of the checksum of each section that is of the rows of this process. No two
+    processes have the same rows."""
+    own_sums: dict[str, int] = {}
     for section, own_rows_by_name in sections.items():
-        total = 0
+        own_sums[section] = 0
         for name, own_rows in flatten(own_rows_by_name).items():
-            total += sum_rows(name, own_rows.rows.tolist(), own_rows.content)
-        checksums[section] = sum(process.merge({process.rank: total}).values())
+            own_sums[section] += sum_rows(name, own_rows.rows.tolist(), own_rows.content)
+    return own_sums
 
-    plain_entries = {
-        # first, because `is_own` of model/formats/checkpoint.py looks for it in the first bytes
-        "format_version": FORMAT_VERSION,
-        "versions": {"torch": str(torch.__version__)},
-        **entries,
-        "checksums": checksums,
-    }
-    with writing(path):  # any error becomes a UserError that names the path
-        if process.world_size == 1:
-            with atomic_write(path) as file:
-                # tree_map returns the same nested dicts with a Tensor in place of each OwnRows
-                torch.save(plain_entries | tree_map(whole_tensor, sections), file)
-        else:
-            write_together(path, sections, plain_entries, process)
+
+def sum_over_processes(own_sums: dict[str, int], process: Process) -> dict[str, int]:
+    """Return the checksum of each section: a checksum is a sum over rows, so the sums of all
+    processes add up to it. Every process must call it."""
+    sums_by_rank = process.merge({process.rank: own_sums})
+    return {section: sum(sums[section] for sums in sums_by_rank.values()) for section in own_sums}
 
 
 def whole_tensor(leaf: object) -> object:
@@ -87,51 +114,72 @@ def whole_tensor(leaf: object) -> object:
 def write_together(path: Path, sections: Sections, plain_entries: dict, process: Process) -> None:
     """Write a checkpoint of several processes atomically. `sections` has the OwnRows of this
     process, `plain_entries` everything beside tensors. Every process must call it."""
-    # All processes write into this file. The main process renames it when it is complete.
-    temporary = path.with_name(path.name + ".tmp")
-    offsets: dict[int, Offsets] = {}  # {0: offsets}, from rank 0; `merge` sends them to all
-    try:  # after an error, the main process removes the temporary file, below
-        # If one process fails, `together` raises an error on all, so that none waits forever.
+    layout: dict[int, tuple[str, Offsets]] = {}  # of rank 0; `merge` sends it to all
+    try:
         with process.together():
             if process.is_main:
-                offsets[0] = lay_out(temporary, sections, plain_entries)
-        offsets = process.merge(offsets)
-        # Each process writes in a thread, while wait_until repeats short collectives. In a single
-        # collective, processes without rows would wait for slow writers, and fail after TIMEOUT.
-        with process.together(), ThreadPoolExecutor() as pool:
-            future = pool.submit(write_own_rows, temporary, sections, offsets[0])
-            process.wait_until(future.done)
-            future.result()  # raises the error of write_own_rows, if it failed
+                layout[0] = lay_out(path, sections, plain_entries)
+        name, offsets = process.merge(layout)[0]
+        # All processes write into this file. The main process renames it when it is complete.
+        temporary = path.with_name(name)
+        process.together_in_thread(write_own_rows, temporary, sections, offsets)
+        # Read it back before it replaces a good file: a network file system may have lost rows.
+        num_own_rows = count_own_rows(sections)
+        writers = [rank for rank, n in process.merge({process.rank: num_own_rows}).items() if n > 0]
+        own_sums = process.together_in_thread(sum_written_rows, temporary, process.rank, writers)
+        if sum_over_processes(own_sums, process) != plain_entries["checksums"]:
+            raise UserError("the file has other content than the processes have written")
+        # last, so that an error on the main process alone changes nothing for the others
         if process.is_main:
             replace_file(temporary, path)
     except Exception:
         if process.is_main:
             # an error of `unlink` would hide the reason of the failure
             with contextlib.suppress(OSError):
-                temporary.unlink()
+                remove_temporary_files(path)
         raise
 
 
-def lay_out(path: Path, sections: Sections, plain_entries: dict) -> Offsets:
-    """Write a checkpoint with gaps in place of the tensors, and return where each gap begins. Gaps
-    take no disk space until processes fill them."""
+def remove_temporary_files(path: Path) -> None:
+    """Remove what failed or killed saves of the file `path` have left in its folder."""
+    for temporary in path.parent.glob(f"{path.name}.*.tmp"):
+        temporary.unlink()
+
+
+def lay_out(path: Path, sections: Sections, plain_entries: dict) -> tuple[str, Offsets]:
+    """Write a checkpoint with gaps in place of the tensors beside `path`. Return the name of the
+    file, and where each gap begins. Gaps take no disk space until processes fill them."""
+    remove_temporary_files(path)
+    # A new name for each file: under the name of an earlier one, which was renamed, another machine
+    # may still find the file of before, and write into a good checkpoint (NFS).
+    temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
     with FakeTensorMode():  # tensors with a shape and a dtype, without memory
         gaps = tree_map(empty_tensor, sections)
     # skip_data: torch.save leaves the bytes of tensors empty
     with torch.serialization.skip_data(materialize_fake_tensors=True):
-        torch.save(plain_entries | gaps, path)
+        torch.save(plain_entries | gaps, temporary)
 
     # In this mode torch.load reads no tensors, but sets _checkpoint_offset: where the tensor begins
     # in the file, in bytes.
     with FakeTensorMode():
-        fake_checkpoint = torch.load(path, weights_only=True)
+        fake_checkpoint = torch.load(temporary, weights_only=True)
     offsets: Offsets = {}
     for section in sections:
         tensors = flatten(fake_checkpoint[section])
         offsets[section] = {
             name: x.untyped_storage()._checkpoint_offset for name, x in tensors.items()
         }
-    return offsets
+    forget_pages(temporary)
+    return temporary.name, offsets
+
+
+def forget_pages(path: Path) -> None:
+    """Write what this machine caches of a file to the disk and drop it from the cache. NFS could
+    write a cached page, with gaps, over rows that another machine has written since."""
+    with open(path, "rb+") as file:
+        os.fsync(file.fileno())
+        if hasattr(os, "posix_fadvise"):  # not on macOS
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def empty_tensor(leaf: object) -> object:
@@ -146,8 +194,7 @@ def write_own_rows(path: Path, sections: Sections, offsets: Offsets) -> None:
     """Write the rows of this process into a file that lay_out has made, and force them to disk.
     `offsets` is what lay_out returned."""
     # A process has no rows here if others write the same ones. It may lack the folder.
-    own_leaves = [leaf for leaf in tree_leaves(sections) if isinstance(leaf, OwnRows)]
-    if sum(len(own_rows.rows) for own_rows in own_leaves) == 0:
+    if count_own_rows(sections) == 0:
         return
     # Write-only: otherwise NFS may read a page and write it back over rows of another machine.
     with open(os.open(path, os.O_WRONLY), "wb") as file:
@@ -165,3 +212,22 @@ def write_own_rows(path: Path, sections: Sections, offsets: Offsets) -> None:
                         file.write(chunk.numpy())
         file.flush()
         os.fsync(file.fileno())
+
+
+def count_own_rows(sections: Sections) -> int:
+    """Return the number of rows that this process writes."""
+    leaves = [leaf for leaf in tree_leaves(sections) if isinstance(leaf, OwnRows)]
+    return sum(len(own_rows.rows) for own_rows in leaves)
+
+
+def sum_written_rows(path: Path, rank: int, writers: list[int]) -> dict[str, int]:
+    """Return the part of the checksum of each section of a file that is of the rows which this
+    process reads back: the `writers` (ranks) read equally many. Others may lack the folder."""
+    own_sums = {"model": 0, "model_low": 0, "optimizer": 0}
+    if rank in writers:
+        # as a Mapping, because mypy wants literal keys for a TypedDict
+        checkpoint: Mapping[str, Any] = load_checkpoint(path)
+        part = (writers.index(rank), len(writers))
+        for section in own_sums:
+            own_sums[section] = sum_part(flatten(checkpoint[section]), *part)
+    return own_sums

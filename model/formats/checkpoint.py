@@ -96,6 +96,9 @@ class Checkpoint(TypedDict, total=False):
     scaler: dict
     """State of the GradScaler in float16, else {}."""
     command: list[str]
+    working_dir: str
+    """Absolute path of the folder in which the command ran: paths of `config` are relative to it.
+    """
     data_order: dict
     """Data and options that determine the batch of each step."""
     val_checksum: int | None
@@ -168,25 +171,29 @@ def sum_rows(name: str, rows: Sequence[int], content: Tensor) -> int:
     return total
 
 
-def rows_checksum(tensors: Mapping[str, Rows], process: Process = ALONE) -> int:
-    """Return the sum of the CRC-32 of the rows of whole tensors; a vector is one row. Slicing Rows
-    (model/rows.py) reads these rows from the file. All processes must call it: each reads a part of
-    the rows."""
-    data_rank = process.data_rank
-    data_parallel = process.data_parallel
+def sum_part(tensors: Mapping[str, Rows], part: int, num_parts: int) -> int:
+    """Return the sum of the CRC-32 of one of `num_parts` equal parts of the rows of each tensor; a
+    vector is one row. Slicing Rows (model/rows.py) reads these rows from the file."""
     total = 0
     for name, x in tensors.items():
         if is_vector(x.shape):
-            if data_rank == 0:
+            if part == 0:
                 total += sum_rows(name, range(1), x[...].reshape(1, -1))
             continue
         num_rows = x.shape[0]
-        start = num_rows * data_rank // data_parallel
-        end = num_rows * (data_rank + 1) // data_parallel
+        start = num_rows * part // num_parts
+        end = num_rows * (part + 1) // num_parts
         total += sum_rows(name, range(start, end), x[start:end])
+    return total
+
+
+def rows_checksum(tensors: Mapping[str, Rows], process: Process = ALONE) -> int:
+    """Return the sum of the CRC-32 of all rows of whole tensors. All processes must call it: each
+    reads a part of the rows."""
+    own_sum = sum_part(tensors, process.data_rank, process.data_parallel)
     # by data_rank: processes with the same data_rank (tensor parallelism) have read the same rows,
     # which count once
-    return sum(process.merge({data_rank: total}).values())
+    return sum(process.merge({process.data_rank: own_sum}).values())
 
 
 def verify(
