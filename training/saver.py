@@ -6,11 +6,15 @@ same file, and training waits. model/formats/checkpoint.py has the format of the
 """
 
 import math
+import os
+import shlex
+import sys
 import threading
 from dataclasses import asdict, dataclass, field
 
 import torch
 
+from model.execution import uncompiled
 from model.formats.checkpoint import BEST, LAST, NUMBERED, load_checkpoint, numbered_checkpoints
 from model.gpt import GPT
 from training.optimizer_state import attributes_of, check_state, group_values, optimizer_state
@@ -18,6 +22,7 @@ from training.parallel.data_parallel import free_gathered_weights
 from training.parallel.own_rows import OwnRows, copy_state
 from training.run import PATIENCE, Run
 from training.writer import save_checkpoint
+from utils import distributed
 from utils.distributed import ALONE, Process
 from utils.errors import UserError
 from utils.files import link_or_copy, sync_folder
@@ -38,7 +43,8 @@ class Saver:
     """Write checkpoints of a run, one at a time.
 
     After a failed write the run logs the error and goes on: the older file is whole, and the next
-    save tries again. If no later save succeeds, `finish` ends the run with the error.
+    save tries again. Weights that give no finite numbers, and so no finite loss, do not replace it
+    either. If no later save succeeds, `finish` ends the run with the error.
     """
 
     run: Run
@@ -58,7 +64,7 @@ class Saver:
     thread: threading.Thread = field(init=False, default_factory=threading.Thread)
     """The thread that writes or wrote last; before the first save, one that was never started."""
     error: Exception | None = None
-    """Error of the last failed write; None again after a later model_last.pt."""
+    """Why the last save failed; None again after a later model_last.pt."""
     is_state_checked: bool = False
     """True after the first step that has updated the weights: see check_step."""
 
@@ -118,6 +124,15 @@ class Saver:
         # the main process decides, and the others always agree
         if not process.all_agree(condition or not process.is_main):
             return
+        # model_best.pt has a finite loss already
+        if name == LAST and not self.gives_finite_logits():
+            if process.is_main:
+                self.error = UserError(
+                    f"the weights of step {self.run.progress.step} give no finite loss, so they "
+                    f"are not saved; {self.describe_last()}"
+                )
+            self.run.logger.print(str(self.error))
+            return
         is_sharded = self.run.options.sharding != "none" and process.world_size > 1
         if not is_sharded and not process.is_main:
             return  # the main process has the whole state and writes it alone
@@ -127,6 +142,7 @@ class Saver:
         weights, own_state = copy_state(self.model, state, process)
         entries = {
             "config": self.run.options.to_dict(),
+            "working_dir": os.getcwd(),
             "model_config": asdict(self.model.config),
             **self.run.entries,
             **asdict(self.run.progress),  # step, tokens, ...
@@ -147,6 +163,33 @@ class Saver:
             daemon=True,
         )
         self.thread.start()
+
+    @torch.no_grad()
+    def gives_finite_logits(self) -> bool:
+        """Return whether the weights give finite logits after each token of a short text, on every
+        process. Every process must call it. A skipped step does not show it: the weights of the
+        step before have given its loss, not those that are saved."""
+        model = self.model
+        process = self.run.process
+        num_tokens = min(64, model.config.block_size, model.config.vocab_size)
+        idx = torch.arange(num_tokens, device=process.device)[None]  # (1, num_tokens)
+        was_training = model.training
+        model.eval()  # no dropout
+        with process.autocast(), uncompiled(self.run.options.use_torch_compile):
+            is_finite = bool(model(idx).isfinite().all())
+        model.train(was_training)
+        return process.all_agree(is_finite)
+
+    def describe_last(self) -> str:
+        """Return a sentence that names the step of model_last.pt, and the command that continues
+        from it with a lower learning rate."""
+        path = self.run.options.checkpoint_dir / LAST
+        if not path.exists():  # such as before the first save of --init_from
+            return "there is no earlier checkpoint"
+        command = f"{distributed.launcher()} {sys.argv[0]} --resume {shlex.quote(str(path))}"
+        lower_rate = self.run.options.max_lr / 3
+        step = load_checkpoint(path)["step"]
+        return f"continue from step {step} with {command} --max_lr {lower_rate:.1g}"
 
     def write(
         self,
@@ -201,11 +244,13 @@ class Saver:
             return
         progress.bad_steps = 0  # saved, so that a resumed run can skip PATIENCE steps again
         self.save_last()
-        self.finish()
-        raise UserError(
-            f"{PATIENCE} steps in a row had no finite loss and gradient, and were skipped; "
-            "resume an earlier checkpoint with a lower learning rate"
-        )
+        self.wait()
+        with self.run.process.together():  # the others may lack the folder
+            if self.run.process.is_main:
+                raise UserError(
+                    f"{PATIENCE} steps in a row had no finite loss and gradient, and were skipped; "
+                    f"{self.describe_last()}"
+                )
 
     def finish(self) -> None:
         """Wait for the last write. Raise UserError if it failed. Every process must call it."""

@@ -121,3 +121,21 @@ def test_a_model_is_sampled_and_scored_in_float16(trained, shards, tmp_path):
         script("evaluate.py", *options, "--tasks", "val", "--data_dir", shards, "--out", out)
         nats.append(json.loads(out.read_text())["results"][0]["value"])
     assert texts[0] == texts[1] and 0 < abs(nats[1] - nats[0]) < 1e-3
+
+
+@pytest.mark.parametrize("last, flags", [(40, ()), (9, ("--save_every", 1))])
+def test_weights_without_a_finite_loss_do_not_replace_a_good_checkpoint(
+    shards, tmp_path, last, flags
+):
+    """At a rate that ruins them; the error names the command that continues."""
+    run = train_args(shards, tmp_path, 6, "--eval_every", 0)
+    script(*run)
+    good = weights(tmp_path)
+    args = [*run, "--max_steps", last, "--resume", "auto", "--max_lr", 1e20, *flags]
+    (done,) = torchrun(1, *args, code=2)
+    path = tmp_path / "checkpoints/model_last.pt"
+    assert f"continue from step 6 with python train.py --resume {path} --max_lr" in done.stderr
+    assert load_checkpoint(path)["step"] == 6
+    assert all(torch.equal(w, good[name]) for name, w in weights(tmp_path).items())
+    command = done.stderr.split("continue from step 6 with python ")[-1].split("\n")[0].split()
+    script(*command[:-1], 3e-3, "--max_steps", 8)  # as advised, at a rate that suits the model
