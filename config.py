@@ -364,7 +364,9 @@ class ResolvedOptions(MachineOptions, SaveOptions, OptimizerOptions, RunOptions,
 
     def __post_init__(self) -> None:
         if self.min_lr > self.max_lr:
-            raise UserError(f"--min_lr {self.min_lr} is above --max_lr {self.max_lr}")
+            # A resumed run has the flags that it was begun with.
+            origin = "" if self.resumed is None else f", one of which is of the run {self.resumed}"
+            raise UserError(f"--min_lr {self.min_lr} is above --max_lr {self.max_lr}{origin}")
         if self.tensor_parallel > 1 and self.sharding == "none":
             raise UserError(
                 f"--tensor_parallel {self.tensor_parallel} needs --sharding zero1, zero2 or zero3"

@@ -28,7 +28,8 @@ from config import TrainOptions, resolve_from_recipe
 from evaluation import figure
 from evaluation.figure import LoggedRun, comparable_loss, curve, read_run
 from recipes import parse_recipe
-from training.options import list_changes, read_options
+from training.options import read_options
+from training.start import list_changes
 from utils.cli import start_script
 from utils.errors import UserError
 from utils.logger import logged_run

@@ -10,7 +10,6 @@ This file is not about single options (config.py) or about a run's files (traini
 
 import json
 import tomllib
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -36,6 +35,7 @@ from training.forecast.advice import choose_micro_batch
 from training.forecast.memory import Hardware
 from training.optimizers import matrix_optimizer
 from training.parallel.tensor_parallel import check_divides
+from training.start import list_changes
 from utils.cli import expand_home, flag_value, named_flags, parse, to_flags
 from utils.devices import is_bfloat16_faster, missing_compiler, pick_device
 from utils.distributed import Process, is_main_process
@@ -87,6 +87,8 @@ def read_options(
     # finetune.py names its folder after --method if --checkpoint_dir is not given
     checkpoint_dir = options_class.checkpoint_folder(flags)
     options = replace(parse(options_class, flags), resume=resume, checkpoint_dir=checkpoint_dir)
+    if checkpoint is not None:
+        check_inputs(options, given_flags, checkpoint)
     # --overwrite removes other checkpoints from the folder when the log is opened
     if options.overwrite and options.init_from:
         weights_folder = find_checkpoint_folder(Path(options.init_from)).resolve()
@@ -106,6 +108,22 @@ def read_options(
         if name in DERIVED and value == "auto":  # "auto" asks to derive the option again
             derived[name] = value
     return options, derived, checkpoint
+
+
+def check_inputs(options: Options, given_flags: list[str], checkpoint: Checkpoint) -> None:
+    """Raise UserError if a file or folder that a resumed run read is not there any more. Those that
+    `given_flags` name are the user's present choice."""
+    written = ("checkpoint_dir", "log_dir")
+    for name, value in vars(options).items():
+        if name in written or name in dict(named_flags(given_flags)):
+            continue
+        for path in value if isinstance(value, tuple) else (value,):
+            if isinstance(path, Path) and not path.exists():
+                earlier_path = Path(checkpoint["working_dir"]) / path
+                raise UserError(
+                    f"{path} is not here: the resumed run read it at {earlier_path}; give its "
+                    f"present place by --{name}"
+                )
 
 
 def saved_options(checkpoint: Checkpoint, folder: Path) -> dict:
@@ -321,13 +339,3 @@ def continued_model_config(
         f"{options.weights_from} holds a model of another architecture: {changes}; leave out "
         "--recipe, --model_type and the sizes, or begin a new model in another --checkpoint_dir"
     )
-
-
-def list_changes(saved: Mapping[str, object], here: Mapping[str, object]) -> str:
-    """Return the names whose values differ, such as "n_layer 12 (here 6), n_head 12 (here 6)".
-    Errors of a resumed run or sweep show it."""
-    changes: list[str] = []
-    for name, value in saved.items():
-        if here.get(name) != value:  # None if this version has no such option
-            changes.append(f"{name} {value} (here {here.get(name)})")
-    return ", ".join(changes)

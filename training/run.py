@@ -44,7 +44,7 @@ from training.optimizer_state import fill_optimizers
 from training.optimizers import make_optimizers, matrix_optimizer
 from training.parallel.data_parallel import wrap
 from training.parallel.own_rows import fill_weights
-from training.start import compare_processes, warn_of_order
+from training.start import compare_processes, warn_of_log, warn_of_order
 from training.weights_and_biases import open_wandb
 from utils import distributed
 from utils.devices import describe_device
@@ -272,6 +272,7 @@ class Run(Generic[Options]):
         claim_folders(options, checkpoint, process)
         compare_processes(options, entries, process)
         warn_of_order(process, checkpoint, entries["data_order"])
+        warn_of_log(process, options, checkpoint)
         in_float16 = process.dtype is torch.float16
         scaler = GradScaler(process.device.type, FIRST_LOSS_SCALE, enabled=in_float16)
         # the saved state is {} unless the run trained in float16
@@ -337,23 +338,25 @@ class Run(Generic[Options]):
         logged_config = logged_run(options.log_dir)
         # append rows only to a log of the same run
         begins_empty = logged_config is None or logged_config.get("run_id") != run_id
-        if self.process.is_main:
-            if options.overwrite:
-                remove_checkpoints(options.checkpoint_dir, self.progress)
-            # Written before the Logger opens its files: if the run is killed in between, it finds
-            # its log by this run_id when it is resumed.
-            content = {
-                "run_id": run_id,
-                "parent": self.progress.parent,
-                **self.entries,
-                # a short name: the spec itself may be megabytes of JSON
-                "tokenizer": tokenizer_identity(self.entries["tokenizer"]),
-                "config": options.to_dict(),
-                "model_config": asdict(model_config),
-                "versions": describe_device(self.process.device),
-            }
-            with atomic_write(options.log_dir / CONFIG) as file:
-                file.write(json.dumps(content, indent=1).encode())
+        content = {
+            "run_id": run_id,
+            "parent": self.progress.parent,
+            **self.entries,
+            # a short name: the spec itself may be megabytes of JSON
+            "tokenizer": tokenizer_identity(self.entries["tokenizer"]),
+            "config": options.to_dict(),
+            "model_config": asdict(model_config),
+            "versions": describe_device(self.process.device),
+        }
+        # `together`, because the others must not read checkpoints that the main process removes
+        with self.process.together():
+            if self.process.is_main:
+                if options.overwrite:
+                    remove_checkpoints(options.checkpoint_dir, self.progress)
+                # Written before the Logger opens its files: if the run is killed in between, it
+                # finds its log by this run_id when it is resumed.
+                with atomic_write(options.log_dir / CONFIG) as file:
+                    file.write(json.dumps(content, indent=1).encode())
         self.logger = Logger(
             options.log_dir,
             start=self.progress.step,

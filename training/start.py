@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from config import RunOptions
+from config import ResolvedOptions, RunOptions
 from data.open_model import open_pretrained
 from model.config import GPTConfig
 from model.formats.checkpoint import (
@@ -25,6 +25,7 @@ from model.formats.checkpoint import (
 from model.rows import Rows
 from utils.distributed import ALONE, Process
 from utils.errors import UserError
+from utils.logger import logged_run
 
 # Last parts of the names of options and checkpoint entries that may differ between the machines of
 # a run: each has its own folders, files and devices. compare_processes compares checksums of the
@@ -157,6 +158,29 @@ def warn_of_order(process: Process, checkpoint: Checkpoint | None, data_order: d
     # without optimizer state no step has read data yet
     if checkpoint is None or not checkpoint["optimizer"]:
         return
-    earlier_order = checkpoint["data_order"]
-    if data_order != earlier_order:
-        process.print(f"warning: the data order changes from {earlier_order} to {data_order}")
+    changes = list_changes(checkpoint["data_order"], data_order)
+    if changes:
+        process.print(f"warning: the data order changes: {changes}")
+
+
+def warn_of_log(process: Process, options: ResolvedOptions, checkpoint: Checkpoint | None) -> None:
+    """Warn if a resumed run begins a new log, because its log lies elsewhere."""
+    if checkpoint is None or checkpoint["step"] == 0 or options.is_branch:
+        return
+    logged_config = logged_run(options.log_dir)
+    if logged_config is None or logged_config.get("run_id") != checkpoint["run_id"]:
+        earlier = checkpoint["config"]["log_dir"]
+        process.print(
+            f"warning: {options.log_dir} has no log of this run, whose log was in {earlier}: a new "
+            f"log begins after step {checkpoint['step']}; --log_dir names the folder of the old one"
+        )
+
+
+def list_changes(saved: Mapping[str, object], here: Mapping[str, object]) -> str:
+    """Return the names whose values differ, such as "n_layer 12 (here 6), n_head 12 (here 6)".
+    Messages of a resumed run or sweep show it."""
+    changes: list[str] = []
+    for name, value in saved.items():
+        if here.get(name) != value:  # None if this version has no such option
+            changes.append(f"{name} {value} (here {here.get(name)})")
+    return ", ".join(changes)

@@ -29,8 +29,11 @@ def atomic_write(path: Path) -> Iterator[IO[bytes]]:
             file.flush()  # write Python's buffer to the kernel
             os.fsync(file.fileno())  # write to the disk; else a power cut could leave zeros
         replace_file(temporary, path)
-    except BaseException:  # includes the SystemExit or KeyboardInterrupt of a signal
+    except BaseException as error:  # includes the SystemExit or KeyboardInterrupt of a signal
         temporary.unlink(missing_ok=True)
+        # os.fsync, and a write to a full disk, do not name the file
+        if isinstance(error, OSError) and error.errno is not None and error.filename is None:
+            error.filename = str(path)
         raise
 
 
