@@ -17,10 +17,11 @@ import os
 import re
 import sys
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Literal
 
@@ -32,18 +33,39 @@ import numpy as np
 from tqdm import tqdm
 
 from data.manifest import Manifest, ResumePoint, Settings
-from data.named_tokenizer import TOKENIZER_FILE, TOKENIZERS, Tokenizer
-from data.sharder import HELD_OUT_SPANS, MIN_VAL_TOKENS, Document, Sharder
+from data.named_tokenizer import TOKENIZER_FILE, TOKENIZERS, ByteTokenizer, Tokenizer
+from data.sharder import HELD_OUT_SPANS, MIN_VAL_TOKENS, Document, Sharder, TokenFile, Tokens
 from data.shards import MAX_BIN_TOKENS
-from data.source import RowBatch, Source, SourcePosition, join_reasons, list_files
+from data.source import (
+    LongText,
+    RowBatch,
+    Skipped,
+    Source,
+    SourcePosition,
+    join_reasons,
+    list_files,
+    pieces_of,
+    size_of,
+)
 from data.tokenizer import FileTokenizer, NoEndOfText, load_tokenizer, read_tokenizer
 from utils.cli import start_script
 from utils.errors import UserError
 from utils.files import atomic_write, lock_folder
 from utils.ranges import BelowOne, Count, Natural
 
-CHUNK = 2**18  # characters of a text that are tokenized at once
-MARGIN = 1_000  # characters on each side of a cut; split_text tokenizes them with and without it
+CHUNK = 2**18  # characters of a text that are tokenized at once, or more
+MARGIN = 1_000  # characters on each side of a cut; find_cut tokenizes them with and without it
+MANY_CHUNKS = 64  # without a place to cut: print a note
+# Places to cut a text, the best first: before white space that follows another character, and
+# before punctuation that follows a letter or a number (without "_" and the apostrophe of "don't").
+PLACES_TO_CUT = (
+    re.compile(r"(?<=\S)[ \t\r\n]"),
+    re.compile(r"(?<=[^\W_])[!-&(-/:-@\[-^`{-~，。、；：！？]"),
+)
+# memory to tokenize a byte of a text at once, by tiktoken and by the library `tokenizers`
+BYTES_PER_BYTE_GPT2 = 12
+BYTES_PER_BYTE = 120
+PENDING_BYTES = 2**27  # of text per thread, read but not yet written
 
 
 @dataclass
@@ -85,102 +107,147 @@ class ShardOptions:
     """Number of machines that share the work: machine i of n reads every n-th file, from i on."""
 
 
-def split_text(tokenizer: Tokenizer, text: str) -> Iterator[str]:
+def split_text(tokenizer: Tokenizer, text: str | LongText) -> Iterator[str]:
     """Yield chunks of a text whose token ids together are the ids of the whole text: encode the
-    first chunk with `encode`, all others with encode_continuation. The library `tokenizers` takes
-    over 100 bytes of memory for each byte of a text, too much for a file of gigabytes at once.
-
-    Cut a text before white space that follows another character, as tokenizers do. First tokenize
-    the characters around a cut with and without it: if the ids differ, or if there is no such white
-    space, the chunk gets longer.
+    first chunk with `encode`, all others with encode_continuation. The text is read in pieces of
+    CHUNK characters. A chunk ends where a piece can be cut; without such a place it goes on.
     """
-    start = 0
-    for position in range(CHUNK, len(text), CHUNK):  # start, position and end count characters
-        space = re.compile(r"(?<=\S)\s").search(text, position, position + CHUNK)
-        if space is None:
+    chunk: list[str] = []  # pieces of the next chunk
+    for piece in pieces_of(text, CHUNK):
+        # the last piece, and so the only one of a short text, needs no cut
+        end = find_cut(tokenizer, piece) if len(piece) == CHUNK else None
+        if end is None:
+            chunk.append(piece)
+            if len(chunk) == MANY_CHUNKS:
+                print_memory(tokenizer, text)
             continue
-        end = space.start()
-        before, after = text[end - MARGIN : end], text[end : end + MARGIN]
-        ids_with_cut = [tokenizer.encode(before), tokenizer.encode_continuation(after)]
-        if np.array_equal(np.concatenate(ids_with_cut), tokenizer.encode(before + after)):
-            yield text[start:end]
-            start = end
-    yield text[start:]
+        yield "".join([*chunk, piece[:end]])
+        chunk = [piece[end:]]
+    yield "".join(chunk)
 
 
-def tokenize(tokenizer: Tokenizer, val_fraction: float, text: str) -> Document:
-    """Return the document of a text, for train or for validation.
+def find_cut(tokenizer: Tokenizer, piece: str) -> int | None:
+    """Return where a piece of a text can be cut without a change of the ids, or None.
+
+    At PLACES_TO_CUT the expressions of GPT-2 and its successors cut, too, and the tokens of most
+    vocabularies end. Tokenize the characters around a place with and without the cut, because some
+    tokenizers differ: ".\\n" may be one token. Another place has to precede it within these
+    characters, because the ids of a long word may depend on its beginning.
+    """
+    # each byte, or each character, is a token
+    if isinstance(tokenizer, ByteTokenizer) or tokenizer.end_ids == frozenset():
+        return len(piece)
+    for pattern in PLACES_TO_CUT:
+        places = pattern.finditer(piece, MARGIN, max(MARGIN, len(piece) - MARGIN))
+        # the first places are enough: they fail where a tokenizer never cuts at such a place
+        for place in islice(places, 8):
+            end = place.start()
+            before, after = piece[end - MARGIN : end], piece[end : end + MARGIN]
+            ids_with_cut = [tokenizer.encode(before), tokenizer.encode_continuation(after)]
+            if pattern.search(before) and np.array_equal(
+                np.concatenate(ids_with_cut), tokenizer.encode(before + after)
+            ):
+                return end
+    return None
+
+
+def print_memory(tokenizer: Tokenizer, text: str | LongText) -> None:
+    """Say how much memory a text takes that may have to be tokenized at once."""
+    bytes_per_byte = BYTES_PER_BYTE if isinstance(tokenizer, FileTokenizer) else BYTES_PER_BYTE_GPT2
+    print(
+        f"note: {MANY_CHUNKS * CHUNK:,} characters of a text have no place where {tokenizer.name} "
+        "can begin anew, such as the space before a word; without one, the text takes up to "
+        f"{size_of(text) * bytes_per_byte / 1e9:.0f} GB of memory",
+        file=sys.stderr,
+    )
+
+
+def tokenize(
+    tokenizer: Tokenizer, val_fraction: float, text: str | LongText, folder: Path
+) -> Document:
+    """Return the document of a text, for train or for validation. The tokens of a long text are
+    kept on disk, in `folder`.
 
     A hash of the text chooses the split. Unlike a random number or every n-th document, the hash
     does not depend on the order of the source, on workers or on where a run continues, and no copy
     of a validation document gets into train.
     """
-    utf8 = text.encode()
-    num_bytes = len(utf8)
-    # 64 bits of the hash as a number in [0, 1)
-    digest = hashlib.blake2b(utf8, digest_size=8).digest()
-    is_val = int.from_bytes(digest, "big") / 2**64 < val_fraction
-    del utf8  # may be a gigabyte
-    # bytes of the token ids; a bytearray grows in place, np.concatenate would hold them twice
-    content = bytearray()
-    lost_text = ""
+    text_hash = hashlib.blake2b(digest_size=8)
+    chunk_ids: list[np.ndarray] = []  # of a text in memory
+    token_file = TokenFile(folder) if isinstance(text, LongText) else None
+    lost: Counter[str] = Counter()
     encode = tokenizer.encode_document  # for the first chunk: start_ids, then the text
     for chunk in split_text(tokenizer, text):
-        ids = encode(chunk)  # uint32, as np.frombuffer below expects
-        content += ids.tobytes()
-        lost_text += tokenizer.lost_text(chunk, ids)  # "" for gpt2 and bytes
+        text_hash.update(chunk.encode())
+        ids = encode(chunk)  # uint32 (n,)
+        if token_file is None:
+            chunk_ids.append(ids)
+        else:
+            token_file.append(ids)
+        lost.update(tokenizer.lost_text(chunk, ids))  # "" for gpt2 and bytes
         encode = tokenizer.encode_continuation
-    tokens = np.frombuffer(content, np.uint32)  # (n,), the same memory
+    tokens = np.concatenate(chunk_ids) if token_file is None else token_file
+    # 64 bits of the hash as a number in [0, 1)
+    is_val = int.from_bytes(text_hash.digest(), "big") / 2**64 < val_fraction
     return Document(
-        tokens=tokens,
+        tokens=Tokens([(tokens, 0, len(tokens))]),
         num_start=len(tokenizer.start_ids),
         num_train=0 if is_val else len(tokens),  # all tokens are in one split
-        num_bytes=num_bytes,
-        lost_text=lost_text,
+        num_bytes=size_of(text),
+        lost=lost,
     )
 
 
 def read_documents(
-    options: ShardOptions, source: Source, tokenizer: Tokenizer, first_point: ResumePoint
+    options: ShardOptions, source: Source, tokenizer: Tokenizer, sharder: Sharder
 ) -> Iterator[Document]:
-    """Yield the documents of the source in order, tokenized by threads, from `first_point` on: the
-    manifest's state, which is ResumePoint(), the beginning of the source, in a new manifest."""
+    """Yield the documents of the source in order, tokenized by threads, from the manifest's state
+    on, which is ResumePoint(), the beginning of the source, in a new manifest."""
 
     def tokenize_batch(row_batch: RowBatch, point: ResumePoint) -> list[Document]:
         """Return the documents of a batch from row `point.first_row` on. The shards already hold
         earlier rows, and the first `point.tokens` tokens of the first document."""
         documents: list[Document] = []
-        for row, text in enumerate(row_batch.rows):
+        for row, text in enumerate(row_batch.rows, row_batch.first_row):
             # a Skipped row is only counted
-            if row >= point.first_row and isinstance(text, str):
-                document = tokenize(tokenizer, options.val_fraction, text)
+            if row >= point.first_row and not isinstance(text, Skipped):
+                document = tokenize(tokenizer, options.val_fraction, text, sharder.folder)
                 # where a later run would read the document again
                 document.position = row_batch.position
                 document.row = row
                 documents.append(document)
-        # Clear in place, because the loop below still holds the batch: a text may be as large as
-        # memory.
+        # Clear in place, because the loop below still holds the batch: texts take memory, or disk.
         row_batch.rows.clear()
         if documents:
             # point.tokens is 0 except for the first batch; Sharder.write skips these tokens
             documents[0].num_written = point.tokens
         return documents
 
-    # documents of each batch, in the order of the source
-    pending: deque[Future[list[Document]]] = deque()
+    # documents of each batch, in the order of the source, and the bytes of its texts
+    pending: deque[tuple[Future[list[Document]], int]] = deque()
+    pending_bytes = 0  # sum over `pending`
     # threads, not processes: tokenizers release the interpreter lock, and nothing is copied
     workers = ThreadPoolExecutor(options.num_workers)
     try:
-        point = first_point  # of the first batch
-        # first_point.source is a SourcePosition as JSON; None: from the beginning
-        for row_batch in source.batches(first_point.source):
-            pending.append(workers.submit(tokenize_batch, row_batch, point))
-            point = ResumePoint()  # the shards hold nothing of the next batches
-            # three batches per thread keep all threads busy, and memory small
-            if len(pending) > 3 * options.num_workers:
-                yield from pending.popleft().result()  # waits for the oldest batch
+        point = sharder.manifest.state
+        # point.source is a SourcePosition as JSON; None: from the beginning
+        for row_batch in source.batches(point.source):
+            last_row = row_batch.first_row + len(row_batch.rows) - 1
+            num_bytes = sum(size_of(row) for row in row_batch.rows if not isinstance(row, Skipped))
+            pending.append((workers.submit(tokenize_batch, row_batch, point), num_bytes))
+            pending_bytes += num_bytes
+            if last_row >= point.first_row:
+                point = ResumePoint()  # the shards hold nothing of the next batches
+            # Three batches per thread keep all threads busy, and memory small. Long texts are on
+            # disk, and so are their tokens.
+            while len(pending) > 3 * options.num_workers or (
+                len(pending) > 1 and pending_bytes > options.num_workers * PENDING_BYTES
+            ):
+                documents, num_bytes = pending.popleft()
+                pending_bytes -= num_bytes
+                yield from documents.result()  # waits for the oldest batch
         while pending:
-            yield from pending.popleft().result()
+            yield from pending.popleft()[0].result()
     finally:
         # also if max_shards or an error ends the run: drop the batches that still wait
         workers.shutdown(cancel_futures=True)
@@ -191,7 +258,7 @@ def write_shards(
 ) -> bool:
     """Write shards. Return True if the source was read to its end, False if max_shards are full."""
     # the documents that earlier runs have not written, in the order of the source
-    documents = read_documents(options, source, tokenizer, sharder.manifest.state)
+    documents = read_documents(options, source, tokenizer, sharder)
     # seconds between updates of the bar; each update of a log file is a line of its own
     bar_seconds = 0.1 if sys.stderr.isatty() else 60
     bar = tqdm(
@@ -204,10 +271,10 @@ def write_shards(
     # hold_back yields the same documents, but may hold out a part of the last documents.
     for document in sharder.hold_back(documents):
         # e.g. tabs, for a tokenizer.json whose pre-tokenizer drops white space
-        if document.lost_text and not options.allow_loss:
-            characters = "".join(dict.fromkeys(document.lost_text))  # without repeats
+        if document.lost and not options.allow_loss:
+            characters = "".join(document.lost)
             raise UserError(
-                f"{tokenizer.name} loses {len(document.lost_text):,} characters of a text, such as "
+                f"{tokenizer.name} loses {document.lost.total():,} characters of a text, such as "
                 f"{characters[:20]!r}; take another --tokenizer, or accept the loss by --allow_loss"
             )
         bar.update(len(document.tokens) - document.num_written)
@@ -244,6 +311,7 @@ def continue_sharding(options: ShardOptions, folder: Path) -> tuple[Manifest, in
         column=options.text_column,
         worker_index=options.worker_index,
         worker_count=options.worker_count,
+        folder=folder,
     )
     # the tokens depend on these: Sharder refuses a folder with shards of other settings
     settings = Settings(

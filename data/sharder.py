@@ -12,6 +12,7 @@ data/source.py decides where the documents come from, and in which order.
 import hashlib
 import os
 import shutil
+import tempfile
 import zlib
 from collections import Counter
 from collections.abc import Iterator
@@ -30,14 +31,69 @@ from utils.files import atomic_write, replace_file
 HELD_OUT_SPANS = 10
 ADVICE = "give another folder or empty that one"
 MIN_VAL_TOKENS = 1_025  # a sequence of GPT-2's context, and the target of its last token
+TOKENS_AT_ONCE = 2**20  # tokens of a document that are in memory while they are written
+
+
+class TokenFile:
+    """Token ids of a long text, uint32, in a file on disk without a name. Slices are read from the
+    file: `token_file[start:end]` is an array."""
+
+    def __init__(self, folder: Path) -> None:
+        self.file = tempfile.TemporaryFile(dir=folder)
+        self.num_tokens = 0
+
+    def append(self, ids: np.ndarray) -> None:
+        """Append token ids, uint32 (n,)."""
+        self.file.write(ids.tobytes())
+        self.num_tokens += len(ids)
+
+    def __len__(self) -> int:
+        return self.num_tokens
+
+    def __getitem__(self, span: slice) -> np.ndarray:
+        self.file.seek(span.start * 4)  # bytes; also writes what append left in Python's buffer
+        return np.frombuffer(self.file.read((span.stop - span.start) * 4), np.uint32)
+
+
+class Tokens:
+    """Token ids in sections: parts of arrays in memory, or of files on disk. Cutting and joining
+    copies no tokens, so that a text which is larger than memory can be divided."""
+
+    def __init__(self, sections: list[tuple[np.ndarray | TokenFile, int, int]]) -> None:
+        self.sections = sections
+        """Each: ids, and the first and the end index of the section in them."""
+
+    def __len__(self) -> int:
+        return sum(end - start for _, start, end in self.sections)
+
+    def cut(self, first: int, last: int) -> "Tokens":
+        """Return tokens [first, last)."""
+        sections = []
+        position = 0  # index of a section's first token in all sections
+        for ids, start, end in self.sections:
+            section_start = max(start, start + first - position)
+            section_end = min(end, start + last - position)
+            if section_start < section_end:
+                sections.append((ids, section_start, section_end))
+            position += end - start
+        return Tokens(sections)
+
+    def read(self) -> np.ndarray:
+        """Return the ids, uint32 (n,), in memory."""
+        return np.concatenate([ids[start:end] for ids, start, end in self.sections])
+
+
+def join_tokens(parts: list[Tokens]) -> Tokens:
+    """Return the tokens of all parts, one part after another."""
+    return Tokens([section for part in parts for section in part.sections])
 
 
 @dataclass
 class Document:
     """Tokens of a text, as the shards hold them, and the position of the text in the source."""
 
-    tokens: np.ndarray
-    """Token ids, uint32 (n,), Tokenizer.start_ids first."""
+    tokens: Tokens
+    """Token ids, Tokenizer.start_ids first."""
     num_start: int
     """Number of start_ids, which stand before the text."""
     num_train: int
@@ -45,8 +101,8 @@ class Document:
     except for a text with a held-out part."""
     num_bytes: int
     """Size of the text in UTF-8, before a normalizer of the tokenizer changes it."""
-    lost_text: str = ""
-    """Characters of the text that the tokens do not give back."""
+    lost: Counter[str] = field(default_factory=Counter)
+    """Characters of the text that the tokens do not give back, and how often."""
     position: SourcePosition = field(default_factory=SourcePosition)
     """Where to read the document's batch again (data/source.py), for the next resume point."""
     row: int = 0
@@ -63,20 +119,25 @@ def hold_out(document: Document, num_held_out: int) -> Document:
     HELD_OUT_SPANS equal spans, so that both splits get a part of each chapter, which may be in
     another language. start_ids precede the beginning of each span, and its held-out end.
     `num_held_out` counts tokens: at least 1, at most half of the document's tokens."""
-    start_ids, text_ids = np.split(document.tokens, [document.num_start])
+    start_ids = document.tokens.cut(0, document.num_start)
+    text_ids = document.tokens.cut(document.num_start, len(document.tokens))
     # at most as many spans as held-out tokens, so that each span has an end
     num_spans = min(HELD_OUT_SPANS, num_held_out)
     # tokens at the end of each span; training gets the remainder of the division
     end_size = num_held_out // num_spans
-    train: list[np.ndarray] = []  # start_ids and the beginning of a span in turn
-    val: list[np.ndarray] = []  # start_ids and the end of a span in turn
-    for span in np.array_split(text_ids, num_spans):
-        train += [start_ids, span[:-end_size]]
-        val += [start_ids, span[-end_size:]]
+    train: list[Tokens] = []  # start_ids and the beginning of a span in turn
+    val: list[Tokens] = []  # start_ids and the end of a span in turn
+    span_size, num_longer = divmod(len(text_ids), num_spans)
+    span_start = 0
+    for i in range(num_spans):
+        span_end = span_start + span_size + (i < num_longer)  # the first spans take the remainder
+        train += [start_ids, text_ids.cut(span_start, span_end - end_size)]
+        val += [start_ids, text_ids.cut(span_end - end_size, span_end)]
+        span_start = span_end
     # All train tokens come first: Sharder.write needs one border between train and validation.
     return replace(
         document,
-        tokens=np.concatenate(train + val),
+        tokens=join_tokens(train + val),
         num_train=sum(map(len, train)),
     )
 
@@ -278,7 +339,7 @@ class Sharder:
         num_val = self.num_tokens["val"] + sum(len(document.tokens) for document in in_val)
         if not to_divide:  # hashes put all of these documents into validation
             to_divide, in_val = in_val, []
-        tokens = np.concatenate([document.tokens for document in to_divide])  # (n,)
+        tokens = join_tokens([document.tokens for document in to_divide])
         # If an earlier run has written a part of these tokens, keep its manifest.held_out: a new
         # result would differ, because self.num_tokens has grown since.
         if documents[0].num_written == 0:
@@ -296,7 +357,7 @@ class Sharder:
             documents[0],  # its position: a later run reads all of `documents` again from there
             tokens=tokens,
             num_bytes=sum(document.num_bytes for document in to_divide),
-            lost_text="".join(document.lost_text for document in to_divide),
+            lost=sum((document.lost for document in to_divide), Counter()),
             num_texts=len(to_divide),
         )
         # The joined document comes first: after a kill within it, the next run reads all of
@@ -312,7 +373,8 @@ class Sharder:
         start = document.num_written  # by an earlier run (ResumePoint.tokens); usually 0
         if start == 0:  # else an earlier run has counted the document
             self.manifest.documents += document.num_texts
-            self.manifest.lost_bytes += len(document.lost_text.encode())
+            for character, count in document.lost.items():
+                self.manifest.lost_bytes += count * len(character.encode())
         while start < num_tokens:
             # tokens [0, num_train) go to train, [num_train, num_tokens) to validation
             split, split_end = "train", document.num_train
@@ -323,7 +385,8 @@ class Sharder:
             writer = self.writers[split]
             # Write what fits: the document may go on in the next shard, or in the other split.
             end = min(split_end, start + self.shard_size - writer.num_tokens)
-            writer.append(document.tokens[start:end])
+            end = min(end, start + TOKENS_AT_ONCE)
+            writer.append(document.tokens.cut(start, end).read())
             self.num_tokens[split] += end - start
             # A part of a text counts bytes in proportion to its tokens, because a normalizer may
             # have changed the text. Differences of rounded sums add up to exactly num_bytes.

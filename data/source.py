@@ -3,7 +3,8 @@
 A row is a text, or Skipped with a reason: readers skip what they cannot parse, and `as_text` skips
 unusable text. The ledger of the manifest counts texts and skipped rows. Rows come in batches, each
 with its position in the source, from which a later run continues. Python's own readers and pyarrow
-read files row by row; `datasets` streams the hub.
+read files row by row; `datasets` streams the hub. A text file is read in pieces, and a long text is
+kept on disk, so that no text has to fit into memory.
 """
 
 import bz2
@@ -14,6 +15,7 @@ import json
 import lzma
 import os
 import sys
+import tempfile
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -29,6 +31,8 @@ from utils.errors import UserError
 # A manifest counts rows within a batch (ResumePoint.first_row). With smaller batches a later run
 # would continue at the wrong row.
 ROWS_PER_BATCH = 100
+LONG = 2**20  # characters; a longer text is kept on disk
+PIECE = 2**18  # characters; a text file is read, and a long text written, in such pieces
 SUFFIXES_IN_FOLDERS = (".parquet", ".jsonl", ".txt", ".py")  # other files are read only if named
 # Reasons of Skipped that a sound file may have begin with these words, as "without text" does. A
 # file with any other reason, or without any text, is suspect (warn_if_suspect).
@@ -45,6 +49,40 @@ class Skipped:
 
 # a byte that is not UTF-8, or "\ud800" in JSON without its other half
 NOT_UTF8 = Skipped("not UTF-8, or half of a surrogate pair")
+EMPTY = Skipped("empty")
+WITH_NUL = Skipped("with U+0000")
+
+
+class LongText:
+    """Text in a file on disk, because it may be larger than memory. The file has no name, so that a
+    killed run leaves nothing behind; `folder` gives the disk, None: the system's for temporary
+    files."""
+
+    def __init__(self, folder: Path | None) -> None:
+        # newline="" keeps \r\n
+        self.file = tempfile.TemporaryFile("w+", encoding="utf-8", newline="", dir=folder)
+        self.num_bytes = 0
+        """Size of the text in UTF-8."""
+
+    def append(self, piece: str) -> None:
+        """Append characters to the text."""
+        self.file.write(piece)
+        self.num_bytes += len(piece.encode())
+
+
+def size_of(text: str | LongText) -> int:
+    """Return the size of a text in bytes of UTF-8."""
+    return text.num_bytes if isinstance(text, LongText) else len(text.encode())
+
+
+def pieces_of(text: str | LongText, size: int) -> Iterator[str]:
+    """Yield a text in pieces of `size` characters; the last piece may be shorter."""
+    if isinstance(text, str):
+        for start in range(0, len(text), size):
+            yield text[start : start + size]
+        return
+    text.file.seek(0)
+    yield from iter(partial(text.file.read, size), "")
 
 
 @dataclass
@@ -63,11 +101,14 @@ class SourcePosition:
 
 
 class RowBatch(NamedTuple):
-    """Up to ROWS_PER_BATCH consecutive rows of a file or dataset, and the position of the first."""
+    """Consecutive rows of a file or dataset: a batch, or a part of one whose texts are long."""
 
     position: SourcePosition
-    rows: list[str | Skipped]
+    """Position of the batch."""
+    rows: list[str | LongText | Skipped]
     """Text of each row, or Skipped with the reason."""
+    first_row: int = 0
+    """Index of the first of `rows` in the batch."""
 
 
 # Files: what to read, and how to open it
@@ -193,11 +234,44 @@ def list_files(inputs: tuple[str, ...]) -> dict[str, int]:
 # Readers: each yields the rows of an open text file: dicts by column, texts, or Skipped
 
 
-def read_document(file: IO[str]) -> Iterator[object]:
+def join_pieces(pieces: Iterable[str], folder: Path | None) -> str | LongText | Skipped:
+    """Return the text that pieces form, or Skipped if it is no usable text; a long text is written
+    to a file in `folder`. Reads all pieces, because another text may follow them."""
+    beginning: list[str] = []
+    num_characters = 0
+    pieces = iter(pieces)
+    for piece in pieces:
+        beginning.append(piece)
+        num_characters += len(piece)
+        if num_characters > LONG:
+            break
+    else:
+        return as_text("".join(beginning))
+    text = LongText(folder)
+    values: set[Skipped] = set()  # what as_text says of pieces that are no usable text
+    is_empty = True
+    for piece in chain(beginning, pieces):
+        value = as_text(piece)
+        if isinstance(value, Skipped):
+            values.add(value)
+        if value != EMPTY:
+            is_empty = False
+        # white space is a part of the text; a text with any other Skipped is not used
+        if values <= {EMPTY}:
+            text.append(piece)
+    # the order in which as_text would find them in the whole text
+    for skipped in (NOT_UTF8, WITH_NUL):
+        if skipped in values:
+            return skipped
+    return EMPTY if is_empty else text
+
+
+def read_document(file: IO[str], folder: Path | None = None) -> Iterator[object]:
     """Yield the whole text of a file as one row; nothing for an empty file (many __init__.py)."""
-    text = file.read()
-    if text:
-        yield text
+    pieces = iter(partial(file.read, PIECE), "")
+    first_piece = next(pieces, "")
+    if first_piece:
+        yield join_pieces(chain([first_piece], pieces), folder)
 
 
 def read_json(file: IO[str]) -> Iterator[object]:
@@ -292,33 +366,35 @@ def without_column(column: str, names: Iterable[str]) -> Skipped:
     return Skipped(f"without a column {column!r}, but {', '.join(names)!r:.200}")
 
 
-def as_text(value: object) -> str | Skipped:
+def as_text(value: object) -> str | LongText | Skipped:
     """Return the text of a row, or Skipped if the value that its reader gave is no usable text."""
     if isinstance(value, bytes):  # a binary column of parquet
         value = value.decode("utf-8", "surrogateescape")  # like text files in read_rows
-    if isinstance(value, Skipped):
+    if isinstance(value, Skipped | LongText):
         return value
     if not isinstance(value, str):  # null, a number, a list
         return Skipped("without text")
     if not value or value.isspace():
-        return Skipped("empty")
+        return EMPTY
     try:
         value.encode()
     except UnicodeEncodeError:  # in a tokenizer this error would end the run
         return NOT_UTF8
     if "\0" in value:  # binary, or UTF-16 without a byte order mark
-        return Skipped("with U+0000")
+        return WITH_NUL
     return value
 
 
-def read_texts(name: str, column: str) -> Iterator[str | Skipped]:
+def read_texts(
+    name: str, column: str, folder: Path | None = None
+) -> Iterator[str | LongText | Skipped]:
     """Yield the text of each row of a file, or Skipped with the reason. If the file is damaged, the
-    last item is a Skipped that says so."""
+    last item is a Skipped that says so. Long texts are kept in `folder`."""
     # One Skipped for all rows that lack the column. Its reason lists the columns of the first such
     # row: if rows differ in their columns, the ledger still gets one key.
     skipped_without_column: Skipped | None = None
     try:
-        for row in read_rows(name, column):
+        for row in read_rows(name, column, folder):
             value = row  # a text, a JSON value, or Skipped
             if isinstance(row, dict):
                 value = row.get(column)
@@ -326,6 +402,8 @@ def read_texts(name: str, column: str) -> Iterator[str | Skipped]:
                     if skipped_without_column is None:
                         skipped_without_column = without_column(column, row)
                     value = skipped_without_column
+            if isinstance(value, str) and len(value) > LONG:
+                value = join_pieces(pieces_of(value, PIECE), folder)
             yield as_text(value)
     except Exception as error:
         if not is_damage(error):
@@ -333,19 +411,19 @@ def read_texts(name: str, column: str) -> Iterator[str | Skipped]:
         yield Skipped(f"damaged from here on {quote(error)}")
 
 
-def read_rows(name: str, column: str) -> Iterator[object]:
+def read_rows(name: str, column: str, folder: Path | None) -> Iterator[object]:
     """Yield the rows of a file: dicts by column, texts, or Skipped. For a damaged file, raises its
     error after the rows before the damage."""
     if suffix_of(name) == ".parquet":  # pyarrow opens files by name
         yield from read_parquet(name, column)
         return
-    read = READERS.get(suffix_of(name), read_document)
+    read = READERS.get(suffix_of(name), partial(read_document, folder=folder))
     content = UntilDamage(name)
     # A byte that is not UTF-8 becomes a surrogate, U+DC80 to U+DCFF, so that one bad row does not
     # end the file; as_text skips rows with surrogates. utf-8-sig drops a byte order mark at the
     # beginning; newline="" keeps \r\n.
     with io.TextIOWrapper(
-        io.BufferedReader(content), "utf-8-sig", errors="surrogateescape", newline=""
+        io.BufferedReader(content, 2**20), "utf-8-sig", errors="surrogateescape", newline=""
     ) as file:
         yield from read(file)
     if content.error:
@@ -361,7 +439,27 @@ def quote(error: Exception) -> str:
 # The source
 
 
-def count_rows(counts: FileCounts, rows: list[str | Skipped]) -> None:
+# position of up to ROWS_PER_BATCH consecutive rows, and these rows as they are read
+Batch = tuple[SourcePosition, Iterator[str | LongText | Skipped]]
+
+
+def portions(rows: Iterator[str | LongText | Skipped]) -> Iterator[list[str | LongText | Skipped]]:
+    """Yield consecutive rows in lists, each with little more than PIECE characters: a hundred long
+    texts are too much for memory, and for a disk."""
+    portion: list[str | LongText | Skipped] = []
+    num_characters = 0
+    for row in rows:
+        portion.append(row)
+        if not isinstance(row, Skipped):
+            num_characters += LONG if isinstance(row, LongText) else len(row)
+        if num_characters > PIECE:
+            yield portion
+            portion, num_characters = [], 0
+    if portion:
+        yield portion
+
+
+def count_rows(counts: FileCounts, rows: list[str | LongText | Skipped]) -> None:
     """Add rows to the counts of their file, in place."""
     counts.rows += len(rows)
     for row in rows:
@@ -369,7 +467,7 @@ def count_rows(counts: FileCounts, rows: list[str | Skipped]) -> None:
             counts.skipped[row.reason] = counts.skipped.get(row.reason, 0) + 1
         else:
             counts.texts += 1
-            counts.bytes += len(row.encode())
+            counts.bytes += size_of(row)
 
 
 def warn_if_suspect(name: str, counts: FileCounts) -> None:
@@ -408,6 +506,8 @@ class Source:
     """Column that holds the texts."""
     worker_index: int = 0
     worker_count: int = 1
+    folder: Path | None = None
+    """Folder for long texts, which `batches` keeps on disk."""
     ledger: dict[str, FileCounts] = field(default_factory=dict)
     """Counts of each file that was read, by name, in the order of `names`. `batches` updates it;
     before that, the caller adds the counts of earlier runs."""
@@ -441,12 +541,15 @@ class Source:
             counts = FileCounts(**(position.counts or {"size": self.sizes.get(name, 0)}))
             self.ledger[name] = counts  # updated in place by count_rows
             try:
-                for row_batch in read(name, position):
+                for batch_position, rows in read(name, position):
                     # asdict copies the counts of the rows before this batch; after that,
                     # count_rows adds the rows of this batch.
-                    batch_position = replace(row_batch.position, file=index, counts=asdict(counts))
-                    count_rows(counts, row_batch.rows)
-                    yield RowBatch(batch_position, row_batch.rows)
+                    batch_position = replace(batch_position, file=index, counts=asdict(counts))
+                    first_row = 0
+                    for portion in portions(rows):
+                        count_rows(counts, portion)
+                        first_row += len(portion)
+                        yield RowBatch(batch_position, portion, first_row - len(portion))
             except UserError:  # the message names the source already
                 raise
             except Exception as error:  # a reader's own error, without the file's name
@@ -463,18 +566,16 @@ class Source:
             worker = f" for worker {self.worker_index}" if self.worker_count > 1 else ""
             raise UserError(f"{names:.300} holds no text{worker}")
 
-    def read_batches(self, name: str, position: SourcePosition) -> Iterator[RowBatch]:
+    def read_batches(self, name: str, position: SourcePosition) -> Iterator[Batch]:
         """Yield the batches of a file from a position in it on, with empty positions, which
-        `batches` fills in."""
+        `batches` fills in. Each batch has to be read to its end before the next one."""
         # Most formats have no index of rows: earlier rows are read again and dropped.
         first_row = position.counts.get("rows", 0)  # number of rows that earlier runs have sharded
-        rows_left = islice(read_texts(name, self.column), first_row, None)
-        rows = list(islice(rows_left, ROWS_PER_BATCH))
-        while rows:
-            yield RowBatch(SourcePosition(), rows)
-            rows = list(islice(rows_left, ROWS_PER_BATCH))
+        rows_left = islice(read_texts(name, self.column, self.folder), first_row, None)
+        for row in rows_left:  # the first row of a batch
+            yield SourcePosition(), chain([row], islice(rows_left, ROWS_PER_BATCH - 1))
 
-    def read_dataset(self, name: str, position: SourcePosition) -> Iterator[RowBatch]:
+    def read_dataset(self, name: str, position: SourcePosition) -> Iterator[Batch]:
         """Yield the batches of the hub's dataset `name` from a position on, with positions that
         have only `revision` and `stream`; `batches` fills in the rest."""
         import datasets  # slow to import; only the hub needs these
@@ -505,6 +606,6 @@ class Source:
             if self.column not in columns:  # fail now, not after hours without a text
                 reason = without_column(self.column, columns).reason
                 raise UserError(f"{name} is {reason}; name the column of its texts")
-            rows = [as_text(value) for value in columns[self.column]]
-            yield RowBatch(SourcePosition(revision=revision, stream=stream_state), rows)
+            batch_position = SourcePosition(revision=revision, stream=stream_state)
+            yield batch_position, map(as_text, columns[self.column])
             stream_state = stream.state_dict()

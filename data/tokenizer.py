@@ -296,11 +296,13 @@ def find_bos_ids(backend: Backend) -> tuple[int, ...]:
 
 
 def without_prefix(component: dict) -> dict:
-    """Change a component of a tokenizer.json (normalizer, pre-tokenizer, ...), in place, to put
-    nothing before a text, and return it, as an object_hook of json.loads has to."""
+    """Return a component of a tokenizer.json (normalizer, pre-tokenizer, ...) that puts nothing
+    before a text: the component itself, changed in place, or another one. An object_hook of
+    json.loads."""
     component_type = component.get("type")
     if component_type == "Prepend":  # Llama 2's normalizer
-        component["prepend"] = ""
+        # not `"prepend": ""`, with which the library fails on a text that begins with spaces
+        return {"type": "Sequence", "normalizers": []}
     if component_type in ("ByteLevel", "Metaspace"):
         component["add_prefix_space"] = False
     if component_type == "Metaspace":

@@ -21,7 +21,7 @@ from tokenizers import models, pre_tokenizers, trainers
 
 from data.export_tokenizer import byte_level
 from data.named_tokenizer import END_OF_TEXT
-from data.source import Skipped, Source, list_files
+from data.source import Skipped, Source, list_files, pieces_of
 from utils.cli import start_script
 from utils.ranges import Count
 
@@ -56,8 +56,7 @@ def read_passages(source: Source, share: float) -> Iterator[str]:
             if isinstance(text, Skipped):
                 continue
             # sample passages, not texts, because the source may be one long book
-            for start in range(0, len(text), PASSAGE):
-                passage = text[start : start + PASSAGE]
+            for passage in pieces_of(text, PASSAGE):
                 # CRC-32 as a number in [0, 1)
                 if zlib.crc32(passage.encode()) / 2**32 < share:
                     yield passage
@@ -65,7 +64,8 @@ def read_passages(source: Source, share: float) -> Iterator[str]:
 
 def main(options: TokenizerOptions) -> None:
     sizes = list_files(options.input)  # bytes of each file, by its name
-    source = Source(sizes, column=options.text_column)
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    source = Source(sizes, column=options.text_column, folder=options.out.parent)
     # Share of the text to train on; above 1 if the files are smaller than --sample_mb. The sizes
     # are sizes on disk, so that compressed files give more text.
     share = options.sample_mb * 1e6 / max(1, sum(sizes.values()))
@@ -79,7 +79,6 @@ def main(options: TokenizerOptions) -> None:
     )
     backend.train_from_iterator(read_passages(source, share), trainer)
     backend.add_special_tokens([END_OF_TEXT])  # the last id, as in GPT-2
-    options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(backend.to_str(), encoding="utf-8")
     # may be fewer than --vocab_size, if the text has no more pairs to merge
     print(f"{options.out}: {backend.get_vocab_size():,} tokens")

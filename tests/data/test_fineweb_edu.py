@@ -1,8 +1,10 @@
+import gzip
 import hashlib
 import importlib
 import io
 import os
 import shutil
+import tracemalloc
 from functools import partial
 from itertools import product
 
@@ -16,6 +18,7 @@ from tokenizers import Regex, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 
 from data import sharder
+from data import source as data_source
 from data.manifest import read_manifest, write_manifest
 from data.shards import TokenStream, open_folder
 from data.tokenizer import load_tokenizer, read_tokenizer
@@ -344,6 +347,50 @@ def test_each_row_is_in_the_shards_or_counted_under_its_file_and_reason(tmp_path
         assert digests(tmp_path / f"{num_saves}") == digests(tmp_path / "whole")
 
 
+def small_pieces(monkeypatch, factor=1):
+    """Make a text of 2,000 characters a long one, or of `factor` times as many."""
+    for module, name, value in (
+        (data_source, "LONG", 2_000),
+        (data_source, "PIECE", 500),
+        (fineweb_edu, "CHUNK", 500),
+        (fineweb_edu, "MARGIN", 50),
+        (fineweb_edu, "MANY_CHUNKS", 9),
+        (fineweb_edu, "PENDING_BYTES", 3_000),
+        (sharder, "TOKENS_AT_ONCE", 700),
+    ):
+        monkeypatch.setattr(module, name, value * factor)
+
+
+@pytest.mark.parametrize("val_fraction", [0.3, 1e-9])
+def test_texts_read_in_pieces_have_the_shards_of_whole_ones(tmp_path, monkeypatch, val_fraction):
+    folder, text = tmp_path / "in", "\n".join(documents())
+    folder.mkdir()
+    (folder / "a.txt.gz").write_bytes(gzip.compress(text[:30_000].encode()))
+    (folder / "b.txt").write_bytes(b"\xef\xbb\xbf" + text[:9_000].encode() + b"\x92" + b" " * 5_000)
+    (folder / "c.txt").write_text("\0" + text)
+    (folder / "d.txt").write_text(" " * 9_000)
+    (folder / "e.txt").write_text("no_place_to_cut" * 999)
+    write_rows(folder / "f.jsonl", [{"text": x} for x in (*documents()[:90], text[:5_000], 7, "é")])
+    (folder / "g.txt").write_text(text + "\u3000" * 3_000 + "naïve\r\n")
+    options = {"val_fraction": val_fraction, "shard_size": 9_001}
+    whole = shard(folder, tmp_path / "whole", **options)
+    assert whole.documents == 95 and len(whole.skipped) == 4
+    small_pieces(monkeypatch)
+    for max_shards in (1, 3, 5, len(whole.shards) - 9, None):
+        manifest = shard(folder, tmp_path / "pieces", max_shards=max_shards, **options)
+    assert manifest == whole and digests(tmp_path / "pieces") == digests(tmp_path / "whole")
+
+
+def test_no_stage_holds_a_whole_document(tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_text("\n".join(documents() * 20))
+    small_pieces(monkeypatch, 20)
+    tracemalloc.start()
+    shard(tmp_path / "a.txt", tmp_path / "x", shard_size=10**6)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < (tmp_path / "a.txt").stat().st_size // 2
+
+
 MODELS = {
     models.BPE(unk_token="<unk>"): trainers.BpeTrainer,
     models.Unigram(): partial(trainers.UnigramTrainer, unk_token="<unk>"),
@@ -366,7 +413,7 @@ def test_chunks_of_a_long_text_have_the_ids_of_the_whole(tmp_path, monkeypatch, 
     lines = ["一二三，四五。六七", "a" * 500, " two  spaces\t\u3000x", "naïve\u0301 \ufb01"]
     text = "\n".join([*documents()[:10], *lines * 2, *documents()[10:20]])
     monkeypatch.setattr(fineweb_edu, "CHUNK", 200)
-    monkeypatch.setattr(fineweb_edu, "MARGIN", 100)
+    monkeypatch.setattr(fineweb_edu, "MARGIN", 50)
     num_chunks = []
     for normalizer, pre_tokenizer in product(NORMALIZERS, PRE_TOKENIZERS):
         backend = Backend(model)
@@ -378,6 +425,6 @@ def test_chunks_of_a_long_text_have_the_ids_of_the_whole(tmp_path, monkeypatch, 
         backend.save(str(tmp_path / "tokenizer.json"))
         tokenizer = load_tokenizer(read_tokenizer(tmp_path / "tokenizer.json"))
         num_chunks.append(len(list(fineweb_edu.split_text(tokenizer, text))))
-        document = fineweb_edu.tokenize(tokenizer, 0.5, text)
-        assert document.tokens.tolist() == tokenizer.encode_document(text).tolist()
+        document = fineweb_edu.tokenize(tokenizer, 0.5, text, tmp_path)
+        assert document.tokens.read().tolist() == tokenizer.encode_document(text).tolist()
     assert max(num_chunks) > 20
