@@ -83,6 +83,9 @@ class ShardOptions:
     compressed as .gz, .bz2, .xz or .zst. A file may also be .json, .csv, .tsv or other text."""
     text_column: str = "text"
     """Column of parquet, JSON or CSV that holds the text."""
+    separator: str | None = None
+    """Text between the documents of a text file: a mark like "<|endoftext|>", or a line like "---"
+    that has nothing else. With a line break, which is \\n, as in "\\n\\n", any text separates."""
     tokenizer: str = "gpt2"
     """gpt2: 50,257 tokens, by tiktoken; bytes: one token a byte, no download; or the path of a
     tokenizer.json (data/train_tokenizer.py makes one for your text) or of nanoGPT's meta.pkl."""
@@ -309,6 +312,7 @@ def continue_sharding(options: ShardOptions, folder: Path) -> tuple[Manifest, in
         dataset=options.dataset,
         remote_name=options.remote_name,
         column=options.text_column,
+        separator=options.separator,
         worker_index=options.worker_index,
         worker_count=options.worker_count,
         folder=folder,
@@ -324,6 +328,7 @@ def continue_sharding(options: ShardOptions, folder: Path) -> tuple[Manifest, in
         dataset=options.dataset,
         remote_name=options.remote_name,
         text_column=options.text_column,
+        separator=options.separator,
         worker_index=options.worker_index,
         worker_count=options.worker_count,
         files=list(sizes),

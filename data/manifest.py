@@ -91,6 +91,8 @@ class Settings:
     remote_name: str | None = None
     """Configuration of the hub's dataset, such as "sample-10BT"."""
     text_column: str | None = None
+    separator: str | None = None
+    """Text between the documents of a text file; None: a text file is one document."""
     worker_index: int = 0
     worker_count: int = 1
     files: list[str] = field(default_factory=list)

@@ -14,6 +14,8 @@ import io
 import json
 import lzma
 import os
+import re
+import shlex
 import sys
 import tempfile
 import zlib
@@ -21,7 +23,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
-from itertools import chain, islice, repeat, tee
+from itertools import chain, groupby, islice, repeat, tee
+from operator import itemgetter
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -33,6 +36,11 @@ from utils.errors import UserError
 ROWS_PER_BATCH = 100
 LONG = 2**20  # characters; a longer text is kept on disk
 PIECE = 2**18  # characters; a text file is read, and a long text written, in such pieces
+# Lines of usual marks between texts: <|endoftext|>, ---, * * *. A text file with MANY_MARKS of one
+# kind may hold several texts.
+BRACKETS = re.compile(r"<[^<>\s]{1,30}>|\[[A-Z]{2,9}\]")
+MARKS = re.compile(rf"^(?:{BRACKETS.pattern}|[-=*_~%#]{{1,99}}|\*(?: \*)+)(?=\r?$)", re.M)
+MANY_MARKS = 10
 SUFFIXES_IN_FOLDERS = (".parquet", ".jsonl", ".txt", ".py")  # other files are read only if named
 # Reasons of Skipped that a sound file may have begin with these words, as "without text" does. A
 # file with any other reason, or without any text, is suspect (warn_if_suspect).
@@ -266,12 +274,38 @@ def join_pieces(pieces: Iterable[str], folder: Path | None) -> str | LongText | 
     return EMPTY if is_empty else text
 
 
-def read_document(file: IO[str], folder: Path | None = None) -> Iterator[object]:
-    """Yield the whole text of a file as one row; nothing for an empty file (many __init__.py)."""
-    pieces = iter(partial(file.read, PIECE), "")
-    first_piece = next(pieces, "")
-    if first_piece:
-        yield join_pieces(chain([first_piece], pieces), folder)
+def separator_pattern(separator: str) -> re.Pattern[str]:
+    """Return the expression of --separator. A mark in brackets, <|endoftext|>, separates texts
+    anywhere, and so does a separator with a line break. Another one, such as "---", has to stand
+    alone on a line. The line break behind a separator belongs to it."""
+    lines = separator.replace("\\n", "\n").split("\n")
+    text = r"\r?\n".join(map(re.escape, lines))
+    if len(lines) > 1 or BRACKETS.fullmatch(separator):
+        return re.compile(text + r"(?:\r?\n)?")
+    return re.compile(rf"(?<=\n){text}(?:\r?\n|\Z)")
+
+
+def number_pieces(pieces: Iterable[str], separator: str) -> Iterator[tuple[int, str]]:
+    """Yield the pieces of several texts with a separator between them, each with the index of its
+    text. Leaves out the separators, and texts without a character."""
+    pattern = separator_pattern(separator)
+    max_length = 2 * len(separator) + 2  # of a match: each \n may be \r\n
+    index = 0  # of the text
+    rest = "\n"  # a character for (?<=\n), then the characters that are not yielded yet
+    for piece in chain(pieces, [""]):  # "": the end
+        rest += piece
+        start = 1
+        for match in pattern.finditer(rest, 1):
+            # the next piece may begin with the line break behind this separator
+            if piece and match.end() > len(rest) - 2:
+                break
+            yield index, rest[start : match.start()]
+            index += 1
+            start = match.end()
+        # the last characters may be the beginning of a separator, unless no piece follows
+        end = max(start, len(rest) - max_length - 2) if piece else len(rest)
+        yield index, rest[start:end]
+        rest = rest[end - 1 :]
 
 
 def read_json(file: IO[str]) -> Iterator[object]:
@@ -385,51 +419,6 @@ def as_text(value: object) -> str | LongText | Skipped:
     return value
 
 
-def read_texts(
-    name: str, column: str, folder: Path | None = None
-) -> Iterator[str | LongText | Skipped]:
-    """Yield the text of each row of a file, or Skipped with the reason. If the file is damaged, the
-    last item is a Skipped that says so. Long texts are kept in `folder`."""
-    # One Skipped for all rows that lack the column. Its reason lists the columns of the first such
-    # row: if rows differ in their columns, the ledger still gets one key.
-    skipped_without_column: Skipped | None = None
-    try:
-        for row in read_rows(name, column, folder):
-            value = row  # a text, a JSON value, or Skipped
-            if isinstance(row, dict):
-                value = row.get(column)
-                if column not in row:
-                    if skipped_without_column is None:
-                        skipped_without_column = without_column(column, row)
-                    value = skipped_without_column
-            if isinstance(value, str) and len(value) > LONG:
-                value = join_pieces(pieces_of(value, PIECE), folder)
-            yield as_text(value)
-    except Exception as error:
-        if not is_damage(error):
-            raise
-        yield Skipped(f"damaged from here on {quote(error)}")
-
-
-def read_rows(name: str, column: str, folder: Path | None) -> Iterator[object]:
-    """Yield the rows of a file: dicts by column, texts, or Skipped. For a damaged file, raises its
-    error after the rows before the damage."""
-    if suffix_of(name) == ".parquet":  # pyarrow opens files by name
-        yield from read_parquet(name, column)
-        return
-    read = READERS.get(suffix_of(name), partial(read_document, folder=folder))
-    content = UntilDamage(name)
-    # A byte that is not UTF-8 becomes a surrogate, U+DC80 to U+DCFF, so that one bad row does not
-    # end the file; as_text skips rows with surrogates. utf-8-sig drops a byte order mark at the
-    # beginning; newline="" keeps \r\n.
-    with io.TextIOWrapper(
-        io.BufferedReader(content, 2**20), "utf-8-sig", errors="surrogateescape", newline=""
-    ) as file:
-        yield from read(file)
-    if content.error:
-        raise content.error
-
-
 def quote(error: Exception) -> str:
     """Return class and first line of an error, for the end of a message or reason."""
     first_line = str(error).partition("\n")[0]
@@ -506,8 +495,13 @@ class Source:
     """Column that holds the texts."""
     worker_index: int = 0
     worker_count: int = 1
+    separator: str | None = None
+    """Text between the texts of a text file; None: a text file is one text."""
     folder: Path | None = None
     """Folder for long texts, which `batches` keeps on disk."""
+    marks: Counter[str] = field(default_factory=Counter)
+    """Lines of the text files that may separate texts, and how often they occur."""
+    has_noted_marks: bool = False
     ledger: dict[str, FileCounts] = field(default_factory=dict)
     """Counts of each file that was read, by name, in the order of `names`. `batches` updates it;
     before that, the caller adds the counts of earlier runs."""
@@ -560,6 +554,11 @@ class Source:
                 raise UserError(message) from error
             warn_if_suspect(name, counts)
             position = SourcePosition()  # the next file is read from its beginning
+        text_files = [name for name in self.ledger if suffix_of(name) not in READERS]
+        if self.separator is not None and not any(
+            self.ledger[name].rows > 1 for name in text_files
+        ):
+            print(f"note: no text file has --separator {self.separator!r}", file=sys.stderr)
         # The ledger counts texts of earlier runs, too: this run may have begun at the very end.
         if not any(counts.texts for counts in self.ledger.values()):
             names = " ".join(self.names) or "the input"  # a worker may have no file
@@ -571,9 +570,82 @@ class Source:
         `batches` fills in. Each batch has to be read to its end before the next one."""
         # Most formats have no index of rows: earlier rows are read again and dropped.
         first_row = position.counts.get("rows", 0)  # number of rows that earlier runs have sharded
-        rows_left = islice(read_texts(name, self.column, self.folder), first_row, None)
+        rows_left = islice(self.read_texts(name), first_row, None)
         for row in rows_left:  # the first row of a batch
             yield SourcePosition(), chain([row], islice(rows_left, ROWS_PER_BATCH - 1))
+
+    def read_texts(self, name: str) -> Iterator[str | LongText | Skipped]:
+        """Yield the text of each row of a file, or Skipped with the reason. If the file is damaged,
+        the last item is a Skipped that says so."""
+        # One Skipped for all rows that lack the column. Its reason lists the columns of the first
+        # such row: if rows differ in their columns, the ledger still gets one key.
+        skipped_without_column: Skipped | None = None
+        try:
+            for row in self.read_rows(name):
+                value = row  # a text, a JSON value, or Skipped
+                if isinstance(row, dict):
+                    value = row.get(self.column)
+                    if self.column not in row:
+                        if skipped_without_column is None:
+                            skipped_without_column = without_column(self.column, row)
+                        value = skipped_without_column
+                if isinstance(value, str) and len(value) > LONG:
+                    value = join_pieces(pieces_of(value, PIECE), self.folder)
+                yield as_text(value)
+        except Exception as error:
+            if not is_damage(error):
+                raise
+            yield Skipped(f"damaged from here on {quote(error)}")
+
+    def read_rows(self, name: str) -> Iterator[object]:
+        """Yield the rows of a file: dicts by column, texts, or Skipped. For a damaged file, raises
+        its error after the rows before the damage."""
+        if suffix_of(name) == ".parquet":  # pyarrow opens files by name
+            yield from read_parquet(name, self.column)
+            return
+        content = UntilDamage(name)
+        # A byte that is not UTF-8 becomes a surrogate, U+DC80 to U+DCFF, so that one bad row does
+        # not end the file; as_text skips rows with surrogates. utf-8-sig drops a byte order mark at
+        # the beginning; newline="" keeps \r\n.
+        with io.TextIOWrapper(
+            io.BufferedReader(content, 2**20), "utf-8-sig", errors="surrogateescape", newline=""
+        ) as file:
+            if suffix_of(name) in READERS:
+                yield from READERS[suffix_of(name)](file)
+            else:
+                yield from self.read_documents(name, file)
+        if content.error:
+            raise content.error
+
+    def read_documents(self, name: str, file: IO[str]) -> Iterator[object]:
+        """Yield the texts of a text file, which `separator` separates; without a separator, the
+        whole text as one row. Yields nothing for an empty file (many __init__.py)."""
+        pieces = iter(partial(file.read, PIECE), "")
+        if self.separator is not None:
+            numbered = number_pieces(pieces, self.separator)
+        else:
+            numbered = ((0, piece) for piece in self.note_marks(name, pieces))
+        with_characters = (pair for pair in numbered if pair[1])
+        for _, text in groupby(with_characters, itemgetter(0)):  # the pieces of one text
+            yield join_pieces(map(itemgetter(1), text), self.folder)
+
+    def note_marks(self, name: str, pieces: Iterator[str]) -> Iterator[str]:
+        """Yield the pieces of a text file. Print a note, once in a run, if a usual mark between
+        texts stands alone on many lines of the files: it would be learned as text."""
+        for piece in pieces:
+            yield piece
+            if self.has_noted_marks or suffix_of(name) == ".py":  # code has lines of -----
+                continue
+            self.marks.update(MARKS.findall(piece))
+            for mark, count in self.marks.most_common(1):
+                if count >= MANY_MARKS:
+                    self.has_noted_marks = True
+                    print(
+                        f"note: {mark} stands alone on many lines of {name}; if it separates "
+                        "texts, begin anew in another folder with --separator "
+                        f"{shlex.quote(mark)}",
+                        file=sys.stderr,
+                    )
 
     def read_dataset(self, name: str, position: SourcePosition) -> Iterator[Batch]:
         """Yield the batches of the hub's dataset `name` from a position on, with positions that

@@ -46,6 +46,8 @@ class TokenizerOptions:
     """Amount of text to train on, in MB."""
     text_column: str = "text"
     """Column of parquet, JSON or CSV that holds the text."""
+    separator: str | None = None
+    """Text between the documents of a text file, as in data/fineweb-edu.py."""
 
 
 def read_passages(source: Source, share: float) -> Iterator[str]:
@@ -65,7 +67,12 @@ def read_passages(source: Source, share: float) -> Iterator[str]:
 def main(options: TokenizerOptions) -> None:
     sizes = list_files(options.input)  # bytes of each file, by its name
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    source = Source(sizes, column=options.text_column, folder=options.out.parent)
+    source = Source(
+        sizes,
+        column=options.text_column,
+        separator=options.separator,
+        folder=options.out.parent,
+    )
     # Share of the text to train on; above 1 if the files are smaller than --sample_mb. The sizes
     # are sizes on disk, so that compressed files give more text.
     share = options.sample_mb * 1e6 / max(1, sum(sizes.values()))

@@ -25,6 +25,7 @@ OPTIONS_FILES = {
     "config.py": ["train.py", "finetune.py"],
     "training/options.py": ["train.py", "finetune.py"],
     "finetuning/options.py": ["finetune.py"],
+    "data/source.py": ["data/fineweb-edu.py", "data/train_tokenizer.py"],
 }
 
 

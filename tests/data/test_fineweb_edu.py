@@ -371,10 +371,11 @@ def test_texts_read_in_pieces_have_the_shards_of_whole_ones(tmp_path, monkeypatc
     (folder / "d.txt").write_text(" " * 9_000)
     (folder / "e.txt").write_text("no_place_to_cut" * 999)
     write_rows(folder / "f.jsonl", [{"text": x} for x in (*documents()[:90], text[:5_000], 7, "é")])
+    (folder / "f.txt").write_text("[SEP]".join([*documents()[:30], text[:5_000]]))
     (folder / "g.txt").write_text(text + "\u3000" * 3_000 + "naïve\r\n")
-    options = {"val_fraction": val_fraction, "shard_size": 9_001}
+    options = {"val_fraction": val_fraction, "shard_size": 9_001, "separator": "[SEP]"}
     whole = shard(folder, tmp_path / "whole", **options)
-    assert whole.documents == 95 and len(whole.skipped) == 4
+    assert whole.documents == 126 and len(whole.skipped) == 4
     small_pieces(monkeypatch)
     for max_shards in (1, 3, 5, len(whole.shards) - 9, None):
         manifest = shard(folder, tmp_path / "pieces", max_shards=max_shards, **options)

@@ -6,6 +6,7 @@ import gzip
 import json
 import lzma
 import os
+import shlex
 from dataclasses import asdict
 from functools import partial
 
@@ -122,6 +123,43 @@ def test_a_row_is_its_text_or_the_reason_why_it_is_none(tmp_path, name, content,
             assert row == expected
     named = f"{name} gave 0 texts in {len(rows)} rows" in capsys.readouterr().err
     assert named == (bool(found) and not any(isinstance(row, str) for row in found))
+
+
+@pytest.mark.parametrize(
+    "separator, content, rows",
+    [
+        ("<|endoftext|>", "One\r\n<|endoftext|>\r\nTwo\n<|endoftext|>", ["One\r\n", "Two\n"]),
+        ("[EOS]", "a[EOS]b[EOS]\n[EOS] ", ["a", "b", EMPTY]),
+        ("%", "%\n50% %\n%\n%%\n%", ["50% %\n", "%%\n"]),
+        ("* * *", "a\n* * *\n* * *\r\n* * *b", ["a\n", "* * *b"]),
+        ("", "a\nb\n\n\nc", ["a\nb\n", "c"]),
+        (r"\n\n", "a\nb\r\n\r\n\r\nc\n", ["a\nb", "c\n"]),
+        ("###", "none of it", ["none of it"]),
+    ],
+)
+@pytest.mark.parametrize("piece", [1, 2, 5, 2**18])
+def test_a_separator_cuts_a_text_file_wherever_its_pieces_end(
+    tmp_path, monkeypatch, capsys, separator, content, rows, piece
+):
+    monkeypatch.setattr(source, "PIECE", piece)
+    (tmp_path / "a.txt").write_bytes(content.encode())
+    texts = Source({str(tmp_path / "a.txt"): 9}, separator=separator)
+    assert [row for batch in texts.batches() for row in batch.rows] == rows
+    assert ("no text file has --separator '###'" in capsys.readouterr().err) == (len(rows) == 1)
+
+
+@pytest.mark.parametrize("mark", ["<|endoftext|>", "=====", "[SEP]", "* * *", "%"])
+def test_a_mark_that_stands_on_many_lines_is_named_once_with_the_flag(tmp_path, capsys, mark):
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text(f"A story.\n{mark}\r\n" * 40)
+    (tmp_path / "c.py").write_text("-----\n" * 40)
+    (tmp_path / "d.txt").write_text("one\n-----\n* item\n" * 9)
+    read(tmp_path / "c.py", tmp_path / "d.txt")
+    assert capsys.readouterr().err == ""
+    read(*sorted(tmp_path.iterdir()))
+    said = capsys.readouterr().err
+    assert f"note: {mark} stands alone on many lines of {tmp_path}/a.txt" in said
+    assert f"--separator {shlex.quote(mark)}\n" in said and said.count("note") == 1
 
 
 def test_a_dataset_is_read_as_files_are_and_a_missing_column_ends_the_run(tmp_path):
