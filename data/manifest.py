@@ -5,7 +5,9 @@ fields here. Its ledger counts for each file the rows, the texts, and the skippe
 that no row is lost silently. data/source.py counts them.
 """
 
+import hashlib
 import json
+import os
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
@@ -21,6 +23,10 @@ class FileCounts:
 
     size: int
     """Bytes of the file on disk; 0 for a dataset."""
+    changed: int = 0
+    """time_of_change of the file; 0 for a dataset, and in manifests of older versions."""
+    sha256: str = ""
+    """SHA-256 of the file; "" where `changed` is 0."""
     rows: int = 0
     texts: int = 0
     """Rows that are texts."""
@@ -127,6 +133,19 @@ class Manifest(Settings):
     validation; 0 if the hashes gave both splits enough text, or if nothing is divided."""
     state: ResumePoint = field(default_factory=ResumePoint)
     """Where the next run continues."""
+
+
+def time_of_change(path: Path | str) -> int:
+    """Return when a file was last changed, in nanoseconds."""
+    status = os.stat(path)
+    # st_ctime also tells of an edited file whose st_mtime was set back, as by `cp -p`
+    return max(status.st_mtime_ns, status.st_ctime_ns)
+
+
+def sha256(path: Path | str) -> str:
+    """Return the SHA-256 of a file's content in hexadecimal."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def read_manifest(folder: Path) -> Manifest | None:

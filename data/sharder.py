@@ -9,7 +9,6 @@ shards of a run that was never killed.
 data/source.py decides where the documents come from, and in which order.
 """
 
-import hashlib
 import os
 import shutil
 import tempfile
@@ -21,7 +20,16 @@ from pathlib import Path
 
 import numpy as np
 
-from data.manifest import Manifest, ResumePoint, Settings, ShardEntry, read_manifest, write_manifest
+from data.manifest import (
+    Manifest,
+    ResumePoint,
+    Settings,
+    ShardEntry,
+    read_manifest,
+    sha256,
+    time_of_change,
+    write_manifest,
+)
 from data.shards import Shard, bin_header, shard_paths
 from data.source import Source, SourcePosition
 from utils.errors import UserError
@@ -142,12 +150,6 @@ def hold_out(document: Document, num_held_out: int) -> Document:
     )
 
 
-def sha256(path: Path) -> str:
-    """Return the SHA-256 of a file's content in hexadecimal."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 class ShardWriter:
     """Appends tokens of `dtype`, "<u2" or "<u4", to a temporary file; `finish` renames the file to
     its final name, `path` (.npy or .bin). An earlier run has written the first `num_written`
@@ -255,6 +257,12 @@ class Sharder:
                 raise UserError(
                     f"{folder} holds shards of {setting} {value_of_shards!r:.99}; {ADVICE}"
                 )
+        for name, counts in manifest.ledger.items():
+            # "" for a dataset, and in manifests of older versions
+            if counts.sha256 and counts.changed != time_of_change(name):
+                # copied, touched or renamed; or edited to the same size
+                if counts.sha256 != sha256(name):
+                    raise UserError(f"{name} has changed since {folder} was made of it; {ADVICE}")
         self.manifest = manifest
         for entry in manifest.shards:
             # `layout` reads the header: it raises an error if the file is missing, cut, or another

@@ -28,7 +28,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from data.manifest import FileCounts
+from data.manifest import FileCounts, sha256, time_of_change
 from utils.errors import UserError
 
 # A manifest counts rows within a batch (ResumePoint.first_row). With smaller batches a later run
@@ -535,6 +535,11 @@ class Source:
             counts = FileCounts(**(position.counts or {"size": self.sizes.get(name, 0)}))
             self.ledger[name] = counts  # updated in place by count_rows
             try:
+                # a pipe can be read only once
+                if os.path.isfile(name) and not position.counts:
+                    # in this order: a change while the file is read is noticed by the next run
+                    counts.changed = time_of_change(name)
+                    counts.sha256 = sha256(name)
                 for batch_position, rows in read(name, position):
                     # asdict copies the counts of the rows before this batch; after that,
                     # count_rows adds the rows of this batch.

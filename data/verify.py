@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # Python puts data
 import utils.environment  # noqa: F401 (first: it says what to type without PyTorch)
 
 from data.loader import parse_corpora
-from data.sharder import sha256
+from data.manifest import sha256
 from data.shards import TokenStream, open_folders
 from utils.cli import start_script
 from utils.errors import UserError

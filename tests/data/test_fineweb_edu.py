@@ -109,6 +109,34 @@ def test_other_settings_or_files_foreign_or_locked_shards_are_refused(corpus, tm
     refused("holds shards without a manifest")
 
 
+@pytest.mark.parametrize("max_shards", [2, None])
+@pytest.mark.parametrize("suffix", ["jsonl", "txt.gz"])
+def test_a_file_that_is_edited_to_the_same_size_is_refused_and_a_touched_one_is_not(
+    corpus, tmp_path, suffix, max_shards
+):
+    path, out = tmp_path / f"a.{suffix}", tmp_path / "out"
+    content = corpus.read_bytes()
+    if suffix == "txt.gz":
+        content = gzip.compress(content * 2, mtime=0)
+    path.write_bytes(content)
+    shard(path, out, max_shards=max_shards)
+    times = path.stat().st_atime_ns, path.stat().st_mtime_ns
+    before = digests(out)
+    path.write_bytes(content[:-20] + bytes(20))
+    os.utime(path, ns=times)  # as `cp -p` and `rsync -t` do
+    with user_error(f"a.{suffix} has changed since .*out was made of it; give another folder"):
+        shard(path, out)
+    assert digests(out) == before
+    path.write_bytes(content)
+    shard(path, out)
+    manifest = read_manifest(out)
+    for counts in manifest.ledger.values():  # as an older version has written it
+        counts.changed, counts.sha256 = 0, ""
+    write_manifest(out, manifest)
+    os.utime(path)
+    shard(path, out)
+
+
 def test_a_listed_shard_keeps_its_name_and_first_tokens_while_sharding_goes_on(
     corpus, tmp_path, monkeypatch
 ):
