@@ -86,6 +86,8 @@ class ShardOptions:
     separator: str | None = None
     """Text between the documents of a text file: a mark like "<|endoftext|>", or a line like "---"
     that has nothing else. With a line break, which is \\n, as in "\\n\\n", any text separates."""
+    replace_bad_bytes: bool = False
+    """Read U+FFFD for each byte that is not UTF-8, instead of skipping its row, or text file."""
     tokenizer: str = "gpt2"
     """gpt2: 50,257 tokens, by tiktoken; bytes: one token a byte, no download; or the path of a
     tokenizer.json (data/train_tokenizer.py makes one for your text) or of nanoGPT's meta.pkl."""
@@ -313,6 +315,7 @@ def continue_sharding(options: ShardOptions, folder: Path) -> tuple[Manifest, in
         remote_name=options.remote_name,
         column=options.text_column,
         separator=options.separator,
+        replace_bad_bytes=options.replace_bad_bytes,
         worker_index=options.worker_index,
         worker_count=options.worker_count,
         folder=folder,
@@ -329,6 +332,7 @@ def continue_sharding(options: ShardOptions, folder: Path) -> tuple[Manifest, in
         remote_name=options.remote_name,
         text_column=options.text_column,
         separator=options.separator,
+        replace_bad_bytes=options.replace_bad_bytes,
         worker_index=options.worker_index,
         worker_count=options.worker_count,
         files=list(sizes),

@@ -99,6 +99,7 @@ class Settings:
     text_column: str | None = None
     separator: str | None = None
     """Text between the documents of a text file; None: a text file is one document."""
+    replace_bad_bytes: bool = False
     worker_index: int = 0
     worker_count: int = 1
     files: list[str] = field(default_factory=list)

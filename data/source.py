@@ -8,6 +8,7 @@ kept on disk, so that no text has to fit into memory.
 """
 
 import bz2
+import codecs
 import csv
 import gzip
 import io
@@ -45,6 +46,12 @@ SUFFIXES_IN_FOLDERS = (".parquet", ".jsonl", ".txt", ".py")  # other files are r
 # Reasons of Skipped that a sound file may have begin with these words, as "without text" does. A
 # file with any other reason, or without any text, is suspect (warn_if_suspect).
 USUAL_REASONS = ("empty", "without")
+# How Python decodes a byte that is not UTF-8: to half of a surrogate pair, U+DC80 to U+DCFF. So one
+# bad row does not end a file; as_text skips rows with surrogates.
+SURROGATES = "surrogateescape"
+BAD_BYTES = re.compile("[\udc80-\udcff]")
+# Characters that no text has. They are letters and quotation marks of Windows, read as Latin-1.
+C1_CONTROLS = re.compile("[\x80-\x9f]")
 
 
 @dataclass(frozen=True)
@@ -174,6 +181,12 @@ class UntilDamage(io.RawIOBase):
         self.num_read += len(content)
         buffer[: len(content)] = content
         return len(content)
+
+
+def open_text(content: UntilDamage, errors: str = SURROGATES) -> io.TextIOWrapper:
+    """Open the content of a file as text; `errors` says what becomes of bad bytes."""
+    # utf-8-sig drops a byte order mark at the beginning; newline="" keeps \r\n
+    return io.TextIOWrapper(io.BufferedReader(content, 2**20), "utf-8-sig", errors, newline="")
 
 
 def is_damage(error: Exception) -> bool:
@@ -391,7 +404,7 @@ def read_parquet(name: str, column: str) -> Iterator[object]:
             try:
                 yield {column: value.as_py()}
             except UnicodeDecodeError:  # parquet does not check its strings
-                yield NOT_UTF8
+                yield {column: value.as_buffer().to_pybytes()}
 
 
 def without_column(column: str, names: Iterable[str]) -> Skipped:
@@ -400,10 +413,11 @@ def without_column(column: str, names: Iterable[str]) -> Skipped:
     return Skipped(f"without a column {column!r}, but {', '.join(names)!r:.200}")
 
 
-def as_text(value: object) -> str | LongText | Skipped:
-    """Return the text of a row, or Skipped if the value that its reader gave is no usable text."""
-    if isinstance(value, bytes):  # a binary column of parquet
-        value = value.decode("utf-8", "surrogateescape")  # like text files in read_rows
+def as_text(value: object, errors: str = SURROGATES) -> str | LongText | Skipped:
+    """Return the text of a row, or Skipped if the value that its reader gave is no usable text.
+    `errors` says what becomes of bad bytes, as in Source.errors."""
+    if isinstance(value, bytes):  # a binary column of parquet, or a string with bad bytes
+        value = value.decode("utf-8", errors)
     if isinstance(value, Skipped | LongText):
         return value
     if not isinstance(value, str):  # null, a number, a list
@@ -465,13 +479,67 @@ def warn_if_suspect(name: str, counts: FileCounts) -> None:
     lacks_text = counts.rows > 0 and counts.texts == 0  # an empty file has no rows
     if lacks_text or any(not reason.startswith(USUAL_REASONS) for reason in counts.skipped):
         advice = ""
-        if NOT_UTF8.reason in counts.skipped:
-            advice = "; to convert Latin-1: iconv -f latin1 -t utf-8 OLD > NEW"
+        if os.path.isfile(name) and suffix_of(name) != ".parquet":  # not a dataset, nor a pipe
+            advice = encoding_advice(name, counts)
         print(
             f"warning: {name} gave {counts.texts:,} texts in {counts.rows:,} rows; skipped: "
             f"{join_reasons(counts.skipped)}{advice}",
             file=sys.stderr,
         )
+
+
+def encoding_advice(name: str, counts: FileCounts) -> str:
+    """Return how to make UTF-8 of a file, by its bytes, for the end of a warning; "" if they are
+    UTF-8."""
+    with UntilDamage(name) as content:
+        beginning = content.read(2**12) or b""
+    encoding = unicode_encoding(beginning)
+    if encoding is not None:
+        return f"; it is {encoding}: iconv -f {encoding} -t utf-8 OLD > NEW"
+    if NOT_UTF8.reason not in counts.skipped:
+        return ""
+    bad_byte: re.Match[str] | None = None  # the first one
+    num_before = 3 if beginning.startswith(codecs.BOM_UTF8) else 0  # bytes before it
+    num_other = 0  # characters up to it that are UTF-8 beyond ASCII
+    with open_text(UntilDamage(name)) as file:
+        for piece in iter(partial(file.read, PIECE), ""):
+            bad_byte = BAD_BYTES.search(piece)
+            before = piece[: bad_byte.start()] if bad_byte else piece
+            num_before += len(before.encode())
+            num_other += len(before.encode()) - len(before)
+            if bad_byte:
+                break
+    if bad_byte is None:  # half of a surrogate pair, as JSON writes it
+        return ""
+    value = bad_byte[0].encode("utf-8", SURROGATES)[0]
+    advice = f"; its byte {num_before + 1:,} is 0x{value:02x}, not UTF-8: "
+    bad_bytes = "".join(BAD_BYTES.findall(piece)).encode("utf-8", SURROGATES)
+    if num_other < len(bad_bytes):  # else a text of UTF-8 with some bad bytes
+        # Windows-1252 lacks five bytes. Texts of other alphabets have many bad bytes.
+        num_windows = len(bad_bytes.decode("cp1252", "ignore"))
+        if num_windows == len(bad_bytes) <= len(piece) // 4:
+            # also right for Latin-1, which has the same printable characters
+            advice += "iconv -f windows-1252 -t utf-8 OLD > NEW if it is a text of Windows, or "
+        else:
+            advice += "iconv -f ENCODING -t utf-8 OLD > NEW with the encoding of its language, or "
+    return advice + "--replace_bad_bytes, with another --local_dir, reads U+FFFD for such bytes"
+
+
+def unicode_encoding(beginning: bytes) -> str | None:
+    """Return the encoding of a file of UTF-16 or UTF-32, as iconv names it, by its first bytes: a
+    byte order mark, or many bytes 0. None for any other file."""
+    if beginning.startswith((codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)):
+        return "utf-32"
+    if beginning.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return "utf-16"
+    # the high bytes of Latin letters are 0
+    for encoding, high_bytes, low_bytes in (
+        ("utf-16le", beginning[1::2], beginning[::2]),
+        ("utf-16be", beginning[::2], beginning[1::2]),
+    ):
+        if high_bytes.count(0) > len(high_bytes) // 2 and low_bytes.count(0) == 0:
+            return encoding
+    return None
 
 
 def join_reasons(skipped: dict[str, int]) -> str:
@@ -497,11 +565,14 @@ class Source:
     worker_count: int = 1
     separator: str | None = None
     """Text between the texts of a text file; None: a text file is one text."""
+    replace_bad_bytes: bool = False
+    """Read U+FFFD for bytes of files that are not UTF-8, instead of skipping their rows."""
     folder: Path | None = None
     """Folder for long texts, which `batches` keeps on disk."""
     marks: Counter[str] = field(default_factory=Counter)
     """Lines of the text files that may separate texts, and how often they occur."""
     has_noted_marks: bool = False
+    has_noted_controls: bool = False
     ledger: dict[str, FileCounts] = field(default_factory=dict)
     """Counts of each file that was read, by name, in the order of `names`. `batches` updates it;
     before that, the caller adds the counts of earlier runs."""
@@ -512,6 +583,11 @@ class Source:
         if self.sizes:
             return list(self.sizes)[self.worker_index :: self.worker_count]
         return [self.dataset]
+
+    @property
+    def errors(self) -> str:
+        """What becomes of a byte that is not UTF-8, as bytes.decode takes it."""
+        return "replace" if self.replace_bad_bytes else SURROGATES
 
     def ledger_at(self, position: SourcePosition) -> dict[str, FileCounts]:
         """Return the ledger up to a position, for the manifest. `self.ledger` is ahead of the
@@ -547,6 +623,7 @@ class Source:
                     first_row = 0
                     for portion in portions(rows):
                         count_rows(counts, portion)
+                        self.note_controls(name, portion)
                         first_row += len(portion)
                         yield RowBatch(batch_position, portion, first_row - len(portion))
             except UserError:  # the message names the source already
@@ -596,7 +673,7 @@ class Source:
                         value = skipped_without_column
                 if isinstance(value, str) and len(value) > LONG:
                     value = join_pieces(pieces_of(value, PIECE), self.folder)
-                yield as_text(value)
+                yield as_text(value, self.errors)
         except Exception as error:
             if not is_damage(error):
                 raise
@@ -609,12 +686,7 @@ class Source:
             yield from read_parquet(name, self.column)
             return
         content = UntilDamage(name)
-        # A byte that is not UTF-8 becomes a surrogate, U+DC80 to U+DCFF, so that one bad row does
-        # not end the file; as_text skips rows with surrogates. utf-8-sig drops a byte order mark at
-        # the beginning; newline="" keeps \r\n.
-        with io.TextIOWrapper(
-            io.BufferedReader(content, 2**20), "utf-8-sig", errors="surrogateescape", newline=""
-        ) as file:
+        with open_text(content, self.errors) as file:
             if suffix_of(name) in READERS:
                 yield from READERS[suffix_of(name)](file)
             else:
@@ -633,6 +705,23 @@ class Source:
         with_characters = (pair for pair in numbered if pair[1])
         for _, text in groupby(with_characters, itemgetter(0)):  # the pieces of one text
             yield join_pieces(map(itemgetter(1), text), self.folder)
+
+    def note_controls(self, name: str, rows: list[str | LongText | Skipped]) -> None:
+        """Print a warning, once in a run, if a text has control characters of Latin-1."""
+        for row in rows:
+            if isinstance(row, Skipped):
+                continue
+            for piece in pieces_of(row, LONG):
+                control = None if piece.isascii() else C1_CONTROLS.search(piece)
+                if control and not self.has_noted_controls:
+                    self.has_noted_controls = True
+                    print(
+                        f"warning: a text of {name} has control characters, such as "
+                        f"U+{ord(control[0]):04X} after {piece[: control.start()][-20:]!r}: a text "
+                        "of Windows that was read as Latin-1? Convert the original by "
+                        "iconv -f windows-1252 -t utf-8 OLD > NEW",
+                        file=sys.stderr,
+                    )
 
     def note_marks(self, name: str, pieces: Iterator[str]) -> Iterator[str]:
         """Yield the pieces of a text file. Print a note, once in a run, if a usual mark between
@@ -684,5 +773,6 @@ class Source:
                 reason = without_column(self.column, columns).reason
                 raise UserError(f"{name} is {reason}; name the column of its texts")
             batch_position = SourcePosition(revision=revision, stream=stream_state)
-            yield batch_position, map(as_text, columns[self.column])
+            to_text = partial(as_text, errors=self.errors)
+            yield batch_position, map(to_text, columns[self.column])
             stream_state = stream.state_dict()

@@ -48,6 +48,8 @@ class TokenizerOptions:
     """Column of parquet, JSON or CSV that holds the text."""
     separator: str | None = None
     """Text between the documents of a text file, as in data/fineweb-edu.py."""
+    replace_bad_bytes: bool = False
+    """Read U+FFFD for each byte that is not UTF-8, instead of skipping its row, or text file."""
 
 
 def read_passages(source: Source, share: float) -> Iterator[str]:
@@ -71,6 +73,7 @@ def main(options: TokenizerOptions) -> None:
         sizes,
         column=options.text_column,
         separator=options.separator,
+        replace_bad_bytes=options.replace_bad_bytes,
         folder=options.out.parent,
     )
     # Share of the text to train on; above 1 if the files are smaller than --sample_mb. The sizes

@@ -6,7 +6,9 @@ import gzip
 import json
 import lzma
 import os
+import re
 import shlex
+import subprocess
 from dataclasses import asdict
 from functools import partial
 
@@ -123,6 +125,61 @@ def test_a_row_is_its_text_or_the_reason_why_it_is_none(tmp_path, name, content,
             assert row == expected
     named = f"{name} gave 0 texts in {len(rows)} rows" in capsys.readouterr().err
     assert named == (bool(found) and not any(isinstance(row, str) for row in found))
+
+
+WINDOWS = "\u201cNa\xefve\u201d costs 5 \u20ac \u2013 \u201equoted\u201c in a text of Windows.\r\n"
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.csv", "a.txt.gz"])
+@pytest.mark.parametrize(
+    "encoding", ["cp1252", "latin1", "utf-16", "utf-16-le", "utf-16-be", "utf-32"]
+)
+def test_the_advice_of_a_file_that_is_not_utf8_makes_it_readable(tmp_path, capsys, name, encoding):
+    text = WINDOWS if encoding != "latin1" else "Gr\xf6\xdfe und \xc4pfel\r\n"
+    row = {"txt": text, "csv": f'text\n"{text}"\n'}.get(name.split(".")[1])
+    row = row or json.dumps({"text": text}, ensure_ascii=False)
+    content = row.encode(encoding)
+    path, new = tmp_path / name, tmp_path / name.removesuffix(".gz").replace("a", "new")
+    path.write_bytes(gzip.compress(content) if name.endswith("gz") else content)
+    assert not [row for row in read(path) if isinstance(row, str)]
+    said = capsys.readouterr().err
+    command = re.search(r"iconv -f (\S+) -t utf-8 OLD > NEW", said)
+    assert command and "latin1" not in said
+    old = tmp_path / "old"
+    old.write_bytes(content)
+    line = command[0].replace("OLD", str(old)).replace("NEW", str(new))
+    subprocess.run(line, shell=True, check=True)
+    assert read(new) == [text]
+    assert not capsys.readouterr().err
+    if encoding in ("cp1252", "latin1"):
+        assert f"byte {content.index(max(content, key=lambda x: x > 127)) + 1} is 0x" in said
+
+
+def test_a_bad_byte_in_a_utf8_text_is_named_and_replaced_where_that_is_asked_for(tmp_path, capsys):
+    text = "naïve text, " * 30_000
+    content = text.encode() + b"\x81 \xe2\x82 end"
+    (tmp_path / "a.txt").write_bytes(content)
+    values = pa.array([b"fine", content], pa.binary())
+    _, *buffers = values.buffers()
+    strings = pa.StringArray.from_buffers(2, *buffers)
+    parquet.write_table(pa.table({"text": strings}), tmp_path / "b.parquet")
+    files = sorted(tmp_path.iterdir())
+    assert read(*files) == [BAD, "fine", BAD]
+    said = capsys.readouterr().err
+    assert f"its byte {len(text.encode()) + 1:,} is 0x81" in said and "--replace_bad_bytes" in said
+    sizes = dict.fromkeys(map(str, files), 9)
+    batches = Source(sizes, replace_bad_bytes=True).batches()
+    expected = text + "\ufffd \ufffd end"
+    assert [row for batch in batches for row in batch.rows] == [expected, "fine", expected]
+
+
+@pytest.mark.parametrize("control", ["\x92", "\x80", "\x9f"])
+def test_text_of_windows_that_was_read_as_latin1_gets_one_warning(tmp_path, capsys, control):
+    (tmp_path / "a.txt").write_text(f"it{control}s\n" * 5)
+    (tmp_path / "b.jsonl").write_text(objects("fine", f"na\xefve{control}") * 3)
+    assert len(read(*sorted(tmp_path.iterdir()))) == 7
+    said = capsys.readouterr().err
+    assert said.count("warning") == 1 and f"such as U+{ord(control):04X} after 'it'" in said
 
 
 @pytest.mark.parametrize(
