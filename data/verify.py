@@ -13,7 +13,7 @@ import utils.environment  # noqa: F401 (first: it says what to type without PyTo
 
 from data.loader import parse_corpora
 from data.manifest import sha256
-from data.shards import TokenStream, open_folders
+from data.shards import TokenStream, open_folder, open_folders
 from utils.cli import start_script
 from utils.errors import UserError
 
@@ -32,11 +32,14 @@ def main(options: VerifyOptions) -> None:
     # As in train.py, a folder with a weight is a corpus; folders without weights form one corpus.
     for corpus in parse_corpora(options.data_dir):
         names = " ".join(map(str, corpus.folders))
-        for split in ("train", "val"):
-            # open the folders that have this split; TokenStream compares their tokenizers
-            stream = TokenStream(open_folders(corpus.folders, split))
+        train_folders = open_folders(corpus.folders, "train")
+        # these may be empty, by --val_fraction 0
+        val_folders = [open_folder(folder, "val") for folder in corpus.folders]
+        for folders in (train_folders, val_folders):
+            stream = TokenStream(folders)  # compares their tokenizers
             check_shards(stream)
-            print(f"{names}: {len(stream):,} {split} tokens of {stream.tokenizer_identity}, intact")
+            size = f"{len(stream):,} {stream.split} tokens"
+            print(f"{names}: {size} of {stream.tokenizer_identity}, intact")
 
 
 def check_shards(stream: TokenStream) -> None:

@@ -142,6 +142,8 @@ def test_a_stream_of_several_folders_needs_a_split_once_and_is_verified(folders,
     config = verify.VerifyOptions(tuple(names))
     verify.main(config)
     assert f"a: {len(train):,} train tokens of bytes, intact" in capsys.readouterr().out
+    verify.main(verify.VerifyOptions(tuple(names[:1])))  # as by --val_fraction 0
+    assert "c: 0 val tokens of bytes, intact" in capsys.readouterr().out
     path = names[0] / "train_000000.npy"
     raw = bytearray(path.read_bytes())
     raw[5000] ^= 1
