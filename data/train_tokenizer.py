@@ -90,8 +90,13 @@ def main(options: TokenizerOptions) -> None:
     backend.train_from_iterator(read_passages(source, share), trainer)
     backend.add_special_tokens([END_OF_TEXT])  # the last id, as in GPT-2
     options.out.write_text(backend.to_str(), encoding="utf-8")
-    # may be fewer than --vocab_size, if the text has no more pairs to merge
-    print(f"{options.out}: {backend.get_vocab_size():,} tokens")
+    num_tokens = backend.get_vocab_size()
+    reason = ""
+    if num_tokens < options.vocab_size:
+        reason = f", not --vocab_size {options.vocab_size:,}: the text has no more pairs to merge"
+    elif num_tokens > options.vocab_size:
+        reason = f", not --vocab_size {options.vocab_size:,}: the 256 bytes and end of text are all"
+    print(f"{options.out}: {num_tokens:,} tokens{reason}")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Tokenizers: ids and bytes as the libraries that made them give, and what is refused."""
 
 import json
+import re
 import shutil
 import sys
 import tempfile
@@ -98,6 +99,22 @@ def test_an_own_tokenizer_is_the_same_each_time_restores_texts_and_saves_tokens(
     assert_restores_texts(tokenizer)
     for text in TEXTS.values():
         assert len(text.encode()) > 1.3 * len(tokenizer.encode(text))
+
+
+@pytest.mark.parametrize(
+    "vocab_size, said",
+    [
+        (300, "300 tokens\n"),
+        (9_000, r"\d+ tokens, not --vocab_size 9,000: the text has no more pairs"),
+        (256, "257 tokens, not --vocab_size 256: the 256 bytes and end of text are all"),
+    ],
+)
+def test_a_vocabulary_of_another_size_than_the_flag_names_it(tmp_path, capsys, vocab_size, said):
+    (tmp_path / "a.txt").write_text(TEXTS["german"] * 9, encoding="utf-8")
+    path = tmp_path / "tokenizer.json"
+    options = train_tokenizer.TokenizerOptions((str(tmp_path / "a.txt"),), path, vocab_size)
+    train_tokenizer.main(options)
+    assert re.search(f"tokenizer.json: {said}", capsys.readouterr().out)
 
 
 EVERY_BYTE = [f"<0x{byte:02X}>" for byte in range(256)]
