@@ -80,7 +80,8 @@ class ShardOptions:
     """Configuration of the dataset: sample-10BT, sample-100BT, sample-350BT, default, ..."""
     input: tuple[str, ...] = ()
     """Read these files, or folders of .parquet, .jsonl, .txt and .py, instead of the dataset; also
-    compressed as .gz, .bz2, .xz or .zst. A file may also be .json, .csv, .tsv or other text."""
+    compressed as .gz, .bz2, .xz or .zst. A folder without these may have .csv, .tsv,
+    .json or .md; a file that you name may be any text."""
     text_column: str = "text"
     """Column of parquet, JSON or CSV that holds the text."""
     separator: str | None = None

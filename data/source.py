@@ -42,7 +42,13 @@ PIECE = 2**18  # characters; a text file is read, and a long text written, in su
 BRACKETS = re.compile(r"<[^<>\s]{1,30}>|\[[A-Z]{2,9}\]")
 MARKS = re.compile(rf"^(?:{BRACKETS.pattern}|[-=*_~%#]{{1,99}}|\*(?: \*)+)(?=\r?$)", re.M)
 MANY_MARKS = 10
-SUFFIXES_IN_FOLDERS = (".parquet", ".jsonl", ".txt", ".py")  # other files are read only if named
+# Suffixes of the files that are read of a folder: the first of these groups that it has. Others,
+# such as a table or a README beside the texts, are read only if named.
+SUFFIXES_IN_FOLDERS: tuple[tuple[str, ...], ...] = (
+    (".parquet", ".jsonl", ".txt", ".py"),
+    (".csv", ".tsv", ".json", ".ndjson"),
+    (".md", ".rst", ".tex"),
+)
 # Reasons of Skipped that a sound file may have begin with these words, as "without text" does. A
 # file with any other reason, or without any text, is suspect (warn_if_suspect).
 USUAL_REASONS = ("empty", "without")
@@ -228,27 +234,35 @@ def list_files(inputs: tuple[str, ...]) -> dict[str, int]:
     sizes: dict[str, int] = {}
     left_out: Counter[str] = Counter()  # number of files that are not read, by suffix
     for name in inputs:
-        if os.path.isdir(name):
-            for path in walk(Path(name)):
-                # walk yields a folder only where it is a link
-                if suffix_of(path.name) in SUFFIXES_IN_FOLDERS and not path.is_dir():
-                    # OSError for a broken link
-                    sizes[str(path)] = path.stat().st_size
-                else:
-                    left_out[path.suffix.lower() or "without a suffix"] += 1
-        else:
+        if not os.path.isdir(name):
             # A named file is read with any suffix. OSError if it is missing.
             sizes[name] = os.path.getsize(name)
+            continue
+        paths: list[Path] = []
+        for path in walk(Path(name)):
+            if path.is_dir():  # walk yields a folder only where it is a link
+                left_out["link to a folder"] += 1
+            else:
+                paths.append(path)
+        suffixes_here = {suffix_of(path.name) for path in paths}
+        groups = (group for group in SUFFIXES_IN_FOLDERS if suffixes_here & set(group))
+        suffixes = next(groups, ())
+        for path in paths:
+            if suffix_of(path.name) in suffixes:
+                # OSError for a broken link
+                sizes[str(path)] = path.stat().st_size
+            else:
+                left_out[path.suffix.lower() or "without a suffix"] += 1
     # e.g. "2 .jpg, 1 without a suffix"; "" if nothing is left out
     summary = ", ".join(f"{count:,} {suffix}" for suffix, count in left_out.most_common(8))
     if not sizes:
-        suffixes = ", ".join(SUFFIXES_IN_FOLDERS)
+        suffixes = tuple(chain.from_iterable(SUFFIXES_IN_FOLDERS))
         raise UserError(
-            f"{' '.join(inputs)} holds none of {suffixes}, but {summary or 'nothing'}; "
+            f"{' '.join(inputs)} holds none of {', '.join(suffixes)}, but {summary or 'nothing'}; "
             f"to read other files, name them one by one, such as {Path(inputs[0], '*')}"
         )
     if summary:
-        print(f"left out: {summary}; name a file to read it", file=sys.stderr)
+        print(f"left out: {summary}; name a file or a folder to read it", file=sys.stderr)
     return sizes
 
 

@@ -237,16 +237,27 @@ def test_a_folder_is_read_in_name_order_and_tells_what_it_leaves_out(tmp_path, c
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(f"text of {name}")
     (tmp_path / "linked.txt").symlink_to(tmp_path / "README")
+    (tmp_path / "books").symlink_to(tmp_path / "sub")
     read_names = ["a.txt", "b.py", "c.jsonl", "linked.txt", "sub/a.TXT"]
     assert list(list_files((str(tmp_path),))) == [str(tmp_path / name) for name in read_names]
-    assert "left out: 2 .jpg, 1 without a suffix;" in capsys.readouterr().err
+    assert "left out: 2 .jpg, 1 link to a folder, 1 without a suffix;" in capsys.readouterr().err
     assert list_files((str(tmp_path / "README"),)) == {str(tmp_path / "README"): 14}
     (tmp_path / "empty").mkdir()
     with user_error("empty holds none of .parquet, .*, but nothing"):
         list_files((str(tmp_path / "empty"),))
-    (tmp_path / "empty/a.md").touch()
-    with user_error("but 1 .md; to read other files, name them one by one, such as .*/empty/[*]$"):
+    (tmp_path / "empty/a.png").touch()
+    with user_error("but 1 .png; to read other files, name them one by one, such as .*/empty/[*]$"):
         list_files((str(tmp_path / "empty"),))
+
+
+@pytest.mark.parametrize("names", ["a.csv b.CSV.gz", "a.tsv", "sub/a.json c.ndjson", "a.md b.md"])
+def test_a_folder_without_the_usual_files_is_read_all_the_same(tmp_path, capsys, names):
+    (tmp_path / "sub").mkdir()
+    expected = [str(tmp_path / name) for name in names.split()]
+    for name in [*expected, str(tmp_path / "x.png")]:
+        open(name, "w").close()
+    assert sorted(list_files((str(tmp_path),))) == sorted(expected)
+    assert "left out: 1 .png;" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("suffix", [".gz", ".bz2", ".xz", ".zst"])
