@@ -389,8 +389,8 @@ def print_summary(manifest: Manifest) -> None:
         print(f"lost: {share:.2%} of the bytes, which {manifest.tokenizer} cannot restore")
     if manifest.held_out:  # hashes gave a split too little text, or none
         print(
-            f"validation: the ends of {HELD_OUT_SPANS} spans of the last text, or of the last "
-            "texts if the last text is short"
+            f"validation: the ends of {HELD_OUT_SPANS} spans of the last text, or the last texts "
+            "if they are short"
         )
 
 

@@ -122,6 +122,17 @@ class Document:
     """Number of texts in the document: several if divide_last has joined the last short texts."""
 
 
+def last_texts(documents: list[Document], num_held_out: int) -> int:
+    """Return how many of the last documents have `num_held_out` tokens together, or a few more; 0
+    if their number would be twice as large, or if no document would be left for training."""
+    num_tokens = 0
+    for count in range(1, len(documents)):
+        num_tokens += len(documents[-count].tokens)
+        if num_tokens >= num_held_out:
+            return count if num_tokens <= 2 * num_held_out else 0
+    return 0
+
+
 def hold_out(document: Document, num_held_out: int) -> Document:
     """Divide a document into train and validation tokens. Hold out the end of each of
     HELD_OUT_SPANS equal spans, so that both splits get a part of each chapter, which may be in
@@ -337,9 +348,10 @@ class Sharder:
     def divide_last(self, documents: list[Document], val_fraction: float) -> list[Document]:
         """Return the documents to write instead of `documents`, the last of the source. If hashes
         leave no text to train on, or too little for validation (one book, a few short notes), join
-        the train documents, or without any the validation documents, and hold out the ends of the
-        spans of the joined document: a tenth of it, `val_fraction` of all tokens or min_val_tokens,
-        whichever is most, but at most half of the joined document."""
+        the train documents, or without any the validation documents, and hold out a part of the
+        joined document: a tenth of it, `val_fraction` of all tokens or min_val_tokens, whichever is
+        most, but at most half of it. The part is whole texts, the last ones, if they have about so
+        many tokens, else the ends of the spans of the joined document."""
         # so far each whole document is in one split: num_train is 0 in validation
         to_divide = [document for document in documents if document.num_train]
         in_val = [document for document in documents if not document.num_train]
@@ -368,9 +380,17 @@ class Sharder:
             lost=sum((document.lost for document in to_divide), Counter()),
             num_texts=len(to_divide),
         )
+        num_texts = last_texts(to_divide, self.manifest.held_out)
+        if num_texts > 0:
+            held_out = join_tokens([document.tokens for document in to_divide[-num_texts:]])
+            joined.num_train = len(tokens) - len(held_out)
+            # a later run finds the same texts by their number of tokens
+            self.manifest.held_out = len(held_out)
+        else:
+            joined = hold_out(joined, self.manifest.held_out)
         # The joined document comes first: after a kill within it, the next run reads all of
         # `documents` again.
-        return [hold_out(joined, self.manifest.held_out)] + in_val
+        return [joined] + in_val
 
     def write(self, document: Document) -> bool:
         """Append the tokens of a document that no earlier run has written. Return False once

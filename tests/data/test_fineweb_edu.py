@@ -212,6 +212,10 @@ def test_of_short_texts_the_last_ones_give_validation_one_sequence(tmp_path):
     assert 1_025 <= sizes["val"] < 2_000 and sizes["train"] > 20_000
     assert sum(whole.bytes.values()) == sum(min(100, len(text)) for text in documents()[:300])
     assert whole.documents == 300
+    # whole texts, and no part of one
+    texts = [text[:100] for text in documents()[:300]]
+    train, val = (texts_in(tmp_path / "whole", split) for split in ("train", "val"))
+    assert sorted(train + val) == sorted(texts) and set(texts[-9:]) <= set(val)
     for max_shards in (2, 5, None):
         manifest = shard(
             notes, tmp_path / "stopped", max_shards=max_shards, num_workers=3, **options
@@ -222,6 +226,17 @@ def test_of_short_texts_the_last_ones_give_validation_one_sequence(tmp_path):
     files[0].write_text("\n".join(documents()))
     both = shard(files, tmp_path / "both", **OPTIONS | {"shard_size": 10**6, "val_fraction": 1e-9})
     assert both.bytes["val"] > 1_000
+
+
+@pytest.mark.parametrize("sizes, num_val", [([90] * 40, 12), ([700, 20, 900, 300], 2)])
+def test_rows_are_held_out_whole_where_they_make_up_what_validation_needs(tmp_path, sizes, num_val):
+    texts = [f"{i} {'word ' * 200}"[:size] for i, size in enumerate(sizes)]
+    write_rows(tmp_path / "a.jsonl", [{"text": text} for text in texts])
+    options = {"val_fraction": 1e-9, "shard_size": 4_100}
+    manifest = shard(tmp_path / "a.jsonl", tmp_path / "x", **options)
+    val = texts_in(tmp_path / "x", "val")
+    assert val == texts[-num_val:] and texts_in(tmp_path / "x", "train") == texts[:-num_val]
+    assert manifest.held_out == sum(map(len, val)) + num_val
 
 
 def test_workers_take_every_nth_file_and_need_all_names_to_stay(tmp_path):
