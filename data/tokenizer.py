@@ -12,6 +12,7 @@ sentence that names it.
 
 import json
 import pickle
+import re
 import sys
 import zlib
 from collections import Counter
@@ -135,8 +136,7 @@ class FileTokenizer(Tokenizer):
         """Bytes that each id decodes to; b"" for end of text and BOS."""
 
     def find_bytes(self, vocab: dict[str, int], is_byte_level: bool) -> dict[int, bytes]:
-        """Return the bytes of each id, given `vocab`, the ids by token. Raise KeyError for a
-        byte-level token with a character that stands for no byte.
+        """Return the bytes of each id, given `vocab`, the ids by token.
 
         The file's own decoder does not serve: it returns strings, which lose a character that spans
         two tokens. Some files have no decoder.
@@ -145,10 +145,12 @@ class FileTokenizer(Tokenizer):
         byte_of_character = {character: i for i, character in enumerate(byte_characters())}
         bytes_of_id: dict[int, bytes] = {}
         for token, token_id in vocab.items():
-            if is_byte_level and token_id not in self.added_ids:
-                # each character stands for one byte; added tokens are plain text
+            is_added = token_id in self.added_ids  # added tokens are plain text
+            # Each character stands for one byte. For the library, too, a token with any other
+            # character is plain text.
+            if is_byte_level and not is_added and byte_of_character.keys() >= set(token):
                 token_bytes = bytes(byte_of_character[character] for character in token)
-            elif token.startswith("<0x") and len(token) == 6:  # byte fallback: <0x0A>
+            elif re.fullmatch("<0x[0-9A-Fa-f]{2}>", token):  # byte fallback: <0x0A>
                 token_bytes = bytes([int(token[3:5], 16)])
             else:  # plain text, or a token of SentencePiece
                 token_bytes = token.replace(SPACE, " ").encode()
@@ -443,6 +445,8 @@ def read_tokenizer(path: Path, end_of_text: str | None = None) -> str:
             backend = character_backend(path)
         else:
             backend = make_backend(path.read_text(encoding="utf-8"))
+    # the library has read it
+    with reading(path, "a tokenizer that can be used", "is not"):
         candidates = usual_ends(backend) if end_of_text is None else (end_of_text,)
         return make_spec(backend, find_end_of_text(path, backend, candidates), ModelTokens())
 
@@ -464,7 +468,7 @@ def pretrained_tokenizer(folder: Path, vocab_size: int) -> str:
             "meta.pkl, beside the weights"
         )
     path = folder / TOKENIZER_FILE
-    with reading(folder, "a folder with a tokenizer that can be used"):
+    with reading(folder, "a folder with a tokenizer that can be used", "is not"):
         probe_ids = None  # ids of PROBE by the tokenizer.json itself; None without this file
         if path.is_file():
             backend = make_backend(path.read_text(encoding="utf-8"))

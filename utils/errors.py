@@ -41,10 +41,11 @@ def check_text(text: str, name: str) -> None:
 
 
 @contextmanager
-def reading(path: Path | str, kind: str) -> Iterator[None]:
+def reading(path: Path | str, kind: str, verdict: str = "is damaged or not") -> Iterator[None]:
     """Return a context for the code that reads a file: it replaces errors of Python, NumPy or torch
     about the content by a UserError, "PATH is damaged or not KIND: reason". It leaves a UserError
-    that names the path alone."""
+    that names the path alone. `verdict` replaces "is damaged or not" where another program reads
+    the file."""
     try:
         yield
     except Exception as error:
@@ -58,7 +59,7 @@ def reading(path: Path | str, kind: str) -> Iterator[None]:
             if str(path) in reason:
                 raise
         reason = textwrap.shorten(reason, 300)  # at most 300 characters, on one line
-        raise UserError(f"{path} is damaged or not {kind}: {reason}") from error
+        raise UserError(f"{path} {verdict} {kind}: {reason}") from error
 
 
 @contextmanager

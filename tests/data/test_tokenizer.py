@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_fineweb_edu import fineweb_edu, shard
 from tokenizers import Tokenizer as Backend
-from tokenizers import models, normalizers, pre_tokenizers, processors
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from transformers import AutoTokenizer
 
 import evaluate
@@ -415,6 +415,30 @@ def test_a_tokenizer_that_cannot_be_held_is_refused(tmp_path, name, content, pro
     (tmp_path / name).write_text(json.dumps(content))
     with user_error(problem):
         pretrained_tokenizer(tmp_path, 384)
+
+
+@pytest.mark.parametrize("token", ["天", "<0xZZ>", "a b"])
+def test_a_token_that_no_text_has_is_read_as_the_library_reads_it(tmp_path, token):
+    vocab = {character: i for i, character in enumerate(byte_characters())}
+    backend = Backend(models.BPE({**vocab, "</s>": 256, token: 257}, []))
+    backend.pre_tokenizer, backend.decoder = BYTE_LEVEL, decoders.ByteLevel()
+    backend.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(read_tokenizer(tmp_path / "tokenizer.json"))
+    assert tokenizer.decode_bytes([257]).decode() == backend.decode([257]) == token
+
+
+@pytest.mark.parametrize(
+    "content, problem",
+    [
+        (DEFINITION | {"model": MODEL | {"dropout": 0.1}}, "is not a tokenizer that .*dropout"),
+        (DEFINITION | {"model": MODEL | {"vocab": {}}}, "x.model is not a tokenizer that"),
+        ({"a": 0, "b": 1}, "x.model is damaged or not a tokenizer that"),
+    ],
+)
+def test_only_a_file_that_the_library_does_not_read_is_called_damaged(tmp_path, content, problem):
+    (tmp_path / "x.model").write_text(json.dumps(content))
+    with user_error(problem):
+        read_tokenizer(tmp_path / "x.model")
 
 
 def test_a_file_that_transformers_reads_otherwise_is_named(tmp_path, capsys):
