@@ -42,6 +42,7 @@ from data.source import (
     Skipped,
     Source,
     SourcePosition,
+    is_full_disk,
     join_reasons,
     list_files,
     pieces_of,
@@ -405,11 +406,16 @@ def main(options: ShardOptions) -> None:
         name = Path(options.input[0]).name.split(".")[0] or "text"
     folder = options.local_dir or Path("data", name)
     start_seconds = time.time()
+    advice = "the same command continues after the last full shard"
     try:
         manifest, num_new = continue_sharding(options, folder)
     except KeyboardInterrupt:
-        print("the same command continues after the last full shard", file=sys.stderr)
+        print(advice, file=sys.stderr)
         raise
+    except OSError as error:
+        if not is_full_disk(error):
+            raise
+        raise UserError(f"{folder}: {error.strerror}; make room there, then {advice}") from error
     seconds = time.time() - start_seconds
     print(f"{folder}: {'complete' if manifest.complete else 'stopped at --max_shards'}")
     print_summary(manifest)

@@ -10,6 +10,7 @@ kept on disk, so that no text has to fit into memory.
 import bz2
 import codecs
 import csv
+import errno
 import gzip
 import io
 import json
@@ -193,6 +194,12 @@ def open_text(content: UntilDamage, errors: str = SURROGATES) -> io.TextIOWrappe
     """Open the content of a file as text; `errors` says what becomes of bad bytes."""
     # utf-8-sig drops a byte order mark at the beginning; newline="" keeps \r\n
     return io.TextIOWrapper(io.BufferedReader(content, 2**20), "utf-8-sig", errors, newline="")
+
+
+def is_full_disk(error: Exception) -> bool:
+    """Return whether an error says that a disk, a quota or a limit has no room for a file."""
+    full_codes = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    return isinstance(error, OSError) and error.errno in full_codes
 
 
 def is_damage(error: Exception) -> bool:
@@ -640,9 +647,10 @@ class Source:
                         self.note_controls(name, portion)
                         first_row += len(portion)
                         yield RowBatch(batch_position, portion, first_row - len(portion))
-            except UserError:  # the message names the source already
-                raise
             except Exception as error:  # a reader's own error, without the file's name
+                # the message of a UserError names the source already; LongText fills a disk
+                if isinstance(error, UserError) or is_full_disk(error):
+                    raise
                 advice = ""
                 if not self.sizes:
                     advice = "; check name and network, or shard files of your own"

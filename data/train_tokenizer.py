@@ -23,6 +23,7 @@ from data.export_tokenizer import byte_level
 from data.named_tokenizer import END_OF_TEXT
 from data.source import Skipped, Source, list_files, pieces_of
 from utils.cli import start_script
+from utils.errors import writing
 from utils.ranges import Count
 
 PASSAGE = 2_000  # characters, about a page: read_passages samples whole passages
@@ -89,7 +90,8 @@ def main(options: TokenizerOptions) -> None:
     )
     backend.train_from_iterator(read_passages(source, share), trainer)
     backend.add_special_tokens([END_OF_TEXT])  # the last id, as in GPT-2
-    options.out.write_text(backend.to_str(), encoding="utf-8")
+    with writing(options.out):
+        options.out.write_text(backend.to_str(), encoding="utf-8")
     num_tokens = backend.get_vocab_size()
     reason = ""
     if num_tokens < options.vocab_size:

@@ -1,3 +1,4 @@
+import errno
 import gzip
 import hashlib
 import importlib
@@ -303,6 +304,24 @@ def test_an_option_that_nothing_can_be_made_with_is_refused_at_once(
 ):
     with user_error(message):
         shard(corpus, tmp_path / "x", **options)
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+@pytest.mark.parametrize("owner", [data_source.LongText, sharder.TokenFile, sharder.ShardWriter])
+def test_a_full_disk_names_the_folder_and_how_to_continue(tmp_path, monkeypatch, owner, code):
+    (tmp_path / "a.txt").write_text("\n".join(documents()[:90]))
+
+    def fail(*_):
+        raise OSError(code, os.strerror(code))
+
+    small_pieces(monkeypatch)
+    with monkeypatch.context() as full:
+        full.setattr(owner, "append", fail)
+        with user_error(
+            f"x: {os.strerror(code)}; make room there, then the same command continues"
+        ):
+            shard(tmp_path / "a.txt", tmp_path / "x")
+    assert shard(tmp_path / "a.txt", tmp_path / "x").complete
 
 
 def test_shards_that_hold_no_context_are_told_when_they_are_made(tmp_path, capsys):
