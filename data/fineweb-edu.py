@@ -51,7 +51,7 @@ from data.source import (
 from data.tokenizer import FileTokenizer, NoEndOfText, load_tokenizer, read_tokenizer
 from utils.cli import start_script
 from utils.errors import UserError
-from utils.files import atomic_write, lock_folder
+from utils.files import atomic_write, lock_folder, printable
 from utils.ranges import BelowOne, Count, Natural
 
 CHUNK = 2**18  # characters of a text that are tokenized at once, or more
@@ -417,7 +417,7 @@ def main(options: ShardOptions) -> None:
             raise
         raise UserError(f"{folder}: {error.strerror}; make room there, then {advice}") from error
     seconds = time.time() - start_seconds
-    print(f"{folder}: {'complete' if manifest.complete else 'stopped at --max_shards'}")
+    print(f"{printable(folder)}: {'complete' if manifest.complete else 'stopped at --max_shards'}")
     print_summary(manifest)
     if num_new:
         print(f"{num_new:,} new tokens in {seconds:.1f} s ({num_new / seconds / 1e6:.2f} M/s)")

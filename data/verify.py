@@ -16,6 +16,7 @@ from data.manifest import sha256
 from data.shards import TokenStream, open_folder, open_folders
 from utils.cli import start_script
 from utils.errors import UserError
+from utils.files import printable
 
 CHUNK = 2**20  # tokens checked at a time
 
@@ -31,7 +32,7 @@ class VerifyOptions:
 def main(options: VerifyOptions) -> None:
     # As in train.py, a folder with a weight is a corpus; folders without weights form one corpus.
     for corpus in parse_corpora(options.data_dir):
-        names = " ".join(map(str, corpus.folders))
+        names = " ".join(map(printable, corpus.folders))
         train_folders = open_folders(corpus.folders, "train")
         # these may be empty, by --val_fraction 0
         val_folders = [open_folder(folder, "val") for folder in corpus.folders]

@@ -37,6 +37,11 @@ def atomic_write(path: Path) -> Iterator[IO[bytes]]:
         raise
 
 
+def printable(path: Path) -> str:
+    """Return a path as text that can be printed: bytes of its name that are not UTF-8 as \\xff."""
+    return os.fsencode(path).decode("utf-8", "backslashreplace")
+
+
 def to_json(value: object, indent: int | None = None) -> str:
     """Return JSON with null for each number that is not finite. The json module would write NaN or
     Infinity, which are not valid JSON: other readers would refuse the whole file."""

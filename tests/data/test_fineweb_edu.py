@@ -5,6 +5,7 @@ import importlib
 import io
 import os
 import shutil
+import sys
 import tracemalloc
 from functools import partial
 from itertools import product
@@ -18,7 +19,7 @@ from pyarrow import parquet
 from tokenizers import Regex, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 
-from data import sharder
+from data import sharder, verify
 from data import source as data_source
 from data.manifest import read_manifest, write_manifest
 from data.shards import TokenStream, open_folder
@@ -322,6 +323,19 @@ def test_a_full_disk_names_the_folder_and_how_to_continue(tmp_path, monkeypatch,
         ):
             shard(tmp_path / "a.txt", tmp_path / "x")
     assert shard(tmp_path / "a.txt", tmp_path / "x").complete
+
+
+@pytest.mark.parametrize("name", [b"na\xefve.txt", b"\xff\xfe.txt"])
+@pytest.mark.skipif(sys.platform == "darwin", reason="names are UTF-8 there")
+def test_a_name_that_is_not_utf8_is_printed(tmp_path, capsys, name):
+    path, folder = tmp_path / os.fsdecode(name), tmp_path / os.fsdecode(name[:-4])
+    path.write_text("long enough " * 1_000)
+    shard(path, folder)
+    verify.main(verify.VerifyOptions((folder,)))
+    said = capsys.readouterr().out
+    escaped = name[:-4].decode(errors="backslashreplace")
+    assert f"{escaped}: complete" in said and f"{escaped}: 1," in said
+    assert list(read_manifest(folder).ledger) == [str(path)]
 
 
 def test_shards_that_hold_no_context_are_told_when_they_are_made(tmp_path, capsys):
