@@ -290,22 +290,18 @@ def join_pieces(pieces: Iterable[str], folder: Path | None) -> str | LongText | 
     else:
         return as_text("".join(beginning))
     text = LongText(folder)
-    values: set[Skipped] = set()  # what as_text says of pieces that are no usable text
-    is_empty = True
+    reasons: set[Skipped | None] = set()  # None: a piece is usable
     for piece in chain(beginning, pieces):
         value = as_text(piece)
-        if isinstance(value, Skipped):
-            values.add(value)
-        if value != EMPTY:
-            is_empty = False
+        reasons.add(value if isinstance(value, Skipped) else None)
         # white space is a part of the text; a text with any other Skipped is not used
-        if values <= {EMPTY}:
+        if reasons <= {EMPTY, None}:
             text.append(piece)
     # the order in which as_text would find them in the whole text
     for skipped in (NOT_UTF8, WITH_NUL):
-        if skipped in values:
+        if skipped in reasons:
             return skipped
-    return EMPTY if is_empty else text
+    return text if None in reasons else EMPTY
 
 
 def separator_pattern(separator: str) -> re.Pattern[str]:
