@@ -64,7 +64,7 @@ PLACES_TO_CUT = (
     re.compile(r"(?<=[^\W_])[!-&(-/:-@\[-^`{-~，。、；：！？]"),
 )
 # memory to tokenize a byte of a text at once, by tiktoken and by the library `tokenizers`
-BYTES_PER_BYTE_GPT2 = 12
+BYTES_PER_BYTE_GPT2 = 55
 BYTES_PER_BYTE = 120
 PENDING_BYTES = 2**27  # of text per thread, read but not yet written
 
@@ -164,7 +164,7 @@ def print_memory(tokenizer: Tokenizer, text: str | LongText) -> None:
     print(
         f"note: {MANY_CHUNKS * CHUNK:,} characters of a text have no place where {tokenizer.name} "
         "can begin anew, such as the space before a word; without one, the text takes up to "
-        f"{size_of(text) * bytes_per_byte / 1e9:.0f} GB of memory",
+        f"{size_of(text) * bytes_per_byte / 1e9:.1f} GB of memory",
         file=sys.stderr,
     )
 
