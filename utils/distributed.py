@@ -160,8 +160,10 @@ class Process:
         outputs of all items, in the order of the items, on every process.
 
         Every process calls the function equally often, because a sharded model's forward is a
-        collective: in the last round, processes beyond the end do the last item again. Raises
-        Stopped between two items after a signal.
+        collective: in the last round, processes beyond the end do the last item again. Before each
+        item all processes meet, so none waits longer than one item takes (TIMEOUT): raises Stopped
+        there after a signal. An error of `function` is of this process alone, and the others may
+        wait for it in a forward: no caller goes on past it.
         """
         outputs: dict[int, Output] = {}  # of this process; the key is the index of the item
         for round_start in range(0, len(items), self.data_parallel):
@@ -174,7 +176,7 @@ class Process:
     def end_if_stopped(self) -> None:
         """Raise Stopped on every process if one of the processes got a signal."""
         # A scheduler may signal one machine only. The others would wait for it in a collective.
-        if self.stop is not None and not self.all_agree(self.signal == 0):
+        if not self.all_agree(self.signal == 0):
             raise Stopped
 
     def all_done(self, is_done: bool) -> bool:
