@@ -178,7 +178,7 @@ class FewShotTask(Task):
     def result(self, protocol: str, metric: str, example_scores: list[ExampleScore]) -> Result:
         """Return the accuracy, and in Result.centered the accuracy on the scale of CORE."""
         # the table shows the number of shots in the column of the protocol
-        mean = super().result(f"{self.num_shots} examples", metric, example_scores)
+        mean = super().result(f"{self.num_shots}-shot", metric, example_scores)
         # 0 for guessing, 1 if all items are right, negative for less than guessing
         centered = (mean.value - self.baseline) / (1 - self.baseline)
         return replace(mean, centered=centered)

@@ -90,7 +90,7 @@ def test_own_tasks_are_scored_and_centered_by_guessing(bundle, trained, tmp_path
     run = ("evaluate.py", "--checkpoint", trained, "--device", "cpu", "--tasks", bundle)
     text = script(*run, "--out", tmp_path / "1.json").stdout
     sums, words, mean = json.loads((tmp_path / "1.json").read_text())["results"]
-    assert (sums["task"], sums["n"], words["protocol"]) == ("sums", 5, "1 examples")
+    assert (sums["task"], sums["n"], words["protocol"]) == ("sums", 5, "1-shot")
     assert sums["centered"] == pytest.approx(2 * sums["value"] - 1)
     assert words["centered"] == words["value"] and (mean["task"], mean["n"]) == ("mine", 9)
     assert mean["value"] == pytest.approx((sums["centered"] + words["centered"]) / 2)
