@@ -7,7 +7,8 @@
 
 As soon as a task is scored, evaluate.py prints its table, with standard errors and published values
 of OpenAI's GPT-2, and writes its results as JSON beside the checkpoint: model_best_hellaswag.json.
-If one of several tasks cannot be scored, the script names it, scores the others and exits with 1.
+If the data of one of several tasks cannot be opened, the script names the task, scores the others
+and exits with 1.
 The batch size changes scores up to rounding. The number of processes changes no score.
 """
 
@@ -27,13 +28,20 @@ from data.open_model import open_model
 from data.tokenizer import load_tokenizer
 from evaluation.benchmarks import BENCHMARKS
 from evaluation.core import FewShotTasks
-from evaluation.scoring import open_benchmark
+from evaluation.scoring import open_benchmark, refuse_other_data
 from evaluation.table import format_table, openai_model_type
-from evaluation.tasks import Benchmark, Result, TaskScores, evenly_spread, exponential
+from evaluation.tasks import (
+    Benchmark,
+    Result,
+    ScoreBenchmark,
+    TaskScores,
+    evenly_spread,
+    exponential,
+)
 from evaluation.validation import Scorer
 from finetuning.answers import score_questions
 from finetuning.chat import is_chat
-from finetuning.examples import TextEncoder, read_examples
+from finetuning.examples import Question, TextEncoder, read_examples
 from model.formats.checkpoint import find_checkpoint
 from model.inference import prepare_for_inference
 from utils import distributed
@@ -78,10 +86,10 @@ class EvalOptions:
     batch_size: Count = 16
     """Examples in a forward pass."""
     out: Path | None = None
-    """JSON file for all results, replaced each time; default: a file for each task beside the
+    """.json file for all results, replaced each time; default: a file for each task beside the
     checkpoint, such as model_best_val.json, or in logs for a model of another project."""
     dump: Path | None = None
-    """JSON lines file with one row per example and protocol, replaced each time."""
+    """.jsonl file with one row per example and protocol, replaced each time."""
     device: str = "auto"
     """auto, cpu, cuda, cuda:1, mps."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -110,12 +118,15 @@ def check(options: EvalOptions) -> dict[str, Path]:
             raise UserError(
                 f"there is no task {task_name}; --tasks takes {names} or a FOLDER with core.yaml"
             )
-    # The script replaces earlier results, but must not replace a checkpoint or a questions file.
-    if options.out and options.out.exists() and options.out.suffix != ".json":
-        raise UserError(f"--out {options.out} exists and is not a .json file")
-    if options.dump and options.dump.exists():
-        if options.dump.suffix != ".jsonl" or str(options.dump) in options.tasks:
-            raise UserError(f"--dump {options.dump} exists and is not a .jsonl file of results")
+    # The script replaces earlier results, but no checkpoint and no file that it reads.
+    inputs = {Path(task_name).resolve() for task_name in options.tasks}
+    inputs |= {path.resolve() for path in options.data}
+    for flag, path, suffix in (("out", options.out, ".json"), ("dump", options.dump, ".jsonl")):
+        if path and (path.suffix != suffix or path.resolve() in inputs):
+            raise UserError(
+                f"--{flag} {path} must end in {suffix}, and not be a file of --tasks or --data: "
+                "each evaluation replaces it"
+            )
     if options.data and len(options.data) != len(benchmark_names):
         raise UserError(
             f"--data has {len(options.data)} files for {len(benchmark_names)} benchmarks"
@@ -144,23 +155,25 @@ def output_paths(
     return {task_name: Path(f"{stem}_{Path(task_name).stem}.json") for task_name in options.tasks}
 
 
-def score_validation(options: EvalOptions, scorer: Scorer, tokenizer: Tokenizer) -> TaskScores:
-    """Return loss, bits per byte and perplexity of each corpus of --data_dir, and the weighted mean
-    of several corpora. Result.protocol is the name of the corpus."""
+def open_validation(options: EvalOptions, block_size: int, tokenizer: Tokenizer) -> Mixture:
+    """Return the validation text of --data_dir, in sequences of the model's context length."""
     if not options.data_dir:
         raise UserError("the task val needs --data_dir, folders of shards")
-    # `together`: if one process cannot open the shards, all processes raise an error
-    with scorer.process.together():
-        # sequences of the model's context length
-        val = Mixture(options.data_dir, "val", scorer.model.config.block_size)
+    val = Mixture(options.data_dir, "val", block_size)
     # The loss is meaningless if the shards hold ids of another tokenizer.
     if val.stream.tokenizer_identity != tokenizer.identity:
         raise UserError(
             f"{options.data_dir[0]} holds tokens of {val.stream.tokenizer_identity}, the model "
             f"takes those of {tokenizer.identity}"
         )
+    return val
+
+
+def score_validation(val: Mixture, num_tokens: int, scorer: Scorer) -> TaskScores:
+    """Return loss, bits per byte and perplexity of each corpus of --data_dir, and the weighted mean
+    of several corpora. Result.protocol is the name of the corpus."""
     # for each corpus "loss" in nats per token, "n" (number of targets) and perhaps "bits_per_byte"
-    by_corpus = scorer.metrics_by_corpus(val, options.val_tokens)
+    by_corpus = scorer.metrics_by_corpus(val, num_tokens)
     results = []
     for corpus, metrics in by_corpus.items():
         num_tokens = int(metrics.pop("n"))  # each remaining metric becomes a Result
@@ -170,39 +183,41 @@ def score_validation(options: EvalOptions, scorer: Scorer, tokenizer: Tokenizer)
     return results, []  # no rows for --dump
 
 
-def score_question_file(
-    path: Path, options: EvalOptions, scorer: Scorer, tokenizer: Tokenizer
-) -> TaskScores:
-    """Ask the model the questions of a file, and return the share of exact answers."""
-    # encodes prompts as fine-tuning does, so that the model sees the tokens that it has learned
-    encoder = TextEncoder(tokenizer, options.chat, scorer.model.config.block_size)
+def open_questions(path: Path, options: EvalOptions, encoder: TextEncoder) -> list[Question]:
+    """Return the questions of a file, at most --limit of them."""
     # `to_question` turns a row into a Question, whose prompt is ids. read_examples raises UserError
     # for a row without an answer, and for a prompt that leaves no room for max_new_tokens.
     to_question = partial(encoder.question, max_new_tokens=options.max_new_tokens, has_answer=True)
-    # `together`: if one process cannot open the file, all processes raise an error
-    with scorer.process.together():
-        questions = evenly_spread(read_examples(path, to_question), options.limit)
-    return score_questions(path.stem, questions, encoder, options.max_new_tokens, scorer)
+    return evenly_spread(read_examples(path, to_question), options.limit)
 
 
-def score_task(
+def open_task(
     task_name: str, path: Path | None, options: EvalOptions, scorer: Scorer, tokenizer: Tokenizer
-) -> TaskScores:
-    """Open the data of an entry of --tasks and score it. `path` has a benchmark's data; None:
-    download it. Raise UserError if the task cannot be scored. Every process must call this
-    function."""
+) -> ScoreBenchmark:
+    """Open the data of an entry of --tasks, and return the function that scores it. `path` has a
+    benchmark's data; None: download it. If one process cannot open the data, or has other data than
+    the others, all processes raise an error. Every process must call this function."""
+    block_size = scorer.model.config.block_size
     if Path(task_name).is_file():
-        return score_question_file(Path(task_name), options, scorer, tokenizer)
+        # encodes prompts as fine-tuning does, so that the model sees the tokens that it has learned
+        encoder = TextEncoder(tokenizer, options.chat, block_size)
+        with scorer.process.together():
+            questions = open_questions(Path(task_name), options, encoder)
+        refuse_other_data(scorer.process, task_name, questions)
+        name = Path(task_name).stem
+        return partial(score_questions, name, questions, encoder, options.max_new_tokens, scorer)
+    if task_name == "val" and not is_path(task_name):
+        with scorer.process.together():
+            val = open_validation(options, block_size, tokenizer)
+        refuse_other_data(scorer.process, task_name, val.checksum)
+        return partial(score_validation, val, options.val_tokens, scorer)
     if is_path(task_name):  # a folder of the user's own tasks
         path = Path(task_name)
         benchmark: Benchmark = FewShotTasks(path.resolve().name)
-    elif task_name == "val":
-        return score_validation(options, scorer, tokenizer)
     else:
         benchmark = BENCHMARKS[task_name]
     protocols = benchmark.protocols
-    score_benchmark = open_benchmark(benchmark, path, options.limit, scorer, tokenizer, protocols)
-    return score_benchmark()
+    return open_benchmark(benchmark, path, options.limit, scorer, tokenizer, protocols)
 
 
 def write_file(path: Path, text: str) -> None:
@@ -257,21 +272,18 @@ def main(options: EvalOptions) -> None:
         bar.reset()
         bar.set_description(task_name)
         try:
-            # Each process scores its share, and all processes get the same results.
-            task_results, task_dump_rows = score_task(
-                task_name, data_paths.get(task_name), options, scorer, tokenizer
-            )
-        except Exception as error:
+            path = data_paths.get(task_name)
+            score = open_task(task_name, path, options, scorer, tokenizer)
+        except UserError as error:  # on every process, such as a failed download: all go on
             if len(options.tasks) == 1:
                 raise
             bar.clear()
             process.print(f"{task_name} could not be scored: {error}")
-            # All processes raise the same UserError, such as a failed download. Any other error may
-            # be of this process alone: the others would wait for it if it went on.
-            if not isinstance(error, UserError):
-                raise
             failed_tasks.append(task_name)
             continue
+        # Each process scores its share, and all processes get the same results. An error here may
+        # be of this process alone, so it ends the script: the others would wait for it.
+        task_results, task_dump_rows = score()
         results += task_results
         dump_rows += task_dump_rows
         if process.is_main:

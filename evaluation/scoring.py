@@ -11,6 +11,7 @@ decide what is scored.
 """
 
 import math
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -35,6 +36,7 @@ from evaluation.validation import Scorer
 from model.chunked_loss import chunk_bytes, rows_within
 from model.gpt import GPT
 from model.proof import agrees, is_proven
+from utils.distributed import Process
 from utils.errors import UserError
 
 
@@ -282,6 +284,14 @@ def score_batch(
     return predictions
 
 
+def refuse_other_data(process: Process, name: str, content: object) -> None:
+    """Raise UserError on every process if the processes have read another `content` for the task
+    `name`: plain values, or objects of dataclasses. Each would score other examples than the table
+    says."""
+    if not process.all_equal(zlib.crc32(repr(content).encode())):
+        raise UserError(f"the machines have different data of {name}: give all of them one file")
+
+
 def open_benchmark(
     benchmark: Benchmark,
     path: Path | None,
@@ -295,4 +305,5 @@ def open_benchmark(
     block_size = scorer.model.config.block_size
     read = partial(benchmark.read, path, limit, tokenizer, block_size)
     loaded = scorer.process.read_on_all(read)  # a dict per example; for CORE (task, rows) per task
+    refuse_other_data(scorer.process, benchmark.name, loaded)
     return partial(benchmark.score, loaded, partial(score_items, scorer, tokenizer), protocols)

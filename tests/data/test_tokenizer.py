@@ -39,7 +39,6 @@ from model.config import GPTConfig
 from recipes import Recipe
 from sample import SampleOptions, Writer
 from training.summary import agreed_model_config
-from utils.distributed import ALONE
 from utils.errors import UserError
 
 train_tokenizer = import_module("data.train_tokenizer")
@@ -270,11 +269,9 @@ def test_end_of_text_is_part_of_a_tokenizer_and_another_one_is_refused(tmp_path,
     with user_error("have several tokenizers"):
         TokenStream(folders)
     tokenizer = load_tokenizer(folders[0].tokenizer)
-    model = SimpleNamespace(config=GPTConfig())
-    scorer = SimpleNamespace(model=model, process=ALONE)
     config = evaluate.EvalOptions(data_dir=(tmp_path / "b",))
     with user_error(r"with \[UNK\], the model takes those of .* with </s>"):
-        evaluate.score_validation(config, scorer, tokenizer)
+        evaluate.open_validation(config, 1024, tokenizer)
     with user_error(r"x takes tokens of .* with </s>, .* with \[UNK\]"):
         start = SimpleNamespace(model_config=GPTConfig(), tokenizer=folders[0].tokenizer)
         agreed_model_config(train_options(init_from="x"), Recipe(), TokenStream(folders[1:]), start)

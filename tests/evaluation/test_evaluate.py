@@ -5,11 +5,24 @@ import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import harness_model
 import pytest
 import torch
-from conftest import ROOT, SHARED, losses, read_rows, script, slow, torchrun, user_error, write_rows
+from conftest import (
+    ROOT,
+    SHARED,
+    environment,
+    losses,
+    read_rows,
+    run_ranks,
+    script,
+    slow,
+    torchrun,
+    user_error,
+    write_rows,
+)
 from record_harness import with_all_fields
 
 import evaluate
@@ -135,7 +148,45 @@ def test_data_that_another_process_cannot_open_fails_on_all(monkeypatch, shards,
     questions = write_rows(tmp_path / "q.jsonl", [{"prompt": "1+1=", "answer": "2"}])
     for task in ("val", questions):
         with user_error("no such file"):
-            evaluate.score_task(str(task), None, config, scorer, load_tokenizer("bytes"))
+            evaluate.open_task(str(task), None, config, scorer, load_tokenizer("bytes"))
+
+
+def test_machines_with_different_files_are_refused(monkeypatch, exported, shards):
+    monkeypatch.setattr(Process, "all_equal", lambda self, number: False)
+    config = evaluate.EvalOptions(data_dir=(shards,))
+    scorer = Scorer(load_pretrained(exported), ALONE, 1)
+    for task, path in (("val", None), ("lambada", exported / "l.jsonl")):
+        with user_error(f"the machines have different data of {task}"):
+            evaluate.open_task(task, path, config, scorer, load_tokenizer("bytes"))
+
+
+def test_an_error_of_one_process_is_named_and_nobody_waits(scored, tmp_path):
+    """All go on past data that one of them cannot open, none past an error while it scores."""
+    args, _, folder = scored
+    (tmp_path / "bad.jsonl").write_text("{}\n")
+    other = [tmp_path / "bad.jsonl" if arg == folder / "h.jsonl" else arg for arg in args]
+    out = ["--limit", 20, "--batch_size", 1, "--out", tmp_path / "e.json"]
+    ranks = run_ranks([[*args, *out], [*other, *out]], code=1)
+    assert "hellaswag could not be scored: hellaswag cannot use" in ranks[0].stdout
+    assert {task for task, *_ in results(tmp_path / "e.json")} == {"val", "lambada", "cbt_cn"}
+
+    patched = tmp_path / "evaluate_with_a_fault.py"
+    patched.write_text(
+        "import os, evaluate\n"
+        "from evaluation import scoring\n"
+        "from utils.errors import UserError\n"
+        "score_batch = scoring.score_batch\n"
+        "def fail(scorer, banned_ids, packed_items):\n"
+        "    if os.environ['RANK'] == '1' and packed_items[0].first_index == 3:\n"
+        "        raise UserError('the disk is gone')\n"
+        "    return score_batch(scorer, banned_ids, packed_items)\n"
+        "scoring.score_batch = fail\n"
+        "evaluate.start_script(evaluate.main, evaluate.EvalOptions)\n"
+    )
+    env = environment() | {"PYTHONPATH": str(ROOT)}
+    ranks = torchrun(2, patched, *args[1:], *out, code=2, env=env)
+    assert "another process has ended" in ranks[0].stderr
+    assert ranks[1].stderr.endswith("error on rank 1: the disk is gone\n")
 
 
 def test_a_path_wins_over_the_name_of_a_benchmark(monkeypatch, tmp_path):
@@ -153,10 +204,15 @@ def test_a_path_wins_over_the_name_of_a_benchmark(monkeypatch, tmp_path):
         return lambda: (benchmark.name, path)
 
     monkeypatch.setattr(evaluate, "open_benchmark", open_benchmark)
-    monkeypatch.setattr(evaluate, "score_question_file", lambda path, *_: ("questions", path))
-    opened = [evaluate.score_task(task, data_paths.get(task), config, None, None) for task in tasks]
-    names = ("hellaswag", "questions", "core")
-    assert opened == list(zip(names, (*config.data, Path("lambada"), Path("core")), strict=True))
+    monkeypatch.setattr(evaluate, "open_questions", lambda path, *_: [path])
+    scorer = SimpleNamespace(process=ALONE, model=SimpleNamespace(config=GPTConfig()))
+
+    def open_task(task):
+        return evaluate.open_task(task, data_paths.get(task), config, scorer, None)
+
+    hellaswag, lambada, core = map(open_task, tasks)
+    assert hellaswag() == ("hellaswag", config.data[0]) and core() == ("core", Path("core"))
+    assert lambada.args[:2] == ("lambada", [Path("lambada")])
 
 
 def test_a_score_beyond_any_float_is_written(exported, shards, tmp_path):
@@ -207,11 +263,10 @@ def test_bad_settings_are_sentences(trained, exported, tmp_path):
             "no task hellaswagg; --tasks takes val, hellaswag, lambada, cbt_cn, cbt_ne, core, FILE",
         ),
         ({"tasks": ("a/q.jsonl", "b/q.jsonl")}, "two tasks have one name"),
-        ({"out": trained / "checkpoints/model_last.pt"}, "exists and is not a .json file"),
-        (
-            {"dump": trained / "checkpoints/model_last.pt"},
-            "exists and is not a .jsonl file of results",
-        ),
+        ({"out": trained / "checkpoints/model_last.pt"}, "--out .* must end in .json, and not"),
+        ({"dump": trained / "checkpoints/model_last.pt"}, "--dump .* must end in .jsonl"),
+        ({"dump": Path("answers.txt")}, "--dump answers.txt must end in .jsonl"),  # not yet there
+        ({"dump": tmp_path / "l.jsonl", "data": (tmp_path / "x/../l.jsonl",)}, "not be a file of"),
         ({"data": (tmp_path / "none",)}, "lambada cannot use"),
         ({"data": (tmp_path, tmp_path)}, "2 files for 1 benchmarks"),
         ({"model": str(exported), "tasks": ("val",), "checkpoint": None}, "needs --data_dir"),
