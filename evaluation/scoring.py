@@ -258,7 +258,8 @@ def score_batch(
     batch = make_batch(packed_items, scorer.process.device)
     # Only hidden states that predict a target go through the head. Logits of whole rows would take
     # V / C times the memory of the hidden states, 65 times in GPT-2 124M.
-    with scorer.process.autocast():
+    # One forward pass: cached casts of the weights would only take memory.
+    with scorer.process.autocast(keep_weights=False):
         x = targets_hidden(scorer.model, batch, shares_rows(scorer.model))  # (N, C)
     outputs = score_targets(scorer.model, x, batch.target_ids, banned_ids)
     # (N,) each, copied to the CPU at once: reading single elements would copy each one alone

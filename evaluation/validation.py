@@ -95,7 +95,8 @@ class Scorer:
             targets[len(sequence_ids) :] = -1
             idx = torch.from_numpy(inputs).to(self.process.device)
             target_ids = torch.from_numpy(targets).to(self.process.device)
-            with self.process.autocast():
+            # one forward pass: cached casts of the weights would only take memory
+            with self.process.autocast(keep_weights=False):
                 loss = self.model(idx, target_ids)  # mean over the targets that are not -1
             # the mean times the number of these targets
             return loss.item() * targets[: len(sequence_ids)].size
