@@ -13,6 +13,7 @@ import sys
 import zlib
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 
 import utils.environment  # noqa: F401 (first: it says what to type without PyTorch)
 
@@ -32,7 +33,13 @@ from finetuning.methods import (
     SupervisedTuning,
 )
 from finetuning.options import FinetuneOptions, ResolvedFinetuneOptions, resolve_options
-from finetuning.rewards import RewardModel, load_reward_function
+from finetuning.rewards import (
+    RewardError,
+    RewardModel,
+    find_reward,
+    load_reward_function,
+    reward_checksum,
+)
 from model.execution import Execution, execute, uncompiled
 from model.formats.checkpoint import REWARD_HEAD, Checkpoint, check_head, find_checkpoint
 from model.gpt import GPT
@@ -102,14 +109,7 @@ def main() -> None:
                     saver.save_last()
                 # `held_out` is empty without --eval_data
                 if method.held_out and (run.ended or is_due(options.eval_every, step)):
-                    # compiled, each batch shape would need its own graph for evaluation
-                    with uncompiled(options.use_torch_compile):
-                        held_out_metrics = method.evaluate(model)
-                    if "loss" in held_out_metrics:
-                        run.logger.log_evaluation("val", held_out_metrics, step)
-                        saver.save_if_best(held_out_metrics["loss"])
-                    else:  # grpo logs a mean reward, and keeps no best model
-                        run.logger.log_evaluation("held_out", held_out_metrics, step)
+                    evaluate(run, method, model, saver)
                 if run.ended:  # the last step is done, saved and evaluated
                     break
 
@@ -135,13 +135,26 @@ def main() -> None:
             # A resumed run repeats the evaluation or the sampling that the signal interrupted.
             run.stopping = True  # run.finish then prints how to continue
             saver.save_last()
-        except UserError:  # on all processes, for example if a reward function fails: save first
+        except RewardError:  # on all processes: save first
             saver.save_last()
             saver.finish()
             raise
         saver.finish()  # waits for the last write
 
     run.finish(next_commands(options))
+
+
+def evaluate(run: Run[ResolvedFinetuneOptions], method: Method, model: GPT, saver: Saver) -> None:
+    """Log the metrics of the held-out rows, and save the model if its loss on them is the lowest so
+    far. Every process must call it."""
+    # compiled, each batch shape would need its own graph for evaluation
+    with uncompiled(run.options.use_torch_compile):
+        metrics = method.evaluate(model)
+    # grpo has a mean reward and no loss, and keeps no best model
+    has_loss = "loss" in metrics
+    run.logger.log_evaluation("val" if has_loss else "held_out", metrics, run.progress.step)
+    if has_loss:
+        saver.save_if_best(metrics["loss"])
 
 
 def print_summary(run: Run[ResolvedFinetuneOptions], num_rows: int) -> None:
@@ -167,8 +180,8 @@ def resolve_on_device(
     options: FinetuneOptions, derived: dict[str, str | None], process: Process
 ) -> FinetuneOptions:
     """Return the options with --use_torch_compile and --dtype resolved for this device, and the
-    file of --init_from in place of its folder. `derived` names the options that the user left to
-    their defaults. Every process must call it."""
+    files of --init_from and --reward in place of their folders. `derived` names the options that
+    the user left to their defaults. Every process must call it."""
     options = resolve_dtype(resolve_compile(options, derived), process)
     # completions of grpo have too many lengths: the model would be compiled for each of them
     is_compiled = options.use_torch_compile and options.method != "grpo"
@@ -177,7 +190,10 @@ def resolve_on_device(
     # again, although the folder may have a newer one. find_checkpoint returns None for a model of
     # another project, such as "gpt2", which keeps its name.
     init_from = str(find_checkpoint(options.init_from) or options.init_from)
-    return replace(options, use_torch_compile=is_compiled, init_from=init_from)
+    reward = options.reward
+    if reward is not None and Path(reward).is_dir():
+        reward = str(find_reward(reward))
+    return replace(options, use_torch_compile=is_compiled, init_from=init_from, reward=reward)
 
 
 def train_step(
@@ -307,18 +323,21 @@ def checkpoint_entries(
     val_checksum = None  # identifies the rows that the lowest held-out loss belongs to
     if options.eval_data is not None:
         val_checksum = zlib.crc32(options.eval_data.read_bytes())
+    # determines the examples of each step: a resumed run warns if one of these has changed
+    data_order = {
+        "batch_size": options.batch_size,
+        "seed": options.seed,
+        "checksum of --data": zlib.crc32(options.data.read_bytes()),
+    }
+    if options.method == "grpo" and options.reward is not None:  # never None for grpo
+        data_order["checksum of --reward"] = reward_checksum(options.reward)
     return {
         "script": "finetune.py",
         "command": sys.argv,
         "derived": derived,  # a resumed run derives these options again
         "tokenizer": tokenizer_spec,
         "init_checksum": weights_checksum,
-        # determines the examples of each step: a resumed run warns if one of these has changed
-        "data_order": {
-            "batch_size": options.batch_size,
-            "seed": options.seed,
-            "checksum of --data": zlib.crc32(options.data.read_bytes()),
-        },
+        "data_order": data_order,
         "val_checksum": val_checksum,
     }
 

@@ -6,6 +6,7 @@ pair. This file is not about how a dialog becomes token ids: see finetuning/chat
 
 import json
 import math
+import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -102,18 +103,26 @@ def read_lines(path: Path) -> list[tuple[int, str]]:
 
 def read_examples(path: Path, to_example: Callable[[dict], Any]) -> list:
     """Return to_example(row) for each row of a .jsonl file, in order. If `to_example` raises, raise
-    UserError with the file and the line number."""
+    UserError with the file, the line and the reason of the first such row, and the other lines."""
     examples = []
+    reasons: dict[int, str] = {}  # why a row cannot be used, by the number of its line
     for line_number, line in read_lines(path):
         row = None
         try:
             row = json.loads(line)
             examples.append(to_example(row))
         except Exception as error:  # a row of a user can be wrong in any way
-            reason = str(error)
+            reasons[line_number] = str(error)
             if not isinstance(row, dict):
                 reason = f"each row must be a JSON object; train.py takes plain text ({error})"
-            raise UserError(f"{path}, line {line_number}: {reason}") from error
+                reasons[line_number] = reason
+    if reasons:
+        first, *others = reasons
+        message = f"{path}, line {first}: {reasons[first]}"
+        if others:
+            lines = textwrap.shorten(", ".join(map(str, others)), 60, placeholder=" ...")
+            message += f"; and {len(others):,} more rows cannot be used: lines {lines}"
+        raise UserError(message)
     if not examples:
         raise UserError(f"{path} holds no rows; give one JSON object per line")
     return examples

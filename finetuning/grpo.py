@@ -19,8 +19,9 @@ from config import SamplingConfig
 from finetuning.completions import Completion, complete_questions
 from finetuning.examples import Batch, Example, Question
 from finetuning.methods import Method, PreparedStep, Sums, token_logprobs
-from finetuning.rewards import RewardFunction
+from finetuning.rewards import RewardError, RewardFunction, meeting
 from model.gpt import GPT
+from utils.errors import UserError
 from utils.seeds import hash_seed
 
 
@@ -39,7 +40,9 @@ class GroupRelativePolicy(Method):
         question = self.examples[0]
         example = Example.of_completion(question.prompt_ids, [])
         answer = str(question.row.get("answer", ""))
-        self.reward_function([Completion(question.row, answer, example, is_cut=False)])
+        completion = Completion(question.row, answer, example, is_cut=False)
+        # one for each process: none waits for another's longer than a collective may take
+        self.reward([[completion]] * self.process.data_parallel)
 
     def to_example(self, row: dict) -> Question:
         return self.encoder.question(
@@ -53,22 +56,15 @@ class GroupRelativePolicy(Method):
         is in `example_ids` (batch_size,). Return the batches of this process. Every process must
         call it."""
         group_size = self.options.group_size
+        # The random numbers of a completion depend only on seed, step and index, so that any number
+        # of processes samples the same completions.
         seed = hash_seed(f"{self.options.seed} {step}")
-
-        def complete_micro_batch(indices: list[int]) -> list[Completion]:
-            """Return the completions of a micro-batch, which has consecutive indices."""
-            # one Question per completion: the completions of a group have the same
-            questions = [self.examples[example_ids[index // group_size]] for index in indices]
-            # The random numbers of a completion depend only on seed, step and index, so that any
-            # number of processes samples the same completions.
-            sampling = SamplingConfig(self.options.max_new_tokens, temperature=1.0, seed=seed)
-            return self.complete_and_reward(model, questions, sampling, first_index=indices[0])
-
-        # Collect the completions of all processes: a group can be spread over several of them.
-        indices = list(range(len(example_ids) * group_size))  # of the whole step
+        sampling = SamplingConfig(self.options.max_new_tokens, temperature=1.0, seed=seed)
+        # one Question per completion: the completions of a group have the same
+        questions = [self.examples[i] for i in np.repeat(example_ids, group_size)]
         start_seconds = time.perf_counter()
         # raises Stopped after a signal; a resumed run samples the same completions again
-        micro_batches = self.process.map(complete_micro_batch, self.micro_batches(indices))
+        micro_batches = self.complete_and_reward(model, questions, sampling)
         rollout_seconds = time.perf_counter() - start_seconds
         completions = list(chain.from_iterable(micro_batches))  # in the order of indices
         # float64 rounds the means over groups and over the step less
@@ -87,8 +83,11 @@ class GroupRelativePolicy(Method):
             sample += f"\n{completion.reward:g}  {completion.text!r}"
         # tokens of each completion, including the end token
         lengths = [completion.example.loss_mask.sum() for completion in completions]
+        is_equal = rewards_by_group == rewards_by_group[:, :1]  # (batch_size, group_size)
         metrics = {  # for the log: means over the completions of all processes
             "reward": rewards.mean().item(),
+            # share of groups whose rewards are all equal, from which nothing is learned but --kl
+            "equal_rewards": is_equal.all(dim=1).double().mean().item(),
             "completion_tokens": float(np.mean(lengths)),
             "cut": float(np.mean([completion.is_cut for completion in completions])),  # share
             "rollout_ms": 1000 * rollout_seconds,  # part of the step's "ms"
@@ -96,18 +95,37 @@ class GroupRelativePolicy(Method):
         return PreparedStep(batches, len(completions), metrics, sample)
 
     def complete_and_reward(
-        self, model: GPT, questions: list[Question], sampling: SamplingConfig, first_index: int = 0
-    ) -> list[Completion]:
-        """Return one completion per question, with its reward. `first_index` is the index of the
-        first completion in its step. Every process must call it."""
-        completions = complete_questions(
-            model, questions, self.encoder, sampling, self.process, first_index
-        )
-        with self.process.together():  # an error on one process is raised on all
-            rewards = self.reward_function(completions)
-        for completion, reward in zip(completions, rewards, strict=True):
-            completion.reward = reward  # prepare and held_out_sums read it
-        return completions
+        self, model: GPT, questions: list[Question], sampling: SamplingConfig
+    ) -> list[list[Completion]]:
+        """Return one completion per question, with its reward, in micro-batches. Each process
+        samples and rewards some of them, and gets those of all: a group can be spread over several
+        processes. Every process must call it."""
+
+        def complete_micro_batch(indices: list[int]) -> list[Completion]:
+            """Return the completions of a micro-batch, which has consecutive indices."""
+            of_batch = [questions[index] for index in indices]
+            return complete_questions(
+                model, of_batch, self.encoder, sampling, self.process, first_index=indices[0]
+            )
+
+        indices = list(range(len(questions)))
+        micro_batches = self.process.map(complete_micro_batch, self.micro_batches(indices))
+        self.reward(micro_batches)
+        return micro_batches
+
+    def reward(self, micro_batches: list[list[Completion]]) -> None:
+        """Set the reward of each completion; each process rewards some micro-batches. Raise
+        RewardError on every process if the function fails on one. Every process must call it."""
+        rewards: dict[int, list[float]] = {}  # of this process, by the index of the micro-batch
+        try:
+            with self.process.together(), meeting(self.process):
+                for index in self.of_process(list(range(len(micro_batches)))):
+                    rewards[index] = self.reward_function(micro_batches[index])
+        except UserError as error:
+            raise RewardError(str(error)) from error
+        for index, values in self.process.merge(rewards).items():
+            for completion, reward in zip(micro_batches[index], values, strict=True):
+                completion.reward = reward
 
     @torch.no_grad()
     def make_batch(self, completions: list[Completion]) -> Batch:
@@ -117,7 +135,7 @@ class GroupRelativePolicy(Method):
         advantages = torch.tensor([completion.advantage for completion in completions])
         batch.advantages = self.process.copy_to_device(advantages)  # (N,), float32
         if self.reference is not None:  # it is None with --kl 0
-            with self.process.autocast():
+            with self.process.autocast(keep_weights=False):
                 batch.ref_logprobs = token_logprobs(self.reference, batch)
         return batch
 
@@ -135,13 +153,13 @@ class GroupRelativePolicy(Method):
         sums["loss"] = mean_over_tokens(losses, is_target).sum()
         return sums
 
-    def held_out_sums(self, model: GPT, questions: list[Question]) -> Sums:
-        """Return the sum of the rewards of greedy completions, one per question. There is no
+    def evaluate(self, model: GPT) -> dict[str, float]:
+        """Return the mean reward of greedy completions, one per held-out question. There is no
         "loss", because GRPO's loss does not measure how good completions are."""
         sampling = SamplingConfig(self.options.max_new_tokens, temperature=0)  # greedy
-        completions = self.complete_and_reward(model, questions, sampling)
-        rewards = [completion.reward for completion in completions]
-        return {"reward": torch.tensor(rewards, dtype=torch.float64).sum()}
+        micro_batches = self.complete_and_reward(model, self.held_out, sampling)
+        rewards = [completion.reward for completion in chain.from_iterable(micro_batches)]
+        return {"reward": float(np.mean(rewards))}
 
 
 # the formulas

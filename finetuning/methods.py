@@ -112,14 +112,15 @@ class Method(ABC):
     def evaluate(self, model: GPT) -> dict[str, float]:
         """Return the mean of each metric over the held-out examples, the same on every process.
         Every process must call it. It leaves the model in training mode, and raises Stopped after a
-        signal."""
+        signal. grpo overrides it with another metric than in training."""
         model.eval()
         divisor = self.divisor(self.held_out)
 
         def addends_of(micro_batch: list) -> dict[str, float]:
             """Return what a micro-batch adds to each mean."""
-            with self.process.autocast():
-                sums = self.held_out_sums(model, micro_batch)
+            # one forward pass, as in training: cached casts of the weights would only take memory
+            with self.process.autocast(keep_weights=False):
+                sums = self.metric_sums(model, self.make_batch(micro_batch))
             return {name: (value / divisor).item() for name, value in sums.items()}
 
         # Every process gets the addends of all micro-batches in the same order, and so adds up the
@@ -131,11 +132,6 @@ class Method(ABC):
             for name, value in addend.items():
                 means[name] = means.get(name, 0.0) + value
         return means
-
-    def held_out_sums(self, model: GPT, examples: list) -> Sums:
-        """Return the sums of the metrics over a micro-batch of held-out examples. grpo overrides
-        this with other metrics than in training."""
-        return self.metric_sums(model, self.make_batch(examples))
 
 
 class SupervisedTuning(Method):
@@ -182,6 +178,12 @@ class RewardModeling(Method):
         # both examples contain the prompt, which does not count in the loss
         chosen = self.encoder.completion(row, "chosen")
         rejected = self.encoder.completion(row, "rejected")
+        # final ids: they may be equal after the cut, or after a chat template has stripped a text
+        if np.array_equal(chosen.tokens, rejected.tokens):
+            raise ValueError(
+                f"chosen and rejected are the same {len(chosen.tokens)} tokens, cut to the context "
+                f"of {self.encoder.block_size}: nothing can be learned from them"
+            )
         return Pair(chosen, rejected)
 
     def make_batch(self, pairs: list[Pair]) -> Batch:
@@ -236,7 +238,7 @@ class DirectPreference(RewardModeling):
         under the reference model, in nats, summed over tokens, on the CPU."""
         assert self.reference  # open_data in finetune.py opens one for dpo
         batch = self.make_batch(pairs)
-        with self.process.autocast():
+        with self.process.autocast(keep_weights=False):
             logprobs = token_logprobs(self.reference, batch).sum(1)  # (2 N,)
         # The view is (2, N), because all chosen sequences come first in the batch. The result moves
         # to the CPU, because process.map pickles it to send it to all processes.

@@ -1,8 +1,12 @@
 """Rewards of completions, by the row's answer, by a function of the user, or by a reward model."""
 
+import contextlib
 import math
 import sys
-from collections.abc import Callable
+import threading
+import zlib
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from functools import partial
 from importlib.util import module_from_spec, spec_from_file_location
@@ -19,13 +23,43 @@ from finetuning.chat import is_chat
 from finetuning.completions import Completion, is_exact
 from finetuning.examples import Batch, TextEncoder, collate_padded
 from model.config import GPTConfig
-from model.formats.checkpoint import find_checkpoint, load_model
+from model.formats.checkpoint import find_checkpoint, load_checkpoint, load_model
 from model.gpt import GPT
+from training.start import crc32_of
 from utils.distributed import Process
 from utils.errors import UserError
 
 # Takes completions and returns one finite reward for each.
 RewardFunction = Callable[[list[Completion]], list[float]]
+MEETING_SECONDS = 1.0  # between two collectives of `meeting`
+
+
+class RewardError(UserError):
+    """A reward function has failed. Every process raises it at the same place, so that all can save
+    before they end."""
+
+
+@contextlib.contextmanager
+def meeting(process: Process) -> Iterator[None]:
+    """Return a context that ends when the bodies of all processes have ended, however long that
+    takes: a collective at its end would fail after ten minutes (utils/distributed.TIMEOUT), which a
+    judge on the network may need. Its body calls no collective."""
+    is_done = threading.Event()
+
+    def meet() -> None:
+        # `wait` returns at once when the body has ended, else after the time
+        while not process.all_agree(is_done.wait(MEETING_SECONDS)):
+            pass
+
+    # The collectives run in a thread, and the body here: functions of users may set signal
+    # handlers, as math-verify does for its time limit, and only the main thread can do that.
+    with ThreadPoolExecutor(1) as executor:
+        meetings = executor.submit(meet)
+        try:
+            yield
+        finally:
+            is_done.set()
+            meetings.result()  # waits for the other processes, and raises the thread's error
 
 
 class RewardModel(GPT):
@@ -80,28 +114,51 @@ def import_file(path: Path) -> ModuleType:
     return module
 
 
-def load_reward_function(name: str, encoder: TextEncoder, process: Process) -> RewardFunction:
-    """Return the function that rewards completions, for `name` from --reward: exact,
-    FILE.py:FUNCTION, or a reward model. `encoder` encodes the prompts of this run; a reward model
-    must have its tokenizer, its chat format or plain text, and at least its context. Raise
-    UserError otherwise, or if `name` cannot be loaded."""
+def find_reward(name: str) -> Path | None:
+    """Return the file of --reward: a file of Python or a checkpoint; None for exact. Raise
+    UserError for any other name."""
     if name == "exact":
-        # 1.0 if the completion equals the "answer" of its row, else 0.0
-        return lambda completions: [float(is_exact(completion)) for completion in completions]
+        return None
     # split FILE.py:FUNCTION at the last colon, because a path can contain colons
-    file_name, _, function_name = name.rpartition(":")
+    file_name, _, _ = name.rpartition(":")
     if file_name.endswith(".py") and not Path(name).exists():
-        try:
-            function = getattr(import_file(Path(file_name)), function_name)
-        except Exception as error:
-            raise UserError(f"the reward {name} cannot be loaded: {error!r}") from error
-        return partial(rewards_by_function, name, function)
+        return Path(file_name)
     path = find_checkpoint(name)
     if path is None:
         raise UserError(
             f"the reward {name} is none of exact, FILE.py:FUNCTION, and a checkpoint of a reward "
             "model or its folder"
         )
+    return path
+
+
+def reward_checksum(name: str) -> int:
+    """Return the checksum of the file of --reward, 0 for exact, to compare processes and a resumed
+    run: another reward teaches something else."""
+    path = find_reward(name)
+    if path is None:
+        return 0
+    if path.suffix == ".py":
+        return zlib.crc32(path.read_bytes())
+    return crc32_of(load_checkpoint(path)["checksums"])
+
+
+def load_reward_function(name: str, encoder: TextEncoder, process: Process) -> RewardFunction:
+    """Return the function that rewards completions, for `name` from --reward: exact,
+    FILE.py:FUNCTION, or a reward model. `encoder` encodes the prompts of this run; a reward model
+    must have its tokenizer, its chat format or plain text, and at least its context. Raise
+    UserError otherwise, or if `name` cannot be loaded."""
+    path = find_reward(name)
+    if path is None:
+        # 1.0 if the completion equals the "answer" of its row, else 0.0
+        return lambda completions: [float(is_exact(completion)) for completion in completions]
+    if path.suffix == ".py":
+        _, _, function_name = name.rpartition(":")
+        try:
+            function = getattr(import_file(path), function_name)
+        except Exception as error:
+            raise UserError(f"the reward {name} cannot be loaded: {error!r}") from error
+        return partial(rewards_by_function, name, function)
 
     # The reward model stays in memory beside the trained model. load_model raises UserError for a
     # checkpoint without a reward head.
@@ -150,5 +207,5 @@ def rewards_by_model(model: GPT, process: Process, completions: list[Completion]
     examples = [completion.example for completion in completions]  # prompt and completion
     # the examples fit: load_reward_function has compared the context with this run's
     batch = collate_padded(examples, model.config.block_size, process)
-    with process.autocast():
+    with process.autocast(keep_weights=False):
         return rewards_at_end(model, batch).tolist()

@@ -292,11 +292,17 @@ def test_other_rows_are_warned_of_and_other_weights_refused(base, whole, tmp_pat
     """Weights that were moved are no others."""
     resumed = ("--resume", whole("dpo") / "checkpoints/model_step_000002.pt")
     moved = shutil.copy(base / "checkpoints/model_best.pt", tmp_path / "moved.pt")
-    for flag, value, num_warnings in (
-        ("--init_from", moved, 0),
-        ("--data", base / "reversed.jsonl", 1),
+    of_grpo = ("--resume", whole("grpo") / "checkpoints/model_step_000002.pt")
+    same = shutil.copy(base / "letters.py", tmp_path / "same.py")
+    edited = tmp_path / "edited.py"
+    edited.write_text(f"{same.read_text()}# one more line\n")
+    for begun, flag, value, num_warnings in (
+        (resumed, "--init_from", moved, 0),
+        (resumed, "--data", base / "reversed.jsonl", 1),
+        (of_grpo, "--reward", f"{same}:share", 0),
+        (of_grpo, "--reward", f"{edited}:share", 1),
     ):
-        done = script("finetune.py", *resumed, *folders(tmp_path / flag), flag, value)
+        done = script("finetune.py", *begun, *folders(tmp_path / f"{value}.run"), flag, value)
         assert done.stdout.count("data order changes") == num_warnings
     for flag, value, problem in (
         ("--init_from", base / "plain", "does not hold the weights that the run"),

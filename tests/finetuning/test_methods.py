@@ -1,5 +1,7 @@
 """What each method computes from its rows with tiny models, against log-probabilities by hand."""
 
+import threading
+import time
 from dataclasses import asdict, replace
 from types import SimpleNamespace
 
@@ -7,11 +9,12 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import write_rows
+from conftest import user_error, write_rows
 from torch.amp import GradScaler
 
 from data.named_tokenizer import ByteTokenizer
 from finetune import METHODS, train_step
+from finetuning import rewards
 from finetuning.completions import Completion
 from finetuning.examples import TextEncoder
 from finetuning.grpo import group_advantages
@@ -116,6 +119,8 @@ def test_grpo_rewards_what_it_samples_and_asks_the_reference_for_log_probabiliti
     assert prepared.metrics["cut"] == np.mean([x.is_cut for x in completions]) not in (0, 1)
     rewards = torch.tensor(reward_function(completions[:]))
     advantages = group_advantages(rewards.view(4, 4)).view(2, 8)
+    num_values = np.array([len(set(group)) for group in rewards.view(4, 4).tolist()])
+    assert prepared.metrics["equal_rewards"] == (num_values == 1).mean()
     for i, completion in enumerate(completions[:16]):
         batch, row = prepared.batches[i // 8], i % 8
         ids = completion.example.tokens[completion.example.loss_mask]
@@ -147,6 +152,59 @@ def test_steps_in_a_row_that_are_not_finite_count_and_change_no_weight(make):
         assert (result.skip_reason is not None) == before.equal(model.head_weight) == (divisor == 0)
     assert (state.step, state.bad_steps) == (4, 2)
     assert Progress.start(asdict(state)) == state
+
+
+@pytest.mark.parametrize("method", ["dpo", "reward"])
+def test_pairs_of_the_same_tokens_are_refused_and_counted(make, method):
+    """Equal as they are, and equal after the cut to 64 tokens."""
+    same = {"prompt": "a", "chosen": "b", "rejected": "b"}
+    cut = {"prompt": "a" * 60, "chosen": "bbbbb", "rejected": "bbbb"}
+    with user_error("line 2: .*the same 4 tokens.*; and 2 more rows .*: lines 4, 5$"):
+        make(method, [PAIRS[0], same, PAIRS[1], cut, same], make_model(1))
+
+
+def test_one_forward_pass_casts_no_weight_twice_and_keeps_no_copy(make):
+    """In a step, in an evaluation, and by the reference model."""
+    method = make("dpo", reference=make_model(1), dtype="bfloat16")
+    seen = []
+
+    class Spy(GPT):
+        def forward(self, *args, **kwargs):
+            casts = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+            seen.append((*casts, torch.is_autocast_cache_enabled()))
+            return super().forward(*args, **kwargs)
+
+    model = Spy(make_model().config)
+    method.process = replace(ALONE, dtype=torch.bfloat16)
+    method.held_out = method.examples
+    method.evaluate(model)
+    method.reference = model
+    method.reference_logprobs(method.examples)
+    optimizer = torch.optim.SGD([{"params": model.parameters(), "lr_scale": 1.0}])
+    options = resolve_options(method.options, 9, 9, 1)
+    process = replace(method.process, stop=SimpleNamespace(signal=0))
+    run = SimpleNamespace(options=options, process=process, progress=Progress())
+    run.scaler = GradScaler("cpu", enabled=False)
+    train_step(run, model, [optimizer], method, method.prepare(model, 0, np.arange(4)))
+    assert len(seen) == 2 + 1 + 2 and set(seen) == {(True, torch.bfloat16, False)}
+
+
+def test_rewards_may_take_longer_than_a_collective(monkeypatch):
+    """The processes meet while the function runs in the main thread, until all are done."""
+    answers = iter([False, False, True])
+    threads = []
+
+    def all_agree(self, is_done):
+        threads.append(threading.current_thread())
+        return next(answers)
+
+    monkeypatch.setattr(Process, "all_agree", all_agree)
+    monkeypatch.setattr(rewards, "MEETING_SECONDS", 0.01)
+    with rewards.meeting(ALONE):
+        while not threads:
+            time.sleep(0.001)
+    assert len(threads) == 3 and threading.main_thread() not in threads
+    assert next(answers, None) is None
 
 
 @pytest.mark.parametrize(
