@@ -1,5 +1,6 @@
 import math
 import random
+from dataclasses import replace
 
 import pytest
 from conftest import user_error, write_rows
@@ -31,6 +32,10 @@ def test_hellaswag_text_is_raw_or_cleaned_as_the_harness_does():
     prediction = Prediction(-4.0, 2, *[True] * 3)
     per_unit = {"acc": -4.0, "acc_norm": -2.0, "acc_bytes": -1.0}
     assert HELLASWAG.choice_values("lm-eval", " 中a", prediction) == per_unit
+    per_token = {"acc": -4.0, "acc_norm": -4.0 / 3}
+    assert (
+        HELLASWAG.choice_values("build-nanogpt", "", replace(prediction, num_tokens=3)) == per_token
+    )
     never_taken = {"acc_norm": -math.inf, "acc_bytes": -math.inf}
     assert HELLASWAG.choice_values("lm-eval", " ", prediction) == per_unit | never_taken
     short = {k: row[k] for k in ("ctx", "endings", "label")}
