@@ -73,7 +73,8 @@ def find_tokenizer(path: Path) -> Path | None:
     candidates = [path.parent / "tokenizer.json", path.parent / META]
     # "config" has nanoGPT's options; a file of llm.c is not a zip file
     options = read_torch(path).get("config") if is_zipfile(path) else None
-    if isinstance(options, dict):  # nanoGPT, except for its older files
+    # nanoGPT, except for its older files; forks and scripts may have other options
+    if isinstance(options, dict) and isinstance(options.get("dataset"), str):
         folders = path.absolute().parents
         candidates += [folder / "data" / options["dataset"] / META for folder in folders]
     for candidate in candidates:

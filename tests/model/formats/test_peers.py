@@ -93,6 +93,14 @@ def test_logits_are_those_of_the_weights_in_the_file(layout, fields, tmp_path):
         assert (tokenizer, model.config.vocab_size) == ({50_257: "gpt2", 257: "bytes"}[V], V)
 
 
+@pytest.mark.parametrize("options", [{}, {"dataset": None}, {"dataset": ["a"]}, "a text"])
+def test_a_checkpoint_of_a_fork_need_not_name_a_data_set(tmp_path, options):
+    write("nanoGPT", random_gpt(**EXACT), tmp_path / "ckpt.pt")
+    torch.save(torch.load(tmp_path / "ckpt.pt") | {"config": options}, tmp_path / "ckpt.pt")
+    _, tokenizer, _ = open_model(tmp_path / "ckpt.pt")
+    assert tokenizer == "bytes"
+
+
 def test_scripts_begin_from_a_checkpoint_of_nanogpt_and_write_one(shards, tmp_path):
     ckpt, own, back = (tmp_path / name for name in ("ckpt.pt", "own.pt", "back.pt"))
     write("nanoGPT", random_gpt(bias=False, **EXACT), ckpt)
