@@ -227,8 +227,9 @@ def open_batches(run: Run[ResolvedTrainOptions], train_data: Mixture) -> TrainBa
     slicing = Slicing(run.options.sequences_per_pass, process.data_rank, process.data_parallel)
     position = run.progress.position
     micro_batches = train_batches(train_data, slicing, run.options.seed, position)
-    # a thread reads ahead
-    return TrainBatches(prefetch(process.to_device(micro_batches)), slicing, position)
+    # A thread reads ahead, and this one copies: copies to an Apple GPU from a second thread have
+    # given wrong numbers (pytorch issue 197805).
+    return TrainBatches(process.to_device(prefetch(micro_batches)), slicing, position)
 
 
 def checkpoint_entries(

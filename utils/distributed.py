@@ -140,8 +140,7 @@ class Process:
         return autocast(self.device, self.dtype, keep_weights=keep_weights)
 
     def to_device(self, batches: Iterator[tuple]) -> Iterator[tuple]:
-        """Yield batches, which are tuples of NumPy arrays, as tuples of tensors on the device. The
-        caller iterates in a thread, so that the next batch is copied while a step computes."""
+        """Yield batches, which are tuples of NumPy arrays, as tuples of tensors on the device."""
         for arrays in batches:
             yield tuple(self.copy_to_device(torch.from_numpy(array)) for array in arrays)
 

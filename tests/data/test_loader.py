@@ -1,12 +1,16 @@
 import itertools
+import threading
+from types import SimpleNamespace
 
 import numpy as np
 from conftest import user_error
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.loader import Sequences, Slicing, permute, prefetch, sequence_ids_of_step
+import train
+from data.loader import Mixture, Sequences, Slicing, permute, prefetch, sequence_ids_of_step
 from data.shards import Shard, ShardFolder, TokenStream, open_folder
+from utils.distributed import ALONE, Process
 from utils.errors import UserError
 
 
@@ -51,6 +55,21 @@ def test_ids_outside_the_vocabulary_are_named(tmp_path):
     np.save(tmp_path / "train_000000.npy", np.array([1, 2, 50257, 3] * 10, np.uint16))
     with user_error("train_000000.npy holds token id 50257, not one of"):
         Sequences(TokenStream([open_folder(tmp_path, "train")]), 4).make_batch(np.arange(2))
+
+
+def test_batches_are_copied_to_the_device_in_the_main_thread(monkeypatch, shards):
+    threads = []
+
+    def copy_to_device(self, x):
+        threads.append(threading.current_thread())
+        return x
+
+    monkeypatch.setattr(Process, "copy_to_device", copy_to_device)
+    options = SimpleNamespace(sequences_per_pass=2, seed=0)
+    run = SimpleNamespace(process=ALONE, options=options, progress=SimpleNamespace(position=0))
+    inputs, targets = next(train.open_batches(run, Mixture([shards], "train", 32)))
+    assert inputs.shape == (2, 32) and inputs[0, 1:].equal(targets[0, :-1])
+    assert threads == [threading.main_thread()] * 2
 
 
 def test_prefetch_keeps_order_and_passes_errors_on():
