@@ -8,6 +8,7 @@ A name with `hf` belongs to transformers, and every other name to this project.
 """
 
 import json
+import re
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
@@ -47,6 +48,18 @@ GPT2_DEFAULTS = {"tie_word_embeddings": True}
 LLAMA_DEFAULTS = {"rms_norm_eps": 1e-6, "rope_theta": 10_000.0, "tie_word_embeddings": False}
 # Values of `activation_function` in the config.json of a GPT-2, by GPTConfig.activation.
 GPT2_ACTIVATIONS = {"gelu": "gelu_new", "gelu_exact": "gelu"}
+# Fields of config.json with the other names that transformers has for the functions gelu_new, gelu
+# and silu, which exports write.
+ACTIVATION_ALIASES = {
+    "activation_function": {
+        "gelu_pytorch_tanh": "gelu_new",
+        "gelu_python_tanh": "gelu_new",
+        "gelu_accurate": "gelu_new",
+        "gelu_fast": "gelu_new",
+        "gelu_python": "gelu",
+    },
+    "hidden_act": {"swish": "silu"},
+}
 # Fields of config.json with the only value that this project supports. Exports write this value,
 # and config_from_hf refuses a file with another one.
 GPT2_CONSTANTS = {
@@ -135,9 +148,20 @@ def config_from_hf(hf_config: dict) -> GPTConfig:
     # null (None) stands for transformers' default, like a missing field
     not_null = {name: value for name, value in hf_config.items() if value is not None}
     hf_config = defaults | not_null
+    for hf_name, aliases in ACTIVATION_ALIASES.items():
+        if hf_config.get(hf_name) in aliases:
+            hf_config[hf_name] = aliases[hf_config[hf_name]]
     # A missing num_key_value_heads gives None, which is also the default of n_kv_head.
     fields: dict = {name: hf_config.get(hf_name) for name, hf_name in hf_names.items()}
-    config = GPTConfig(**fields)
+    try:
+        config = GPTConfig(**fields)
+    except UserError as error:  # which has the names of GPTConfig
+        names = rf"\b({'|'.join(hf_names)})\b"
+        message = re.sub(names, lambda match: hf_names[match[0]], str(error))
+        raise ValueError(f"config.json: {message}") from error
+    for name in SIZED:
+        if name != "dropout":  # which is for training
+            assert fields[name] is not None, f"config.json has no {hf_names[name]}"
     if is_llama:
         # as_llama sets what all LLaMAs have in common, because config.json does not state it
         config = replace(as_llama(config), qk_norm=model_type == "qwen3")
@@ -149,6 +173,8 @@ def config_from_hf(hf_config: dict) -> GPTConfig:
         # the class and the context do not change logits, and dropout is for training
         is_checked = hf_name not in ("architectures", "n_ctx") and "drop" not in hf_name
         if is_checked and hf_config.get(hf_name) not in (value, None):
+            if hf_name == "activation_function":
+                value = " or ".join(GPT2_ACTIVATIONS.values())
             raise ValueError(  # read_model adds the path
                 f"config.json has {hf_name} {hf_config[hf_name]!r}; only {value} is supported"
             )

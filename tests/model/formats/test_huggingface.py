@@ -1,11 +1,13 @@
 import json
 import tempfile
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import huggingface_hub
 import pytest
 import torch
+import torch.nn.functional as F
 from conftest import user_error
 from edited import READERS, PostNorm, SoftCapped, WithGate
 from hypothesis import example, given, settings
@@ -17,6 +19,7 @@ from data.open_model import open_model
 from data.tokenizer import load_tokenizer
 from model.config import GPTConfig
 from model.formats.huggingface import load_pretrained, save_pretrained
+from model.formats.huggingface_weights import config_from_hf, config_to_hf
 from model.gpt import GPT
 from recipes import parse_recipe
 from utils.errors import UserError
@@ -169,7 +172,12 @@ def test_tokens_that_the_tokenizer_lacks_are_never_sampled_or_scored(fields, tmp
 
 CHANGES = [  # of a GPT-2's config.json, or of a Qwen3's
     ({}, {"model_type": "bert"}, "model_type 'bert'; only gpt2"),
-    ({}, {"activation_function": "relu"}, "activation_function 'relu'; only gelu_new"),
+    ({}, {"activation_function": "relu"}, "activation_function 'relu'; only gelu_new or gelu is"),
+    ({}, {"n_embd": 33}, "n_embd 33 does not divide by n_head 4"),
+    ({}, {"n_positions": 0}, "n_positions 0 must be at least 1"),
+    ({}, {"n_positions": None}, "config.json has no n_positions"),
+    (QWEN3, {"hidden_size": 33}, "hidden_size 33 does not divide by num_attention_heads 4"),
+    (QWEN3, {"rms_norm_eps": -1}, "rms_norm_eps -1 must be at least 0"),
     ({}, {"n_layer": 1}, "it has transformer.h.1.*, which this model lacks"),
     (QWEN3, {"hidden_act": "gelu"}, "hidden_act 'gelu'"),
     (QWEN3, {"rope_parameters": {"rope_type": "yarn"}}, "rope_scaling {'rope_type': 'yarn'}"),
@@ -185,6 +193,34 @@ def test_a_model_that_is_no_gpt_here_is_named(fields, change, message, tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(config))
     with user_error(f"is damaged or not a GPT-2, .*: .*{message}"):
         load_pretrained(tmp_path)
+
+
+def test_each_name_of_an_activation_is_that_function_or_refused():
+    """By the functions of transformers, of which several have more than one name."""
+    x = torch.linspace(-5, 5, 99)
+    tanh = partial(F.gelu, approximate="tanh")
+    for fields, hf_name, functions in (
+        ({}, "activation_function", {"gelu": tanh, "gelu_exact": F.gelu}),
+        (LLAMA, "hidden_act", {"swiglu": F.silu}),
+    ):
+        hf_config = config_to_hf(GPTConfig(**fields))
+        for name in (
+            "gelu_python",
+            "gelu_pytorch_tanh",
+            "gelu_fast",
+            "swish",
+            "quick_gelu",
+            "mish",
+        ):
+            theirs = transformers.activations.ACT2FN[name](x)
+            same = [
+                ours for ours, f in functions.items() if torch.allclose(f(x), theirs, atol=1e-5)
+            ]
+            if same:
+                assert [config_from_hf(hf_config | {hf_name: name}).activation] == same
+            else:
+                with pytest.raises(ValueError, match=f"{hf_name} '{name}'; only"):
+                    config_from_hf(hf_config | {hf_name: name})
 
 
 def test_the_files_are_those_that_transformers_reads(tmp_path):
