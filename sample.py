@@ -108,10 +108,10 @@ class Writer:
         within a character, the text ends in U+FFFD with `keep_cut` or --chat (as in evaluate.py),
         else before that character."""
         chat = self.options.chat
-        # decode_completion drops the space before an answer: do so only at the answer's start
-        is_answer_start = chat and start == 0
         token_ids = completion[start:]
-        return decode_completion(token_ids, self.tokenizer, is_answer_start, chat or keep_cut)
+        return decode_completion(
+            token_ids, self.tokenizer, chat, keep_cut=chat or keep_cut, is_start=start == 0
+        )
 
     def prompt_ids(self, prompt: str, history: Messages) -> list[int]:
         """Return the token ids that the model continues. Raise UserError for a prompt that is not

@@ -68,7 +68,8 @@ def save_tokenizer(
         # tokens by their names in transformers; template_tokens may have another eos_token
         special_tokens = {"eos_token": tokenizer.end_of_text, **tokenizer.template_tokens}
         if not tokenizer.chat_template:  # a chat template needs the bos_token of its model
-            special_tokens["bos_token"] = tokenizer.backend.id_to_token(tokenizer.start_ids[0])
+            bos_token = tokenizer.backend.id_to_token(tokenizer.start_ids[0])
+            special_tokens["bos_token"] = str(bos_token)  # never None: it is an id of this file
         if not tokenizer.end_ids:
             # End of text is a line break. transformers would drop a special token from a text.
             special_tokens = {}

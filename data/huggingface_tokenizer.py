@@ -6,6 +6,7 @@ content of a folder into a spec once; later code reads only the spec.
 """
 
 import json
+import logging
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -45,6 +46,13 @@ def read_folder(folder: Path, num_rows: int) -> tuple[str, ModelTokens]:
         raise ValueError(f"a {type(tokenizer).__name__} has no {TOKENIZER_FILE}")
     content = json.loads(tokenizer.backend_tokenizer.to_str())
     added_tokens = [entry for entry in content["added_tokens"] if entry["id"] < num_rows]
+    without_row = [x["content"] for x in content["added_tokens"] if x["id"] >= num_rows]
+    if without_row:
+        logging.getLogger("notes").warning(
+            "note: the model of %s has no row of its embedding for %s: read as text",
+            folder,
+            ", ".join(without_row),
+        )
     content["added_tokens"] = added_tokens
     token_names = [entry["content"] for entry in added_tokens]
     # without tokens that were left out above, and without additional_special_tokens, a list

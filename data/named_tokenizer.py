@@ -30,6 +30,11 @@ class Tokenizer(ABC):
     """Ids that end a generated text: end of text, the id that begins the next text in the shards,
     the id that ends an answer of a chat model, and each eos_token_id of a Hugging Face model. Empty
     for a vocabulary of characters, whose `eot`, a line break, is text."""
+    end_of_text: str = END_OF_TEXT
+    """The end-of-text token, whose name in a text is read as text."""
+    special_ids: frozenset[int] = frozenset()
+    """Ids of tokens with a name that is no text, such as <|im_start|>: a chat does not show them.
+    """
     bos_ids: tuple[int, ...] = ()
     """Ids that the tokenizer itself writes before a text, such as LLaMA's BOS; () for GPT-2.
     Benchmarks put bos_ids before a context. All other code uses start_ids."""
@@ -42,7 +47,7 @@ class Tokenizer(ABC):
     @abstractmethod
     def encode(self, text: str) -> np.ndarray:
         """Return token ids, uint32 (n,). The name of a special token in the text is encoded as
-        text: a document about tokenizers must not end a document."""
+        text: a document about tokenizers must not end a document. For prompts: encode_prompt."""
 
     @property
     def start_ids(self) -> tuple[int, ...]:
@@ -62,6 +67,13 @@ class Tokenizer(ABC):
         the mark for a space, that some tokenizers put before a text."""
         # GPT-2's and byte tokenizers put no space there; FileTokenizer overrides this method
         return self.encode(text)
+
+    def encode_prompt(self, text: str, *, follows: bool = False) -> np.ndarray:
+        """Return the ids, uint32 (n,), of a text of a prompt or an answer; with `follows` of one
+        that follows another text. As in transformers, the names of the model's own added tokens are
+        these tokens, except that of end of text, which would end the prompt."""
+        # GPT-2's and byte tokenizers have no other token; FileTokenizer overrides this method
+        return self.encode_continuation(text) if follows else self.encode(text)
 
     @abstractmethod
     def decode_bytes(self, ids: list[int]) -> bytes:

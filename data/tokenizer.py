@@ -111,8 +111,10 @@ class FileTokenizer(Tokenizer):
         vocab = backend.get_vocab()  # ids by token, added tokens included
         self.vocab_size = max(vocab.values()) + 1  # not len(vocab): ids may have gaps
         self.eot = vocab[self.end_of_text]
-        self.added_ids = set(backend.get_added_tokens_decoder())
+        added_tokens = backend.get_added_tokens_decoder()
+        self.added_ids = set(added_tokens)
         """Ids of added tokens, special and others: plain text, not pieces of the vocabulary."""
+        self.special_ids = frozenset(i for i, token in added_tokens.items() if token.special)
 
         template: ChatTemplate | None = spec_fields["chat_template"]
         self.is_of_chats = template is not None
@@ -171,6 +173,20 @@ class FileTokenizer(Tokenizer):
 
     def encode_continuation(self, text: str) -> np.ndarray:
         return encode_with(self.continuing_backend, text)
+
+    @cached_property
+    def prompt_backends(self) -> list[Backend]:
+        """Backends of encode_prompt: of a text that begins, and of one that follows another."""
+        content = json.loads(self.tokenizer_json)
+        for token in content["added_tokens"]:
+            # make_backend reads special tokens as text, and other added tokens as tokens
+            token["special"] &= token["id"] == self.eot
+        prompt_json = json.dumps(content)
+        following = json.loads(prompt_json, object_hook=without_prefix)
+        return [make_backend(prompt_json), make_backend(json.dumps(following))]
+
+    def encode_prompt(self, text: str, *, follows: bool = False) -> np.ndarray:
+        return encode_with(self.prompt_backends[follows], text)
 
     def encode_with_special_tokens(self, text: str) -> list[int]:
         """Return the token ids of a rendered dialog: the name of a special token in `text` becomes

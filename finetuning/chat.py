@@ -12,6 +12,8 @@ A Hugging Face model whose tokenizer has a chat template keeps that template ins
 get the same token ids as in transformers, or are refused.
 """
 
+import logging
+from functools import cache
 from typing import Any
 
 from data.named_tokenizer import TOKENIZERS, Tokenizer
@@ -44,12 +46,27 @@ def encode_with_special_tokens(
         # Encode role and content separately. Sampling continues after the ":", so training must
         # not merge the ":" with the letters that follow it into one token.
         ids += tokenizer.encode(f"{ROLES[message['role']]}:").tolist()
-        # encode_continuation: `encode` of some tokenizers would put a second space before the text
-        ids += tokenizer.encode_continuation(f" {message['content']}").tolist()
+        # `follows`: some tokenizers would put a second space before the text
+        ids += encode_text(f" {message['content']}", tokenizer, follows=True)
         ids.append(tokenizer.eot)  # closes the turn
     if open_turn:  # the model continues after "Assistant:"
         ids += tokenizer.encode(f"{ROLES['assistant']}:").tolist()
     return ids
+
+
+def encode_text(text: str, tokenizer: Tokenizer, *, follows: bool = False) -> list[int]:
+    """Return the ids of a text of a prompt or an answer (see Tokenizer.encode_prompt)."""
+    if tokenizer.end_ids and tokenizer.end_of_text in text:  # not in a vocabulary of characters
+        note_name_as_text(tokenizer.end_of_text)
+    return tokenizer.encode_prompt(text, follows=follows).tolist()
+
+
+@cache  # once, not for each row
+def note_name_as_text(token: str) -> None:
+    """Say that the name of end of text stays text, which other programs read as the token."""
+    logging.getLogger("notes").warning(
+        "note: %s within a text is read as text, not as the end of the text", token
+    )
 
 
 def encode_prompt(
@@ -60,9 +77,10 @@ def encode_prompt(
     shards. A vocabulary of characters (nanoGPT) gets the text alone."""
     if not chat:
         assert isinstance(prompt, str)  # TextEncoder.get_text refuses messages for plain text
+        prompt_ids = encode_text(prompt, tokenizer)
         if prompt and not tokenizer.end_ids:  # vocabulary of characters, without end of text
-            return tokenizer.encode(prompt).tolist()
-        return tokenizer.encode_document(prompt).tolist()
+            return prompt_ids
+        return [*tokenizer.start_ids, *prompt_ids]
     return encode_with_special_tokens(as_messages(prompt), tokenizer, open_turn=True, tools=tools)
 
 

@@ -75,15 +75,22 @@ def complete_questions(
 
 
 def decode_completion(
-    ids: list[int], tokenizer: Tokenizer, chat: bool, keep_cut: bool = True
+    ids: list[int],
+    tokenizer: Tokenizer,
+    chat: bool,
+    keep_cut: bool = True,
+    is_start: bool = True,
 ) -> str:
-    """Return the text of a completion's token ids. An answer of a `chat` loses the space after
-    "Assistant:". Sampling, rewards and evaluate.py share this function. If the ids end within a
-    character, the text ends in U+FFFD with `keep_cut`, else before that character."""
+    """Return the text of a completion's token ids; without `is_start` of later ones. An answer of a
+    `chat` has no special tokens, and loses the space after "Assistant:". Sampling, rewards and
+    evaluate.py share this function. If the ids end within a character, the text ends in U+FFFD with
+    `keep_cut`, else before that character."""
+    if chat:
+        ids = [token_id for token_id in ids if token_id not in tokenizer.special_ids]
     # The third argument is `final`: if True, an incomplete last character is an error, which
     # "replace" turns into U+FFFD.
     text, _ = codecs.utf_8_decode(tokenizer.decode_bytes(ids), "replace", keep_cut)
     # The project's own format writes "Assistant: 5"; the prompt ends with the colon.
-    if chat and not tokenizer.chat_template:
+    if chat and is_start and not tokenizer.chat_template:
         return text.removeprefix(" ")
     return text

@@ -25,6 +25,7 @@ from finetuning.chat import (
     Tools,
     as_messages,
     encode_prompt,
+    encode_text,
     encode_with_special_tokens,
     texts_of,
 )
@@ -80,8 +81,8 @@ def encode_completion(
         prompt_ids = encode_prompt(prompt, tokenizer, chat)
         # Encode the completion separately, so that no token spans prompt and completion, as in
         # sampling. After an empty prompt the completion begins the text.
-        encode = tokenizer.encode_continuation if prompt else tokenizer.encode
-        completion_ids = [*encode(completion).tolist(), tokenizer.eot]
+        completion_ids = encode_text(completion, tokenizer, follows=bool(prompt))
+        completion_ids.append(tokenizer.eot)
         return Example.of_completion(prompt_ids, completion_ids)
     # Answers of earlier turns belong to the prompt here: they do not count in the loss.
     dialog = [*as_messages(prompt), {"role": "assistant", "content": completion}]

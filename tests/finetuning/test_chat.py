@@ -17,7 +17,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from data.export_tokenizer import byte_level, save_tokenizer, to_backend
 from data.named_tokenizer import ByteTokenizer
 from data.tokenizer import SPACE, byte_characters, load_tokenizer, pretrained_tokenizer
-from finetuning.chat import encode_prompt, fit_history, is_chat
+from finetuning.chat import encode_prompt, fit_history, is_chat, note_name_as_text
 from finetuning.completions import decode_completion
 from finetuning.examples import (
     Example,
@@ -273,6 +273,44 @@ def test_no_token_spans_a_prompt_and_its_answer(tmp_path, backend):
         assert end in tokenizer.end_ids
         if backend is not BACKENDS["words"]:
             assert decode_completion(answer, tokenizer, chat) == "44"
+
+
+@pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS)
+def test_names_of_added_tokens_are_tokens_in_prompts_and_text_in_documents(
+    tmp_path, backend, caplog
+):
+    """As in transformers; the name of end of text stays text in both, and one line says so."""
+    note_name_as_text.cache_clear()
+    tokenizer = folder_with_tokenizer(tmp_path, backend, None)
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    start, end = (backend.token_to_id(name) for name in ("<|im_start|>", "<|im_end|>"))
+    for prompt in ("<|im_start|>a<|im_end|>4", "4 <s> a<|im_end|>", "a", " <|im_end|>"):
+        ids = encode_prompt(prompt, tokenizer, chat=False)
+        assert ids[len(tokenizer.start_ids) :] == theirs.encode(prompt, add_special_tokens=False)
+        assert not {start, end} & set(tokenizer.encode(prompt))
+    example = encode_completion("a<|im_start|>", "4<|im_end|>", tokenizer, False)
+    assert {start, end} < set(example.tokens) and end in example.tokens[example.loss_mask]
+    dialog = encode_messages([{"role": "user", "content": "<|im_start|>"}], tokenizer)
+    assert start in dialog.tokens and not caplog.records
+    ids = encode_prompt("4</s>", tokenizer, chat=False)
+    assert tokenizer.eot not in ids[len(tokenizer.start_ids) :]
+    assert encode_prompt("</s>4", tokenizer, chat=False) and len(caplog.records) == 1
+    assert "</s> within a text is read as text" in caplog.text
+
+
+def test_an_answer_of_a_chat_shows_no_special_tokens(tmp_path):
+    tokenizer = folder_with_tokenizer(tmp_path, byte_level_backend(), CHATML)
+    ids = encode_prompt("<|im_start|>a<s>4", tokenizer, chat=False)
+    assert decode_completion(ids, tokenizer, chat=True) == "a4"
+    assert decode_completion(ids, tokenizer, chat=False) == "<|im_start|>a<s>4"
+
+
+def test_a_token_without_a_row_of_the_embedding_is_named(tmp_path, caplog):
+    backend = byte_level_backend()
+    folder_with_tokenizer(tmp_path, backend, None)
+    tokenizer = load_tokenizer(pretrained_tokenizer(tmp_path, backend.get_vocab_size() - 2))
+    assert "no row of its embedding for <|im_start|>, <|im_end|>: read as text" in caplog.text
+    assert max(encode_prompt("<|im_start|>a<s>", tokenizer, chat=False)) < tokenizer.vocab_size
 
 
 @pytest.mark.parametrize(
