@@ -4,6 +4,7 @@ This is no script. Only convert.py and data/train_tokenizer.py need it; training
 not.
 """
 
+import json
 from pathlib import Path
 
 import tokenizers
@@ -11,7 +12,7 @@ from tiktoken.load import read_file_cached
 from tokenizers import decoders, models, pre_tokenizers
 
 from data.huggingface_tokenizer import to_transformers
-from data.named_tokenizer import END_OF_TEXT, ChatTemplate, Tokenizer
+from data.named_tokenizer import END_OF_TEXT, TOKENIZER_FILE, ChatTemplate, Tokenizer
 from data.tokenizer import FileTokenizer, byte_characters
 
 GPT2_MERGES = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/vocab.bpe"
@@ -82,9 +83,20 @@ def save_tokenizer(
     to_transformers(tokenizer_json, special_tokens, chat_template, block_size).save_pretrained(
         folder, save_jinja_files=False
     )
-    # transformers 5 writes "tokenizer_class": "TokenizersBackend", which transformers 4 does not
-    # know; both know PreTrainedTokenizerFast
-    path = folder / "tokenizer_config.json"
-    config_json = path.read_text(encoding="utf-8")
-    config_json = config_json.replace("TokenizersBackend", "PreTrainedTokenizerFast")
-    path.write_text(config_json, encoding="utf-8")
+    # transformers 5 writes what transformers 4 does not read, or reads with another default. Both
+    # read what replaces it here.
+    config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    config["tokenizer_class"] = "PreTrainedTokenizerFast"  # 5 has another name, TokenizersBackend
+    config["clean_up_tokenization_spaces"] = False  # 4 drops spaces before punctuation by default
+    write_json(folder / "tokenizer_config.json", config)
+    content = json.loads((folder / TOKENIZER_FILE).read_text(encoding="utf-8"))
+    merges = content["model"].get("merges", [])
+    # Before 4.45 a merge is "a b", which serves unless a token has a space.
+    if not any(" " in token for merge in merges for token in merge):
+        content["model"]["merges"] = [" ".join(merge) for merge in merges]
+        write_json(folder / TOKENIZER_FILE, content)
+
+
+def write_json(path: Path, content: dict) -> None:
+    """Write JSON as transformers does."""
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False), encoding="utf-8")

@@ -87,7 +87,9 @@ def tokenizer_json_says_all(folder: Path, eot: int) -> bool:
     # values that add nothing if END_OF_TEXT is the only special token
     without_effect = (None, END_OF_TEXT, eot, "PreTrainedTokenizerFast")
     for path in folder.glob("*config.json"):
-        for name, value in json.loads(path.read_text(encoding="utf-8")).items():
+        config = json.loads(path.read_text(encoding="utf-8"))
+        config.pop("clean_up_tokenization_spaces", None)  # how other programs decode
+        for name, value in config.items():
             if re.search("token|template|prefix", name) and value not in without_effect:
                 return False
     return True

@@ -351,6 +351,21 @@ def test_every_eos_of_a_folder_ends_a_text(tmp_path):
         assert (x.eot, x.end_ids, x.name) == (256, {256, 10, 13}, "bytes")
 
 
+@pytest.mark.parametrize("left, merges", [("a", ["a b"]), (" ", [[" ", "b"]])])
+def test_an_export_states_what_versions_of_transformers_take_for_granted(tmp_path, left, merges):
+    """Merges as texts, which 4.44 reads, unless a token has a space; and no change of spaces."""
+    backend = other_backend(merging("ab. ", (left, "b")), None)
+    tokenizer = folder_with_tokenizer(tmp_path, backend, None)
+    save_tokenizer(tokenizer, tmp_path, 8)
+    content = json.loads((tmp_path / "tokenizer.json").read_text())
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    assert content["model"]["merges"] == merges
+    assert config["clean_up_tokenization_spaces"] is False
+    assert config["tokenizer_class"] == "PreTrainedTokenizerFast"
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    assert theirs.encode("a b . ab") == tokenizer.encode("a b . ab").tolist()
+
+
 @pytest.mark.parametrize(
     "length, block_size, compiled, T",
     [(3, 64, False, 8), (3, 5, False, 5), (17, 64, False, 24), (17, 64, True, 32)],
