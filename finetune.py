@@ -148,7 +148,7 @@ def evaluate(run: Run[ResolvedFinetuneOptions], method: Method, model: GPT, save
     """Log the metrics of the held-out rows, and save the model if its loss on them is the lowest so
     far. Every process must call it."""
     # compiled, each batch shape would need its own graph for evaluation
-    with uncompiled(run.options.use_torch_compile):
+    with uncompiled(run.options.use_torch_compile, model.loss):
         metrics = method.evaluate(model)
     # grpo has a mean reward and no loss, and keeps no best model
     has_loss = "loss" in metrics

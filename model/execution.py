@@ -5,8 +5,8 @@ Neither changes more than rounding. `execute` applies both to a built model, bef
 tensor parallelism divides it among processes; model/gpt.py does not know them.
 """
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import MethodType
@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as recompute
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
-from model.chunked_loss import cross_entropy_
+from model.chunked_loss import cross_entropy_, cross_entropy_by_rows_
 from model.gpt import GPT
+from model.loss import ChunkedLoss
 
 # Operations whose outputs "cheap" checkpointing keeps, because they take nearly all of the time:
 # matmuls without and with bias, and each attention kernel. The list follows torchtitan's selective
@@ -132,9 +133,23 @@ def configure_compiler(execution: Execution) -> None:
         setattr(torch._functorch.config, name, execution.checkpointing != "cheap")
 
 
-def uncompiled(compiled: bool) -> AbstractContextManager:
+@contextmanager
+def uncompiled(compiled: bool, loss: ChunkedLoss | None = None) -> Iterator[None]:
     """Return a context in which compiled functions run uncompiled, for inputs of many shapes, each
-    of which would be compiled. It has no effect unless the model is `compiled`."""
-    if compiled:
-        return torch.compiler.set_stance("force_eager")
-    return nullcontext()  # set_stance would import the compiler
+    of which would be compiled. It has no effect unless the model is `compiled`. Give `loss`, the
+    model's, if its loss is computed there."""
+    if not compiled:  # set_stance would import the compiler
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        if loss is None:
+            yield
+            return
+        # cross_entropy_ is written for the compiler: without it, each of its temporary tensors has
+        # the size of a chunk's float32 logits, together 3 GB.
+        compiled_cross_entropy_ = loss.chunk_cross_entropy_
+        loss.chunk_cross_entropy_ = cross_entropy_by_rows_
+        try:
+            yield
+        finally:
+            loss.chunk_cross_entropy_ = compiled_cross_entropy_

@@ -9,7 +9,8 @@ from tiny import tiny_gpt
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.flop_counter import FlopCounterMode
 
-from model.execution import SAVED_OPS, Execution
+from model.chunked_loss import cross_entropy_by_rows_
+from model.execution import SAVED_OPS, Execution, uncompiled
 from utils.devices import autocast
 
 IDX = torch.arange(32).view(2, 16) ** 2 % 257
@@ -31,6 +32,17 @@ def gradients(recipe, execution, dtype=torch.float32, **changes):
         loss = model(IDX, IDX)
     loss.backward()
     return [p.grad for p in model.parameters()]
+
+
+def test_an_uncompiled_loss_is_the_one_that_takes_little_memory():
+    """Until the context ends, also by an error."""
+    loss = tiny_gpt("gpt2", Execution(compiled=True)).loss
+    compiled = loss.chunk_cross_entropy_
+    with pytest.raises(ZeroDivisionError), uncompiled(True, loss):
+        assert loss.chunk_cross_entropy_ is cross_entropy_by_rows_ is not compiled
+        raise ZeroDivisionError
+    with uncompiled(False, loss):
+        assert loss.chunk_cross_entropy_ is compiled
 
 
 @pytest.mark.parametrize("checkpointing", ["cheap", "block"])
