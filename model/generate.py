@@ -162,25 +162,23 @@ class Context:
 
 @torch.no_grad()
 def cache_agrees(model: GPT) -> bool:
-    """Compare the logits with the KV cache with those of a forward pass over each text alone, as in
+    """Compare the logits with the KV cache with those of a forward pass over all tokens, as in
     training. `model` is a narrow copy."""
     block_size = model.config.block_size
+    vocab_size = model.config.vocab_size
     num_new = min(2, block_size - 1)  # tokens after a prompt
     # One text up to the full context needs no mask and no positions, two texts of different lengths
     # need both. These are shorter, because attention with a mask takes most of the time.
     for lengths in ([block_size - num_new], [block_size // 2, block_size // 8]):
-        texts: list[Tensor] = []  # (tokens,) each
-        plain: list[Tensor] = []  # logits (num_new, V) after the prompt and each token but the last
-        for length in lengths:
-            text = torch.randint(model.config.vocab_size, (max(1, length) + num_new,))
-            texts.append(text)
-            plain.append(model(text[None])[0, -num_new - 1 : -1])
-        prompts = [text[: len(text) - num_new].tolist() for text in texts]
-        context = Context(model, prompts, num_new, use_cache=True)
-        for i in range(num_new):
-            if not agrees(context.next_logits(), torch.stack([logits[i] for logits in plain])):
+        prompts = [torch.randint(vocab_size, (max(1, length),)).tolist() for length in lengths]
+        cached = Context(model, prompts, num_new, use_cache=True)
+        plain = Context(model, prompts, num_new, use_cache=False)
+        for _ in range(num_new):
+            if not agrees(cached.next_logits(), plain.next_logits()):
                 return False
-            context.append(torch.stack([text[i - num_new] for text in texts]))
+            tokens = torch.randint(vocab_size, (len(lengths),))  # (B,)
+            cached.append(tokens)
+            plain.append(tokens)
     return True
 
 
