@@ -208,6 +208,19 @@ def replace_tensor(x: Tensor, content: Tensor) -> None:
     torch._C._swap_tensor_impl(x, content)  # type: ignore[attr-defined]
 
 
+def allocate(model: nn.Module, device: torch.device) -> None:
+    """Give the parameters of a model memory on `device`, without content. Buffers move there with
+    their content: those that are not persistent are in no file."""
+    allocated: dict[Tensor, nn.Parameter] = {}  # so that modules still share what they shared
+    for p in model.parameters():
+        allocated[p] = nn.Parameter(torch.empty_like(p, device=device), p.requires_grad)
+    for module in model.modules():
+        for name, p in module.named_parameters(recurse=False, remove_duplicate=False):
+            setattr(module, name, allocated[p])
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(device))
+
+
 def has_default(x: Tensor) -> bool:
     """Return True for a weight or bias that still has PyTorch's default: neither the constructor of
     its layer's owner nor a function that made the layer has given it another beginning. Only while

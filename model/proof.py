@@ -17,14 +17,15 @@ import torch
 from torch import Tensor, nn
 
 from model.config import GPTConfig
-from model.initial_weights import build_without_weights, own_random_numbers
+from model.initial_weights import allocate, build_without_weights, own_random_numbers
 
 # Lines for the user go through logging, because model/ does not print. Python writes them to
 # stderr, and `start` in utils/distributed.py turns them off on all processes but the main one.
 notes = logging.getLogger("notes")
 
 Output = TypeVar("Output")
-Model = TypeVar("Model", bound=nn.Module)  # GPT or a subclass; model/gpt.py imports this file
+# model/gpt.py imports this file, so it cannot import the class.
+GPT = Any
 
 # Largest logits of the narrow copy are about three times this standard deviation: soft-capping at
 # 15 or 30 has to show.
@@ -64,22 +65,11 @@ def narrow_config(config: GPTConfig, max_kv_heads: int) -> GPTConfig:
     )
 
 
-def narrow_copy(model_class: type[Model], config: GPTConfig, max_kv_heads: int = 2) -> Model:
+def narrow_copy(model_class: type[nn.Module], config: GPTConfig, max_kv_heads: int) -> GPT:
     """Return a new model of the class and the techniques of another one, with few channels, in
-    float32 on the CPU and in evaluation mode. It is the same on every process, and the global
-    random numbers do not change."""
-    with torch.device("cpu"), own_random_numbers(seed=0):
-        model = build_without_weights(model_class, narrow_config(config, max_kv_heads))
-        parameters = model.named_parameters(remove_duplicate=False)
-        weights = {name: torch.empty(p.shape) for name, p in parameters}
-        model.load_state_dict(weights, strict=False, assign=True)  # not the buffers
-        model = model.float().eval()
-        fill_with_random_numbers(model)
-    return model
-
-
-def fill_with_random_numbers(model: nn.Module) -> None:
-    """Set every parameter of a narrow copy, in place, so that logits reach about +-20."""
+    float32 on the CPU and in evaluation mode. Its weights are such that logits reach about +-20."""
+    model: GPT = build_without_weights(model_class, narrow_config(config, max_kv_heads))
+    allocate(model, torch.device("cpu"))
     # Every parameter gets random numbers. What begins at 0 or 1, such as a gate, would hide what it
     # does.
     with torch.no_grad():
@@ -87,27 +77,30 @@ def fill_with_random_numbers(model: nn.Module) -> None:
             # outputs of a matrix (out, in) are about as large as its inputs
             num_inputs = parameter.size(-1) if parameter.dim() > 1 else 1
             parameter.normal_(std=num_inputs**-0.5)
-        head_weight = model.head_weight
-        assert isinstance(head_weight, Tensor)  # for mypy, which sees a Module
-        head_weight.mul_(LOGITS_STD)
+        model.head_weight.mul_(LOGITS_STD)
+    return model.float().eval()
 
 
-def is_proven(shortcut: str, comparison: Callable[[Any], bool], model: Any) -> bool:
+def is_proven(shortcut: str, comparison: Callable[[GPT], bool], model: GPT) -> bool:
     """Return whether the plain model and a shortcut, named `shortcut` in a message, agree.
 
-    `comparison` takes a narrow copy of `model`, a GPT, and compares both. It runs once for a class
-    of models and a config, in float32 and without changing the global random numbers. The first
-    time that a shortcut differs, or that the copy raises an error, one line says so.
+    `comparison` takes a narrow copy of `model` and compares both. It runs once for a class of
+    models and a config, in float32 and without changing the global random numbers. The first time
+    that a shortcut differs, or that the copy raises an error, one line says so.
     """
     # mypy does not know that classes are hashable
     return prove(shortcut, comparison, type(model), model.config)  # type: ignore[arg-type]
 
 
 def on_narrow_copy(
-    function: Callable[[Any], Output], model_class: type[nn.Module], config: GPTConfig
+    function: Callable[[GPT], Output],
+    model_class: type[nn.Module],
+    config: GPTConfig,
+    max_kv_heads: int = 2,
 ) -> Output:
     """Call a function with a narrow copy of a model of this class and config, and return its
-    result. Random numbers, autocast and threads are the same for every caller."""
+    result. Weights, random numbers, autocast and threads are the same for every caller and on every
+    process, and the global random numbers do not change."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)  # the copy is so small that threads would only wait for each other
     try:
@@ -117,7 +110,7 @@ def on_narrow_copy(
             torch.autocast("cpu", enabled=False),
             torch.enable_grad(),
         ):
-            return function(narrow_copy(model_class, config))
+            return function(narrow_copy(model_class, config, max_kv_heads))
     finally:
         torch.set_num_threads(num_threads)
 
@@ -125,7 +118,7 @@ def on_narrow_copy(
 @cache
 def prove(
     shortcut: str,
-    comparison: Callable[[Any], bool],
+    comparison: Callable[[GPT], bool],
     model_class: type[nn.Module],
     config: GPTConfig,
 ) -> bool:

@@ -15,10 +15,11 @@ as a DTensor, and a process holds some of its rows. Before FSDP2, tensor paralle
 blocks (training/parallel/tensor_parallel.py). There is no pipeline parallelism.
 """
 
-import functools
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial, reduce
+from itertools import compress
 
 import torch
 import torch.distributed as dist
@@ -36,7 +37,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from model.gpt import GPT
 from model.initial_weights import build_without_weights
-from model.proof import agrees, narrow_copy
+from model.proof import agrees, on_narrow_copy
 from model.rows import Rows
 from training.parallel.own_rows import fill_model
 from training.parallel.tensor_parallel import by_mesh, check_divides, parallelize
@@ -125,8 +126,9 @@ def refuse_wrong_division(model: GPT, mesh: DeviceMesh, process: Process) -> Non
     """Raise UserError on all processes if tensor parallelism over the mesh computes another loss or
     other gradients than the undivided model. A narrow copy of the model shows it."""
     check_divides(model.config, mesh.size())
+    compare = partial(division_agrees, mesh, process.device)
     try:
-        agree = division_agrees(model, mesh, process.device)
+        agree = on_narrow_copy(compare, type(model), model.config, max_kv_heads=mesh.size())
     except Exception:  # an edited model may raise anything, the same on every process
         agree = False
     if not process.all_agree(agree):
@@ -136,38 +138,29 @@ def refuse_wrong_division(model: GPT, mesh: DeviceMesh, process: Process) -> Non
         )
 
 
-def division_agrees(model: GPT, mesh: DeviceMesh, device: torch.device) -> bool:
+def division_agrees(mesh: DeviceMesh, device: torch.device, plain: GPT) -> bool:
     """Compare a narrow copy of the model with the same weights divided among the processes of the
     mesh. Every process of the mesh must call it."""
-    plain = narrow_copy(type(model), model.config, max_kv_heads=mesh.size())
-    weights = dict(plain.state_dict())  # on the CPU
     divided = build_without_weights(type(plain), plain.config)
     parallelize(divided, mesh)
-    fill_model(divided, weights, device)
-    divided.eval()
+    fill_model(divided, plain.state_dict(), device)
+    divided.eval()  # the dropout of parallelize, too
     plain.to(device)
 
     # ids that do not repeat each other, without random numbers
     idx = torch.arange(min(32, plain.config.block_size), device=device).square()
     idx = (idx % plain.config.vocab_size).unsqueeze(0)  # (1, T)
-    losses: list[Tensor] = []
-    for narrow in (divided, plain):
-        loss = narrow(idx, idx)
-        loss.backward()
-        losses.append(loss.detach())
     # Parameters that are not divided get the same gradients on every process. They are compared as
     # one vector, because the rounding of small gradients is that of large ones.
-    gradients: list[Tensor] = []
-    plain_gradients: list[Tensor] = []
-    for p, plain_p in zip(divided.parameters(), plain.parameters(), strict=True):
-        if not isinstance(p, DTensor) and plain_p.grad is not None:
-            assert p.grad is not None  # the caller refuses the model then, too
-            gradients.append(p.grad.flatten())
-            plain_gradients.append(plain_p.grad.flatten())
-    divided_loss, plain_loss = losses
-    return agrees(divided_loss, plain_loss) and agrees(
-        torch.cat(gradients), torch.cat(plain_gradients)
-    )
+    is_whole = [not isinstance(p, DTensor) and p.requires_grad for p in divided.parameters()]
+    losses: list[Tensor] = []
+    gradients: list[Tensor] = []  # (all numbers of all whole parameters,) each
+    for narrow in (divided, plain):
+        whole = list(compress(narrow.parameters(), is_whole))
+        losses.append(narrow(idx, idx))
+        by_parameter = torch.autograd.grad(losses[-1], whole, materialize_grads=True)
+        gradients.append(torch.cat([gradient.flatten() for gradient in by_parameter]))
+    return agrees(losses[0], losses[1]) and agrees(gradients[0], gradients[1])
 
 
 def sync_gradients(wrapped: nn.Module, sharding: str, *, is_last: bool) -> AbstractContextManager:
@@ -223,7 +216,7 @@ def clip_grad_norm(wrapped: nn.Module, max_norm: float) -> Tensor:
         norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
         # The norm of DTensors is a DTensor: full_tensor reduces it over the processes.
         norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-    full_norm = functools.reduce(torch.hypot, norms)  # root of the sum of squares
+    full_norm = reduce(torch.hypot, norms)  # root of the sum of squares
     if max_norm > 0:
         for parameters in parameter_lists:
             # This multiplies by at most 1. An `if` on the norm would make the host wait.

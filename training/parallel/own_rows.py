@@ -9,7 +9,6 @@ training/optimizer_state.py goes through the state of optimizers. model/formats/
 the format of a file.
 """
 
-from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -20,6 +19,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.utils._pytree import tree_map
 
 from model.gpt import GPT
+from model.initial_weights import allocate
 from model.rows import Rows, is_vector
 from training.parallel.tensor_parallel import placements_of, row_order_of
 from utils.distributed import Process
@@ -63,23 +63,6 @@ def fill(model: GPT, name: str, x: Tensor, whole: Rows) -> None:
         mesh = x.device_mesh
         content = content.chunk(mesh["tensor"].size(), dim=1)[mesh.get_local_rank("tensor")]
     x.to_local().copy_(content)  # in the memory of x
-
-
-def allocate(model: GPT, device: torch.device) -> None:
-    """Give the parameters of a model memory on `device`, without content. Buffers move there with
-    their content: those that are not persistent are in no file."""
-    buffers = dict(model.named_buffers())
-    # the names of each parameter: several if modules share it
-    names_by_parameter: dict[nn.Parameter, list[str]] = defaultdict(list)
-    for name, p in model.named_parameters(remove_duplicate=False):
-        names_by_parameter[p].append(name)
-    model.to_empty(device=device)  # makes new parameters, one for each name
-    for first_name, *other_names in names_by_parameter.values():
-        for name in other_names:
-            module_name, _, own_name = name.rpartition(".")
-            setattr(model.get_submodule(module_name), own_name, model.get_parameter(first_name))
-    for name, buffer in model.named_buffers():
-        buffer.copy_(buffers[name])
 
 
 def fill_model(model: GPT, weights: Mapping[str, Rows], device: torch.device) -> None:
