@@ -8,8 +8,7 @@ autograd computes the definition, one chunk after another.
 Shapes: N tokens of a batch, n of a chunk, C channels, V vocabulary, "padded V" with its padding.
 """
 
-from collections.abc import Iterator
-from typing import Protocol
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -23,25 +22,14 @@ from model.chunked_loss import (
     cross_entropy_by_rows_,
     rows_within,
 )
-from model.config import GPTConfig
 from model.proof import agrees, is_proven
 
 # Up to this size in bytes of a batch's float32 logits, the definition is faster than chunks.
 PLAIN_BYTES = 2**22
 
 
-class LossDefinition(Protocol):
-    """A GPT, as far as this file reads it: model/gpt.py imports this file."""
-
-    config: GPTConfig
-
-    def parameters(self) -> Iterator[nn.Parameter]: ...
-    def train(self, mode: bool = True) -> nn.Module: ...
-
-    @property
-    def head_weight(self) -> Tensor: ...
-    def logits(self, x: Tensor) -> Tensor: ...
-    def token_losses(self, logits: Tensor, targets: Tensor) -> Tensor: ...
+# model/gpt.py imports this file, so it cannot import the class.
+GPT = Any
 
 
 class ChunkedLoss(nn.Module):
@@ -53,9 +41,7 @@ class ChunkedLoss(nn.Module):
         # compiled `cross_entropy_`.
         self.chunk_cross_entropy_ = cross_entropy_by_rows_
 
-    def forward(
-        self, model: LossDefinition, x: Tensor, targets: Tensor, reduction: str = "mean"
-    ) -> Tensor:
+    def forward(self, model: GPT, x: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
         """Return the mean loss in nats for x (N, C) and targets (N,) other than -1. With the
         reduction "none" return the loss of each target (N,), which is 0 for -1."""
         all_logits_bytes = 4 * len(x) * model.config.padded_vocab_size  # in float32
@@ -78,9 +64,7 @@ class ChunkedLoss(nn.Module):
         # column of -losses, and rounds it like F.cross_entropy does.
         return F.nll_loss(-losses.unsqueeze(1), targets.clamp(max=0), ignore_index=-1)
 
-    def token_losses(
-        self, model: LossDefinition, x: Tensor, targets: Tensor, max_bytes: int
-    ) -> Tensor:
+    def token_losses(self, model: GPT, x: Tensor, targets: Tensor, max_bytes: int) -> Tensor:
         """Return the loss of each token (N,) by the model's definition. If all float32 logits take
         more than `max_bytes`, only those of a chunk are in memory at a time."""
         row_bytes = 4 * model.config.padded_vocab_size
@@ -96,18 +80,18 @@ class ChunkedLoss(nn.Module):
             losses.append(recompute(self.losses_of_chunk, *inputs, use_reentrant=False))
         return torch.cat(losses)  # (N,)
 
-    def losses_of_chunk(self, model: LossDefinition, x: Tensor, targets: Tensor) -> Tensor:
+    def losses_of_chunk(self, model: GPT, x: Tensor, targets: Tensor) -> Tensor:
         """Return the loss of each token (n,) of a chunk, whose logits (n, V) are all in memory."""
         return model.token_losses(model.logits(x).float(), targets)
 
 
-def has_fast_loss(model: LossDefinition) -> bool:
+def has_fast_loss(model: GPT) -> bool:
     """Return whether ChunkedCrossEntropy computes the loss that the model defines. The comparison
     runs once; training asks for it before the first step (Run.distribute in training/run.py)."""
     return is_proven("the chunked loss", chunked_loss_agrees, model)
 
 
-def chunked_loss_agrees(model: LossDefinition) -> bool:
+def chunked_loss_agrees(model: GPT) -> bool:
     """Compare ChunkedCrossEntropy with the definition of a narrow copy: the loss and its gradients,
     also those of parameters that only the definition uses, such as a learned temperature."""
     x = torch.randn(64, model.config.n_embd, requires_grad=True)
