@@ -9,13 +9,12 @@ processes. `check_state` refuses, after the first step, what a checkpoint would 
 import zlib
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map_with_path
 
 from model.formats.checkpoint import PLAIN_VALUES, flatten
 from model.gpt import GPT
@@ -96,7 +95,7 @@ def fill_optimizers(
                 created = optimizer.state.pop(p, {})
                 # none for a parameter that no gradient has reached so far, such as a frozen one
                 if name in saved_state:
-                    optimizer.state[p] = fill_value(model, name, created, saved_state[name])
+                    optimizer.state[p] = fill_state(model, name, created, saved_state[name])
 
 
 def create_state(optimizers: list[Optimizer]) -> None:
@@ -111,24 +110,23 @@ def create_state(optimizers: list[Optimizer]) -> None:
         optimizer.zero_grad(set_to_none=True)
 
 
-def fill_value(model: GPT, name: str, created: object, saved: Any) -> Any:
-    """Return a value of the state of the parameter `name` with the content of `saved`: in place if
-    the optimizer has created a tensor of the same shape."""
-    if isinstance(saved, dict):
-        parts = created if isinstance(created, dict) else {}
-        return {key: fill_value(model, name, parts.get(key), x) for key, x in saved.items()}
-    if isinstance(saved, list | tuple):
-        items: list = list(created) if isinstance(created, list | tuple) else []
-        items += [None] * (len(saved) - len(items))
-        pairs = zip(items, saved, strict=True)
-        return type(saved)(fill_value(model, name, item, x) for item, x in pairs)
-    if not isinstance(saved, Tensor):
-        return saved
-    if isinstance(created, Tensor) and created.shape == saved.shape:
-        fill(model, name, created, saved)
-        return created
-    # Not created in a first step of gradients of 0: whole on every process.
-    return saved.to(model.get_parameter(name).device, copy=True)
+def fill_state(model: GPT, name: str, created: dict, saved: dict) -> dict:
+    """Return the state of the parameter `name` with the content of `saved`: in place where the
+    optimizer has created a tensor of the same shape."""
+    created_by_path = dict(tree_flatten_with_path(created)[0])
+
+    def fill_leaf(path: tuple, leaf: object) -> object:
+        """Return the value of the state to which the keys of `path` lead."""
+        if not isinstance(leaf, Tensor):
+            return leaf
+        x = created_by_path.get(path)
+        if isinstance(x, Tensor) and x.shape == leaf.shape:
+            fill(model, name, x, leaf)
+            return x
+        # Not created in a first step of gradients of 0: whole on every process.
+        return leaf.to(model.get_parameter(name).device, copy=True)
+
+    return tree_map_with_path(fill_leaf, saved)
 
 
 # the check after the first step
