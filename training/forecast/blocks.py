@@ -22,7 +22,7 @@ from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
-from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop
 
 from model.config import GPTConfig
 from model.execution import RECOMPUTATION_BANS, SAVED_OPS, Execution
@@ -145,9 +145,10 @@ def record(block: nn.Module, inputs: tuple, mode: str) -> BlockCost:
         kept.append(tensor)
         return tensor
 
-    # The counter knows the attention kernels of GPUs only.
+    counter = FlopCounterMode(display=False)
+    # It knows the attention kernels of GPUs only. As there, attention counts without its mask.
     cpu_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    counter = FlopCounterMode(display=False, custom_mapping={cpu_attention: attention_flops})
+    counter.flop_registry[cpu_attention] = sdpa_flop
     with counter, SavedOutputs() as saved, saved_tensors_hooks(keep, lambda tensor: tensor):
         functional_call(block, weights_on_cpu(block), *inputs)
     x = inputs[0][0]
@@ -156,11 +157,6 @@ def record(block: nn.Module, inputs: tuple, mode: str) -> BlockCost:
     elif mode == "block":
         kept = [x]
     return BlockCost(count_bytes(kept), counter.get_total_flops(), recomputed_flops)
-
-
-def attention_flops(query: torch.Size, key: torch.Size, value: torch.Size, *_, **__) -> int:
-    """Return the FLOPs of attention, as if it had no causal mask."""
-    return sdpa_flop_count(query, key, value)
 
 
 class SavedOutputs(TorchDispatchMode):
