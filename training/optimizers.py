@@ -70,21 +70,21 @@ def make_optimizers(
     if make is not None:
         matrices = matrix_groups(model)
         adamw_decay = 0.0
-    embeddings, heads, vectors, others = sort_parameters(model, except_for=matrices)
+    parameters = sort_parameters(model, except_for=matrices)
     # GradScaler (float16) unscales all gradients of an optimizer in one call, which fails for
     # DTensors on different meshes. So each group gets its own optimizer. GradScaler reduces the
     # found_inf of each optimizer over its mesh, and `update` sums it over optimizers. So processes
     # that share a block (tensor parallelism) keep the same scale.
     betas = (options.beta1, options.beta2)
     optimizers: list[Optimizer] = []
-    for parameters, lr_scale, weight_decay in [
-        (embeddings, recipe.embedding_rate, adamw_decay),
-        (heads, recipe.head_rate, adamw_decay),
-        (vectors, 1.0, 0.0),
-        (others, 1.0, adamw_decay),
+    for role, lr_scale, weight_decay in [
+        ("embeddings", recipe.embedding_rate, adamw_decay),
+        ("heads", recipe.head_rate, adamw_decay),
+        ("vectors", 1.0, 0.0),
+        ("others", 1.0, adamw_decay),
     ]:
         # With tensor parallelism, biases of linear layers are on another mesh than gains of norms.
-        for same_mesh in by_mesh(parameters):
+        for same_mesh in by_mesh(parameters[role]):
             group = {"params": same_mesh, "lr_scale": lr_scale, "weight_decay": weight_decay}
             optimizers.append(torch.optim.AdamW([group], betas=betas, fused=True))
     if make is not None:
@@ -94,18 +94,13 @@ def make_optimizers(
     return optimizers
 
 
-def sort_parameters(
-    model: GPT, except_for: list[dict]
-) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]:
+def sort_parameters(model: GPT, except_for: list[dict]) -> dict[str, list[Tensor]]:
     """Return the parameters that AdamW trains, by what they are: embeddings; heads (an untied head,
     or a reward model's); vectors (biases, gains); others (without Muon, the blocks' matrices).
     Parameters in the groups `except_for` are left out."""
     sorted_already = {p for group in except_for for p in group["params"]}
     in_blocks = set(model.transformer.h.parameters())
-    embeddings: list[Tensor] = []
-    heads: list[Tensor] = []
-    vectors: list[Tensor] = []
-    others: list[Tensor] = []
+    parameters: dict[str, list[Tensor]] = defaultdict(list)
     for module in model.modules():
         for p in module.parameters(recurse=False):
             # a shared parameter is of several modules; a tied head is the embedding
@@ -113,16 +108,17 @@ def sort_parameters(
                 continue
             sorted_already.add(p)
             if p.dim() < 2:
-                vectors.append(p)
+                role = "vectors"
             elif isinstance(module, nn.Embedding):
-                embeddings.append(p)
+                role = "embeddings"
             elif p in in_blocks:
-                others.append(p)
+                role = "others"
             elif isinstance(module, nn.Linear):
-                heads.append(p)
+                role = "heads"
             else:  # such as a table of positions
-                embeddings.append(p)
-    return embeddings, heads, vectors, others
+                role = "embeddings"
+            parameters[role].append(p)
+    return parameters
 
 
 def check_covers(model: GPT, optimizers: list[Optimizer]) -> None:
