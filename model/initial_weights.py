@@ -57,6 +57,7 @@ def own_random_numbers(seed: int) -> Iterator[None]:
         yield
 
 
+@dataclass(frozen=True)
 class NormalRows:
     """Normal random numbers with a standard deviation of `std`, drawn row by row: row i of a matrix
     is its i-th vector, row i of a vector its i-th number.
@@ -66,11 +67,10 @@ class NormalRows:
     pairs share a seed.
     """
 
-    def __init__(self, seed: int, name: str, shape: torch.Size, std: float) -> None:
-        self.seed = seed
-        self.name = name
-        self.shape = shape
-        self.std = std
+    seed: int
+    name: str
+    shape: torch.Size
+    std: float
 
     def __getitem__(self, rows: RowIndex) -> Tensor:
         row_shape = self.shape[1:]
@@ -165,13 +165,13 @@ class DeferredInit(TorchFunctionMode):
             return args[0]
         for x in tree_leaves((args, kwargs)):
             if isinstance(x, Tensor):
-                self.give_memory(x)
+                self.fill_noted(x)
         return func(*args, **kwargs)
 
-    def give_memory(self, x: Tensor) -> None:
+    def fill_noted(self, x: Tensor) -> None:
         """Give a tensor memory, if it has none, and the numbers that are noted for it."""
         if x.is_meta:
-            replace_tensor(x, empty_memory(x))
+            give_memory(x)
         if x in self.fills:
             self.fills.pop(x)[-1](x)
 
@@ -193,14 +193,11 @@ class DeferredInit(TorchFunctionMode):
         return weights
 
 
-def empty_memory(x: Tensor) -> Tensor:
-    """Return an uninitialized tensor like `x`, which has no memory, on the default device."""
+def give_memory(x: Tensor) -> None:
+    """Give a tensor new memory on the default device, without content. Whoever refers to `x` still
+    does."""
     # not torch.empty_like, which for the device "meta" imports PyTorch's compiler
-    return torch.empty(x.shape, dtype=x.dtype, device=torch.get_default_device())
-
-
-def replace_tensor(x: Tensor, content: Tensor) -> None:
-    """Give `x` the memory, device and numbers of `content`. Whoever refers to `x` still does."""
+    content = torch.empty(x.shape, dtype=x.dtype, device=torch.get_default_device())
     if isinstance(x, nn.Parameter):
         content = nn.Parameter(content, x.requires_grad)
     # Not torch.utils.swap_tensors: it would exchange attributes of `x`, too, and it refuses a
@@ -246,7 +243,8 @@ def deferred_init(model: nn.Module) -> Iterator[None]:
     weights = context.rows(model, seed=int(torch.randint(2**31, (), device="cpu")))
     for name, x in model.state_dict(keep_vars=True).items():
         if x in context.fills:
-            replace_tensor(x, empty_memory(x).copy_(weights[name][...]))
+            give_memory(x)
+            x.detach().copy_(weights[name][...])
 
 
 def new_model(
