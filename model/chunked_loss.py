@@ -45,12 +45,14 @@ def rows_within(max_bytes: int, row_bytes: int) -> int:
     return max(1, num_rows)  # a single row may be larger than max_bytes
 
 
-def tokens_per_chunk(num_tokens: int, max_tokens: int) -> int:
-    """Return the size of a chunk, in tokens, for cutting up `num_tokens`: at most `max_tokens`.
+def tokens_per_chunk(num_tokens: int, padded_vocab_size: int, device: torch.device) -> int:
+    """Return the size of a chunk, in tokens, for cutting up `num_tokens` on a device.
 
+    A chunk is counted in float32, though 16-bit logits take half of that.
     Chunks of one size share one compiled graph, so all chunks are equal if that needs at most twice
     the minimal number of chunks; else the last chunk is smaller.
     """
+    max_tokens = rows_within(chunk_bytes(device), 4 * padded_vocab_size)
     min_chunks = -(-num_tokens // max_tokens)  # rounded up
     for num_chunks in range(min_chunks, 2 * min_chunks + 1):
         if num_tokens % num_chunks == 0:
@@ -152,9 +154,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
                 grad_x = torch.empty_like(low_x)  # each chunk fills in its rows
                 # float32, because every chunk adds to it
                 grad_weight = torch.zeros_like(weight, dtype=torch.float32)
-            # 4 bytes: a chunk is counted in float32, though 16-bit logits take half of that
-            max_tokens = rows_within(chunk_bytes(x.device), 4 * len(weight))
-            chunk_size = tokens_per_chunk(len(x), max_tokens)
+            chunk_size = tokens_per_chunk(len(x), len(weight), x.device)
             buffer = low_x.new_empty(chunk_size, len(weight))  # reused by all chunks
             for start in range(0, len(x), chunk_size):
                 chunk = slice(start, start + chunk_size)

@@ -44,22 +44,20 @@ class ChunkedLoss(nn.Module):
     def forward(self, model: GPT, x: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
         """Return the mean loss in nats for x (N, C) and targets (N,) other than -1. With the
         reduction "none" return the loss of each target (N,), which is 0 for -1."""
-        all_logits_bytes = 4 * len(x) * model.config.padded_vocab_size  # in float32
         max_bytes = chunk_bytes(x.device)
         if reduction == "none":
             losses = self.token_losses(model, x, targets, max_bytes)
             return losses.masked_fill(targets < 0, 0)  # whatever the definition gives for -1
-        if all_logits_bytes > PLAIN_BYTES:
-            if has_fast_loss(model):
-                # not in ChunkedCrossEntropy: gradients are always off inside an autograd.Function
-                needs_grad = torch.is_grad_enabled()
-                V = model.config.vocab_size
-                return ChunkedCrossEntropy.apply(
-                    x, model.head_weight, targets, V, self.chunk_cross_entropy_, needs_grad
-                )
-            # autograd keeps about four tensors of the size of a chunk's logits
-            max_bytes //= 4
-        losses = self.token_losses(model, x, targets, max_bytes)
+        all_logits_bytes = 4 * len(x) * model.config.padded_vocab_size  # in float32
+        if all_logits_bytes > PLAIN_BYTES and has_fast_loss(model):
+            # not in ChunkedCrossEntropy: gradients are always off inside an autograd.Function
+            needs_grad = torch.is_grad_enabled()
+            V = model.config.vocab_size
+            return ChunkedCrossEntropy.apply(
+                x, model.head_weight, targets, V, self.chunk_cross_entropy_, needs_grad
+            )
+        # autograd keeps about four tensors of the size of a chunk's logits
+        losses = self.token_losses(model, x, targets, max_bytes // 4)
         # The mean of the losses whose target is not -1: nll_loss takes it over the first and only
         # column of -losses, and rounds it like F.cross_entropy does.
         return F.nll_loss(-losses.unsqueeze(1), targets.clamp(max=0), ignore_index=-1)
@@ -69,7 +67,7 @@ class ChunkedLoss(nn.Module):
         more than `max_bytes`, only those of a chunk are in memory at a time."""
         row_bytes = 4 * model.config.padded_vocab_size
         if row_bytes * len(x) <= max_bytes:
-            return self.losses_of_chunk(model, x, targets)
+            return losses_of_chunk(model, x, targets)
         # The caller may weight each loss differently, so the forward pass cannot compute the
         # gradients: the backward pass recomputes each chunk.
         chunk_size = rows_within(max_bytes, row_bytes)  # in tokens
@@ -77,12 +75,13 @@ class ChunkedLoss(nn.Module):
         for start in range(0, len(x), chunk_size):
             chunk = slice(start, start + chunk_size)
             inputs = (model, x[chunk], targets[chunk])
-            losses.append(recompute(self.losses_of_chunk, *inputs, use_reentrant=False))
+            losses.append(recompute(losses_of_chunk, *inputs, use_reentrant=False))
         return torch.cat(losses)  # (N,)
 
-    def losses_of_chunk(self, model: GPT, x: Tensor, targets: Tensor) -> Tensor:
-        """Return the loss of each token (n,) of a chunk, whose logits (n, V) are all in memory."""
-        return model.token_losses(model.logits(x).float(), targets)
+
+def losses_of_chunk(model: GPT, x: Tensor, targets: Tensor) -> Tensor:
+    """Return the loss of each token (n,) of a chunk, whose logits (n, V) are all in memory."""
+    return model.token_losses(model.logits(x).float(), targets)
 
 
 def has_fast_loss(model: GPT) -> bool:
@@ -105,7 +104,7 @@ def chunked_loss_agrees(model: GPT) -> bool:
         fast = ChunkedCrossEntropy.apply(
             x, model.head_weight, targets, V, cross_entropy_by_rows_, True
         )
-        losses = model.token_losses(model.logits(x).float(), targets)
+        losses = losses_of_chunk(model, x, targets)
         plain = losses[targets >= 0].mean()
         fast_gradients = torch.autograd.grad(fast, leaves, materialize_grads=True)
         plain_gradients = torch.autograd.grad(plain, leaves, materialize_grads=True)

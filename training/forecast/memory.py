@@ -146,12 +146,8 @@ def head_memory(
     if itemsize < FLOAT32_BYTES:
         # hidden states, their gradient and the head's weight in the dtype of matmuls
         cast_bytes = itemsize * (2 * num_tokens * C + V * C)
-    # The loss computes logits for one chunk of tokens at a time. In float32 the logits of a chunk
-    # would fit into chunk_bytes.
-    max_tokens = chunked_loss.rows_within(
-        chunked_loss.chunk_bytes(hardware.device), FLOAT32_BYTES * V
-    )
-    logits = itemsize * chunked_loss.tokens_per_chunk(num_tokens, max_tokens) * V
+    # The loss computes logits for one chunk of tokens at a time.
+    logits = itemsize * chunked_loss.tokens_per_chunk(num_tokens, V, hardware.device) * V
     # Without the compiler, the loss also holds a float32 copy of some rows of the chunk, and their
     # softmax. On a CPU these rows are too few to count.
     if not compiled and hardware.device.type != "cpu":
