@@ -105,10 +105,8 @@ class SharedDropout(nn.Dropout):
 
 def parallelize(model: GPT, mesh: DeviceMesh) -> None:
     """Divide the blocks of a model on the device "meta" among the processes of a one-dimensional
-    mesh, in place. Raises UserError if the number of processes does not divide the heads or the
-    width of the MLP."""
+    mesh, in place. check_divides has checked that their number divides the heads and the MLP."""
     tensor_parallel = mesh.size()
-    check_divides(model.config, tensor_parallel)
     # ColwiseParallel divides the rows of a weight (out, in): each process computes some outputs.
     # RowwiseParallel divides the columns and all-reduces the outputs. So attention and MLP each
     # need one all-reduce in a forward pass.
