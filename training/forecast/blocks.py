@@ -57,7 +57,7 @@ def measure_blocks(
     """Return the costs of each block on each of the `tensor_parallel` processes that share it, with
     matmuls in `dtype` on a device of the type "cpu" or "cuda"."""
     model = build_without_weights(GPT, model_config).to("meta")  # buffers, too
-    inputs_of_two, inputs_of_three = first_inputs(model, 2), first_inputs(model, 3)
+    inputs = [first_inputs(model, num_sequences) for num_sequences in (2, 3)]
     costs: dict[str, BlockCost] = {}  # by kind of block
     kinds: list[str] = []
     for block in model.transformer.h:
@@ -67,7 +67,7 @@ def measure_blocks(
             divide(block, tensor_parallel)
             kernels = nullcontext() if device_type == "cpu" else FusedNorms()
             with autocast(CPU, dtype, keep_weights=False), kernels:
-                costs[kind] = measure(block, inputs_of_two, inputs_of_three, execution)
+                costs[kind] = measure(block, inputs, execution)
     return [costs[kind] for kind in kinds]
 
 
@@ -107,17 +107,15 @@ def divide(block: nn.Module, tensor_parallel: int) -> None:
         linear.weight = nn.Parameter(linear.weight.chunk(tensor_parallel, dim=1)[0])
 
 
-def measure(
-    block: nn.Module, inputs_of_two: tuple, inputs_of_three: tuple, execution: Execution
-) -> BlockCost:
+def measure(block: nn.Module, inputs: list[tuple], execution: Execution) -> BlockCost:
     """Return the cost of a block, whose inputs are those of two and of three sequences."""
-    two = run_forward(block, inputs_of_two, execution.checkpointing)
-    three = run_forward(block, inputs_of_three, execution.checkpointing)
+    mode = execution.checkpointing
+    two, three = (run_forward(block, x, mode) for x in inputs)
     # The third sequence alone: weights and their copies are there for all sequences.
     activations = three.activations - two.activations
-    if execution.compiled and execution.checkpointing != "block":
+    if execution.compiled and mode != "block":
         with suppress(*NEEDS_VALUES):  # such a block cannot be compiled as one graph
-            activations = kept_when_compiled(block, inputs_of_two, execution.checkpointing) // 2
+            activations = kept_when_compiled(block, inputs[0], mode) // 2
     return BlockCost(
         activations, three.flops - two.flops, three.recomputed_flops - two.recomputed_flops
     )
