@@ -16,7 +16,6 @@ them without sharding. With tensor parallelism it holds only some columns of eac
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
@@ -47,12 +46,17 @@ def matrix_groups(model: GPT) -> list[dict]:
     """
     # {(shape, local_fused_rows, mesh): weights (R, C) of all blocks}; a DTensor has the whole shape
     stacks: dict[tuple, list[Tensor]] = defaultdict(list)
-    for layer, p in block_matrices(model):
-        fused_rows = layer.fused_rows if isinstance(layer, FusedLinear) else (p.size(0),)
-        # Split also c_proj, although it is divided by columns: orthogonalize joins the parts again.
-        tensor_parallel = tensor_parallel_of(p)
-        local_fused_rows = tuple(rows // tensor_parallel for rows in fused_rows)
-        stacks[p.shape, local_fused_rows, mesh_of(p)].append(p)
+    for layer in model.transformer.h.modules():
+        for p in layer.parameters(recurse=False):
+            # AdamW trains the others. Embeddings are no matrices that multiply a vector.
+            if p.dim() != 2 or not p.requires_grad or isinstance(layer, nn.Embedding):
+                continue
+            fused_rows = layer.fused_rows if isinstance(layer, FusedLinear) else (p.size(0),)
+            # Split also c_proj, although it is divided by columns: orthogonalize joins the parts
+            # again.
+            tensor_parallel = tensor_parallel_of(p)
+            local_fused_rows = tuple(rows // tensor_parallel for rows in fused_rows)
+            stacks[p.shape, local_fused_rows, mesh_of(p)].append(p)
     groups: list[dict] = []
     for (shape, local_fused_rows, _), weights in stacks.items():
         num_stacked = max(1, STACK_ENTRIES // shape.numel())  # matrices in a group
@@ -64,15 +68,6 @@ def matrix_groups(model: GPT) -> list[dict]:
             }
             groups.append(group)
     return groups
-
-
-def block_matrices(model: GPT) -> Iterator[tuple[nn.Module, Tensor]]:
-    """Yield each matrix of the blocks that Muon trains, (R, C), with its layer. Embeddings are no
-    matrices that multiply a vector, so AdamW trains them."""
-    for layer in model.transformer.h.modules():
-        for p in layer.parameters(recurse=False):
-            if p.dim() == 2 and p.requires_grad and not isinstance(layer, nn.Embedding):
-                yield layer, p
 
 
 class Muon(torch.optim.Optimizer):
