@@ -76,7 +76,7 @@ class NormalRows:
         row_shape = self.shape[1:]
         # device="cpu", because torch's default device may be another
         indices = torch.arange(self.shape[0], device="cpu")[rows]  # (r,)
-        drawn = torch.empty(len(indices), *row_shape, device="cpu")
+        drawn = torch.empty(indices.shape + row_shape, device="cpu")
         chunks = indices // ROWS_PER_SEED  # (r,)
         for chunk in chunks.unique().tolist():
             chunk_seed = hash_seed(f"{self.seed} {self.name} {chunk}")

@@ -74,8 +74,9 @@ class ChunkedLoss(nn.Module):
         losses = []  # (n,) each
         for start in range(0, len(x), chunk_size):
             chunk = slice(start, start + chunk_size)
-            inputs = (model, x[chunk], targets[chunk])
-            losses.append(recompute(losses_of_chunk, *inputs, use_reentrant=False))
+            losses.append(
+                recompute(losses_of_chunk, model, x[chunk], targets[chunk], use_reentrant=False)
+            )
         return torch.cat(losses)  # (N,)
 
 
@@ -97,7 +98,7 @@ def chunked_loss_agrees(model: GPT) -> bool:
     V = model.config.vocab_size
     targets = torch.randint(V, (64,))
     targets[::8] = -1
-    leaves = [x, *(p for p in model.parameters() if p.requires_grad)]
+    leaves = [x] + [p for p in model.parameters() if p.requires_grad]
     # Both, because a definition may differ in training, such as by label smoothing.
     for is_training in (True, False):
         model.train(is_training)
@@ -106,9 +107,9 @@ def chunked_loss_agrees(model: GPT) -> bool:
         )
         losses = losses_of_chunk(model, x, targets)
         plain = losses[targets >= 0].mean()
-        fast_gradients = torch.autograd.grad(fast, leaves, materialize_grads=True)
-        plain_gradients = torch.autograd.grad(plain, leaves, materialize_grads=True)
-        pairs = zip([fast, *fast_gradients], [plain, *plain_gradients], strict=True)
-        if not all(agrees(ours, theirs) for ours, theirs in pairs):
+        # the loss, then its gradients
+        ours = (fast,) + torch.autograd.grad(fast, leaves, materialize_grads=True)
+        theirs = (plain,) + torch.autograd.grad(plain, leaves, materialize_grads=True)
+        if not all(agrees(a, b) for a, b in zip(ours, theirs, strict=True)):
             return False
     return True

@@ -62,7 +62,7 @@ def save_pretrained(
     generation_config = special_ids | {"pad_token_id": eot, "do_sample": True}
     other_ends = sorted(set(end_ids) - {eot})
     if other_ends:
-        generation_config["eos_token_id"] = [eot, *other_ends]
+        generation_config["eos_token_id"] = [eot] + other_ends
     # safetensors saves neither transposed views nor memory that two tensors share
     hf_weights: dict[str, Tensor] = {}
     addresses: set[int] = set()

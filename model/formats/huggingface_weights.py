@@ -259,7 +259,8 @@ def model_from_hf(
             x = hf_weights.pop(hf_name)
             # Integers are refused: they are quantized weights, whose scales would not be read.
             is_expected = x.shape == expected.shape and x.is_floating_point()
-            assert is_expected, f"{hf_name} is {x.dtype} {[*x.shape]}, not {[*expected.shape]}"
+            shapes = f"{list(x.shape)}, not {list(expected.shape)}"
+            assert is_expected, f"{hf_name} is {x.dtype} {shapes}"
             to_fuse.append(x.float())
         x = torch.cat(to_fuse)
         if has_gpt2_names(config) and name.endswith(transposed):

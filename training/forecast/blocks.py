@@ -151,7 +151,7 @@ def record(block: nn.Module, inputs: tuple, mode: str) -> BlockCost:
         functional_call(block, weights_on_cpu(block), *inputs)
     x = inputs[0][0]
     if mode == "cheap":
-        kept = [x, *saved.outputs]
+        kept = [x] + saved.outputs
     elif mode == "block":
         kept = [x]
     return BlockCost(count_bytes(kept), counter.get_total_flops(), recomputed_flops)
