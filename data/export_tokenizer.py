@@ -12,10 +12,16 @@ from tiktoken.load import read_file_cached
 from tokenizers import decoders, models, pre_tokenizers
 
 from data.huggingface_tokenizer import to_transformers
-from data.named_tokenizer import END_OF_TEXT, TOKENIZER_FILE, ChatTemplate, Tokenizer
+from data.named_tokenizer import (
+    END_OF_TEXT,
+    GPT2_MERGES,
+    TOKENIZER_FILE,
+    ChatTemplate,
+    Tokenizer,
+)
 from data.tokenizer import FileTokenizer, byte_characters
+from utils.network import ask
 
-GPT2_MERGES = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/vocab.bpe"
 # Qwen 3.5's expression for the pieces of text that no token crosses. Letters keep their marks,
 # which GPT-2's expression splits off in Hindi, and each digit is a token.
 UNICODE_PIECES = (
@@ -52,7 +58,7 @@ def to_backend(tokenizer: Tokenizer) -> tokenizers.Tokenizer:
     if tokenizer.name == "gpt2":
         # tiktoken's encoding lacks the pairs, but its cache has OpenAI's file of merges: a line
         # with the version, then one pair a line.
-        lines = read_file_cached(GPT2_MERGES).decode().splitlines()
+        lines = ask(GPT2_MERGES, lambda: read_file_cached(GPT2_MERGES)).decode().splitlines()
         merges = [(left, right) for left, right in map(str.split, lines[1:])]
     backend = byte_level(models.BPE(vocab, merges))
     backend.add_special_tokens([END_OF_TEXT])  # gets the next id, which is tokenizer.eot

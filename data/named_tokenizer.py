@@ -9,9 +9,12 @@ import numpy as np
 import tiktoken
 
 from utils.errors import UserError
+from utils.network import ask
 
 ChatTemplate = str | dict[str, str]  # Jinja, or several templates by name: "default", "tool_use"
 END_OF_TEXT = "<|endoftext|>"  # token of GPT-2, and of tokenizers that are trained here
+# OpenAI's file of GPT-2's pairs; tiktoken reads it, and a second file beside it
+GPT2_MERGES = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/vocab.bpe"
 TOKENIZER_FILE = "tokenizer.json"  # Hugging Face's file name, and the key in a spec
 
 
@@ -114,12 +117,12 @@ class GPT2Tokenizer(Tokenizer):
 
     def __init__(self) -> None:
         try:
-            self.encoding = tiktoken.get_encoding("gpt2")
+            self.encoding = ask(GPT2_MERGES, lambda: tiktoken.get_encoding("gpt2"))
         except OSError as error:  # also the base class of the errors of `requests`
             raise UserError(
-                f"the GPT-2 vocabulary could not be downloaded ({type(error).__name__}); go online "
-                "once, set TIKTOKEN_CACHE_DIR to a folder that holds tiktoken's copy of the "
-                "vocabulary, or take the tokenizer bytes"
+                f"the GPT-2 vocabulary could not be downloaded ({type(error).__name__}: "
+                f"{error!s:.120}); go online once, set TIKTOKEN_CACHE_DIR to a folder that holds "
+                "tiktoken's copy of the vocabulary, or take the tokenizer bytes"
             ) from error
 
     def encode(self, text: str) -> np.ndarray:

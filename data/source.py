@@ -32,6 +32,7 @@ from typing import IO, Any, NamedTuple
 
 from data.manifest import FileCounts, sha256, time_of_change
 from utils.errors import UserError
+from utils.network import DOWNLOAD_SECONDS, HUB, ask
 
 # A manifest counts rows within a batch (ResumePoint.first_row). With smaller batches a later run
 # would continue at the wrong row.
@@ -771,11 +772,10 @@ class Source:
         # force: replace fsspec's own opener, if it has one.
         register_compression("zstd", open_zstd, "zst", force=True)
         # A dataset may change on the hub between two runs; its commit does not.
-        revision = position.revision or HfApi().dataset_info(name).sha
+        revision = position.revision or ask(HUB, lambda: HfApi().dataset_info(name).sha)
         # an IterableDataset, which downloads a file when its rows are read
-        stream = datasets.load_dataset(
-            name, self.remote_name, split="train", revision=revision, streaming=True
-        )
+        load = partial(datasets.load_dataset, split="train", revision=revision, streaming=True)
+        stream = ask(HUB, lambda: load(name, self.remote_name))
         if self.worker_index >= stream.num_shards:
             raise UserError(
                 f"{name} has {stream.num_shards} files, none for worker {self.worker_index} of "
@@ -786,7 +786,9 @@ class Source:
         stream_state = position.stream  # where the next batch begins; None: at the beginning
         if stream_state:
             stream.load_state_dict(stream_state)
-        for columns in stream.iter(ROWS_PER_BATCH):  # a dict of lists, by column
+        batches = iter(stream.iter(ROWS_PER_BATCH))
+        next_batch = partial(ask, HUB, partial(next, batches, None), DOWNLOAD_SECONDS)
+        for columns in iter(next_batch, None):  # a dict of lists, by column; None: the end
             if self.column not in columns:  # fail now, not after hours without a text
                 reason = without_column(self.column, columns).reason
                 raise UserError(f"{name} is {reason}; name the column of its texts")

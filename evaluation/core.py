@@ -48,6 +48,7 @@ from evaluation.tasks import (
     get_label,
     split_ids,
 )
+from utils.network import ask
 from utils.ranges import BelowOne, Natural, check_ranges
 
 BUNDLE_URL = "https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip"
@@ -275,7 +276,7 @@ def download_bundle() -> Path:
     BUNDLE.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=BUNDLE.parent) as temporary:
         archive = f"{temporary}/bundle.zip"
-        download_url_to_file(BUNDLE_URL, archive)
+        ask(BUNDLE_URL, lambda: download_url_to_file(BUNDLE_URL, archive), limit=None)
         # A lost connection leaves a truncated file without an error. unpack_archive then raises
         # one, because a zip archive has its list of files at the end.
         shutil.unpack_archive(archive, temporary)

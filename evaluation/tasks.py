@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import numpy as np
 
 from data.named_tokenizer import Tokenizer
 from utils.errors import UserError, check_text
+from utils.network import DOWNLOAD_SECONDS, HUB, ask
 
 
 @dataclass(frozen=True)
@@ -283,7 +285,8 @@ class Task(Benchmark):
         else:
             from datasets import load_dataset  # here, as the import takes seconds
 
-            rows = list(load_dataset(**self.download))
+            download = partial(load_dataset, **self.download)
+            rows = list(ask(HUB, download, DOWNLOAD_SECONDS))
         assert rows, "no items"  # `read` puts this text into its UserError
         rows = self.select(rows, limit)
         # Encode all items once and drop the result: a row that lacks a field or is too long fails

@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Iterable
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -21,6 +21,7 @@ from torch import Tensor
 from model.config import SIZED, GPTConfig
 from model.initial_weights import Model, build_without_weights
 from utils.errors import UserError, reading
+from utils.network import HUB, ask
 
 # Names of the fields of a config.json, by the names of the same fields in GPTConfig.
 GPT2_FIELDS = {
@@ -363,7 +364,10 @@ def find_folder(model_name: str) -> Path:
     # skip weights in other formats, which many repositories also hold
     patterns = ["*.json", "*.jinja", "*.txt", "tokenizer.model", "*.safetensors"]
     try:
-        return Path(snapshot_download(model_name, allow_patterns=patterns))
+        # First a small file, with a time limit: weights may take any time, a silent hub may not.
+        ask(HUB, partial(snapshot_download, model_name, allow_patterns="config.json"))
+        download = partial(snapshot_download, model_name, allow_patterns=patterns)
+        return Path(ask(HUB, download, limit=None))
     except (OSError, ValueError) as error:  # no such name, or no network
         raise UserError(
             f"{model_name} is no folder or file, and the Hugging Face hub did not provide a model "

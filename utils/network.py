@@ -1,0 +1,65 @@
+"""Calls of the network, all of which go through `ask`: with a time limit, and never in silence.
+
+Libraries wait for minutes, or forever, for a proxy or server that accepts a connection and then
+says nothing.
+"""
+
+import contextlib
+import os
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from typing import TypeVar
+from urllib.parse import urlsplit
+
+Answer = TypeVar("Answer")
+
+HUB = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"  # or a mirror of the hub
+QUIET_SECONDS = 10  # what takes longer is announced
+LIMIT_SECONDS = 60  # for a small answer, such as a list of files
+DOWNLOAD_SECONDS = 180  # for some megabytes, such as a benchmark or a batch of rows
+
+
+@contextlib.contextmanager
+def announce_wait(message: str, seconds: float = QUIET_SECONDS) -> Iterator[None]:
+    """Return a context that prints `message` if its body takes longer than `seconds`."""
+    # a thread, because the body may wait outside of Python
+    timer = threading.Timer(seconds, print, [message], {"file": sys.stderr, "flush": True})
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def ask(url: str, request: Callable[[], Answer], limit: float | None = LIMIT_SECONDS) -> Answer:
+    """Return what `request` returns: a call of a library that asks the host of `url`. After ten
+    seconds, print the name of the host. Raises the errors of the call, and TimeoutError after
+    `limit` seconds. None is for downloads of any size, by libraries that limit the time without a
+    byte."""
+    host = urlsplit(url).netloc
+    outcome: Future[Answer] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(request())
+        except BaseException as error:  # raised again in the caller's thread
+            outcome.set_exception(error)
+
+    # The limit of urllib, without a byte. The other libraries set their own, or none.
+    socket.setdefaulttimeout(LIMIT_SECONDS)
+    # A thread, because no library can be told to give up. If it still waits, it ends with the
+    # process.
+    threading.Thread(target=run, daemon=True).start()
+    try:
+        with announce_wait(f"waiting for {host}"):
+            return outcome.result(limit)
+    except TimeoutError as error:
+        raise TimeoutError(
+            f"{host} has not answered: check the network, and the proxy if HTTPS_PROXY names one"
+        ) from error
+    finally:
+        socket.setdefaulttimeout(None)
