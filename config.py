@@ -294,8 +294,8 @@ class PlanningOptions:
 
     dry_run: bool = False
     """Check options, shards, folders and benchmarks; print the model's size, memory, time and, for
-    GPUs, cost; exit. --device may then name a GPU of another machine: a100, h100, h200, b200, t4,
-    ...; folders and benchmarks are not checked then."""
+    GPUs, cost; exit. --device may then name GPUs of other machines: a100, h100, 16xh100 (eight in a
+    machine), 4x4xt4, ...; folders and benchmarks are not checked then."""
 
 
 @dataclass(frozen=True)

@@ -94,7 +94,10 @@ processes=${NPROC:-$processes}
 case $processes in *[!0-9]* | 0) echo "error: NPROC=$processes is no number of processes" >&2; exit 2 ;; esac
 
 # wrong settings are found before hours of sharding; a line says where the shards belong
-plan=$(WORLD_SIZE=$processes LOCAL_WORLD_SIZE=$processes python train.py --dry_run "$@")
+launch=()  # a dry run as the first of the processes, which waits for no others
+[ "$processes" = 1 ] || launch=(RANK=0 WORLD_SIZE=$processes LOCAL_RANK=0
+  LOCAL_WORLD_SIZE=$processes MASTER_ADDR=127.0.0.1 MASTER_PORT=0)
+plan=$(env ${launch[@]+"${launch[@]}"} python train.py --dry_run "$@")
 makes_shards=""
 case $plan in *$'\n'"data_dir: data/edu_fineweb10B"$'\n'*) makes_shards=yes ;; esac
 if [ "$dry_run" ]; then

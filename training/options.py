@@ -38,9 +38,10 @@ from training.parallel.tensor_parallel import check_divides
 from training.start import list_changes
 from utils.cli import expand_home, flag_value, named_flags, parse, to_flags
 from utils.devices import is_bfloat16_faster, missing_compiler, pick_device
-from utils.distributed import Process, is_main_process
+from utils.distributed import Process
 from utils.errors import UserError
-from utils.throughput import NAMED_GPUS
+from utils.launch import is_main_process
+from utils.throughput import NAMED_GPUS, plan_gpus
 
 Options = TypeVar("Options", bound=RunOptions)  # TrainOptions or FinetuneOptions
 Machine = TypeVar("Machine", bound=MachineOptions)  # ResolvedTrainOptions or FinetuneOptions
@@ -254,13 +255,15 @@ def find_recipe(options: TrainOptions, checkpoint: Checkpoint | None) -> Recipe:
 def is_on_gpu(device: str) -> bool:
     """Return whether --device means a CUDA GPU: of this machine, or one that --dry_run plans for.
     Raises UserError for an unknown or missing device."""
-    if device in NAMED_GPUS:  # {"rtx4090": GPU(...), ...}, for --dry_run
+    if plan_gpus(device) is not None:  # for --dry_run
         return True
     try:
         return pick_device(device).type == "cuda"
     except UserError as error:
         names = ", ".join(NAMED_GPUS)
-        raise UserError(f"{error}; train.py --dry_run --device also takes {names}") from error
+        raise UserError(
+            f"{error}; train.py --dry_run --device also takes {names}, 16xh100 or 2x8xh100"
+        ) from error
 
 
 def resolve_compile(options: Machine, derived: dict[str, str | None]) -> Machine:
@@ -271,7 +274,7 @@ def resolve_compile(options: Machine, derived: dict[str, str | None]) -> Machine
     # By default not on CPUs: there a small model takes longer to compile than to train.
     compiled = on_gpu if "use_torch_compile" in derived else options.use_torch_compile
     # --dry_run plans for a GPU in NAMED_GPUS, which need not be in this machine.
-    if compiled and options.device not in NAMED_GPUS:
+    if compiled and plan_gpus(options.device) is None:
         advice = missing_compiler(on_gpu)  # None if the compiler is installed
         if advice is not None:
             compiled = False
@@ -299,7 +302,8 @@ def resolve_on_device(
         return options
     hardware = Hardware.of(options)
     # All processes need equal micro-batches, so the one with the least memory decides.
-    hardware = replace(hardware, free_bytes=process.min(hardware.free_bytes))
+    free_bytes = process.min(hardware.free_bytes)
+    hardware = replace(hardware, free_bytes=free_bytes, per_machine=process.per_machine)
     # the largest micro-batch that should fit, in sequences, and a sentence for the user
     micro_batch_size, sentence = choose_micro_batch(options, recipe, model_config, hardware)
     process.print(sentence)

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import NoReturn, TypeVar
 
 from utils.errors import Disconnected, UserError, check_text, is_out_of_memory
+from utils.launch import is_main_process, read_launch
 from utils.ranges import Dataclass, check_ranges
 
 # This project's flags by nanoGPT's names, for error messages: difflib finds similar names only.
@@ -161,7 +162,7 @@ def call_tyro(options_class: type[Options], args: list[str], description: str) -
                 use_underscores=True,
                 # show INT instead of {None}|INT, and --lr instead of --optimizer.lr
                 config=(tyro.conf.DisallowNone, tyro.conf.OmitArgPrefixes),
-                console_outputs=os.environ.get("RANK", "0") == "0",
+                console_outputs=is_main_process(),
             )
     finally:
         for text in re.split(r"(?=\n  -)", printed.getvalue()):  # split before each flag
@@ -242,9 +243,13 @@ def call_and_exit(
     # PyTorch warns about its own use of TypedStorage, and about a choice of its compiler.
     warnings.filterwarnings("ignore", "TypedStorage is deprecated")
     warnings.filterwarnings("ignore", "\nOnline softmax is disabled")
+    label = "error"
     message = None  # the sentence to print after an error
     exit_code = 0
     try:
+        launch = read_launch()
+        if launch.world_size > 1:
+            label = f"error on rank {launch.rank}"
         main()
     except SystemExit as end:  # from tyro (--help, a wrong flag), or a run after a signal
         exit_code = int(end.code or 0)  # the code of sys.exit() is None
@@ -265,8 +270,6 @@ def call_and_exit(
             exit_code = 1
     if message:
         sys.stdout.flush()  # earlier output comes first, also in a file or a pipe
-        rank = os.environ.get("RANK")  # None without torchrun
-        label = f"error on rank {rank}" if rank else "error"
         print(f"{label}: {message}", file=sys.stderr)
     before_exit()  # a training run waits here until its checkpoints are written
     sys.stdout.flush()  # os._exit does not flush buffers

@@ -1,8 +1,8 @@
 """The processes of a distributed run: their ranks, their collectives and their signals.
 
-torchrun starts one process for each device and numbers them in environment variables (RANK,
-WORLD_SIZE, ...). Every process trains the same model and calls the same collectives (all-reduce,
-...) in the same order: a collective waits until all processes have called it.
+torchrun starts one process for each device and numbers them (utils/launch.py). Every process
+trains the same model and calls the same collectives (all-reduce, ...) in the same order: a
+collective waits until all processes have called it.
 training/parallel/data_parallel.py divides weights and gradients.
 
 Nothing here watches for lost processes. When a process dies, its connections close and the
@@ -13,6 +13,7 @@ kills these processes. Then torchrun restarts all of them. TIMEOUT is for machin
 import contextlib
 import ctypes
 import logging
+import math
 import os
 import signal
 import time
@@ -28,6 +29,8 @@ from torch import Tensor
 
 from utils.devices import autocast, pick_device, pick_dtype
 from utils.errors import Disconnected, UserError
+from utils.launch import Launch, end_with_launcher, is_main_process, read_launch
+from utils.network import announce_wait
 
 Item = TypeVar("Item")
 Output = TypeVar("Output")
@@ -58,7 +61,8 @@ class StopSignal:
 
     def __init__(self) -> None:
         self.signal = 0  # no signal yet
-        self.is_launched = "RANK" in os.environ  # by torchrun, which forwards its signals
+        # by torchrun, which forwards its signals
+        self.is_launched = read_launch().address is not None
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             signal.signal(number, self.receive)
         # SIGHUP says that the terminal was closed. nohup ignores it: leave that, the run goes on.
@@ -101,6 +105,8 @@ class Process:
     replicas: int = 1
     """Copies of the training state under --sharding (HSDP if there are several). The processes of a
     copy divide it among them."""
+    per_machine: int = 1
+    """Processes of each machine; the greatest common divisor of machines' different numbers."""
     stop: StopSignal | None = None
     """Signal handler of a run, which saves before it ends; None in scripts that a signal ends."""
     tensor_parallel: int = 1
@@ -288,25 +294,14 @@ def collective() -> Iterator[None]:
 ALONE = Process(0, 1, torch.device("cpu"))
 
 
-def launched(name: str, default: int = 0) -> int:
-    """Return a number that torchrun has set in the environment, such as RANK or WORLD_SIZE; return
-    `default` without torchrun."""
-    return int(os.environ.get(name, default))
-
-
-def is_main_process() -> bool:
-    """Return whether this is the main process. It works before `start` has made a Process, too."""
-    return launched("RANK") == 0  # also 0 without torchrun
-
-
 def launcher() -> str:
     """Return the command that starts a script on as many processes as now, for messages."""
-    per_machine = launched("LOCAL_WORLD_SIZE", 1)
-    if launched("WORLD_SIZE", 1) > per_machine:
+    launch = read_launch()
+    if launch.world_size > launch.per_machine:
         return "torchrun, on each machine as before,"
-    if per_machine == 1:
+    if launch.world_size == 1:
         return "python"
-    return f"torchrun --standalone --nproc_per_node={per_machine}"
+    return f"torchrun --standalone --nproc_per_node={launch.per_machine}"
 
 
 def count_shards(
@@ -316,8 +311,7 @@ def count_shards(
     --tensor_parallel: tensor parallelism has divided the copy already.
 
     By default the `per_machine` processes of a machine divide one copy (HSDP); all processes do if
-    machines have one process each, or different numbers of processes. Raises UserError for numbers
-    that do not divide.
+    machines have one process each. Raises UserError for numbers that do not divide.
     """
     if per_machine % tensor_parallel:
         raise UserError(
@@ -326,8 +320,8 @@ def count_shards(
         )
     if shard_across is None:
         shard_across = per_machine  # links within a machine are the fastest
-        # With one process per machine there is nothing to divide within a machine. With different
-        # numbers of processes, the machines could not divide their copies alike.
+        # With one process per machine there is nothing to divide within a machine. A dry run may
+        # plan for a last machine with fewer processes.
         if per_machine == 1 or world_size % per_machine:
             shard_across = world_size
     elif world_size % shard_across or shard_across % per_machine:
@@ -355,13 +349,14 @@ def start(
     UserError if the device is missing, lacks the dtype or cannot be shared by several processes,
     and if the processes do not divide.
     """
-    # RANK and WORLD_SIZE count processes; data_rank and data_parallel count parts of the data.
-    rank = launched("RANK")  # 0 without torchrun
-    local_rank = launched("LOCAL_RANK")
-    world_size = launched("WORLD_SIZE", 1)
-    per_machine = launched("LOCAL_WORLD_SIZE", world_size)
-    num_shards = count_shards(world_size, per_machine, tensor_parallel, shard_across)
-    device = pick_device(device_name, local_rank)
+    # rank and world_size count processes; data_rank and data_parallel count parts of the data.
+    launch = read_launch()
+    rank = launch.rank
+    world_size = launch.world_size
+    end_with_launcher()
+    if world_size % launch.per_machine == 0:  # an error comes before the processes connect
+        count_shards(world_size, launch.per_machine, tensor_parallel, shard_across)
+    device = pick_device(device_name, launch.local_rank)
     # "cuda:1" names one GPU. With "cuda" each process takes the GPU of its local rank.
     if world_size > 1 and (device.type == "mps" or ":" in device_name):
         raise UserError(f"several processes cannot share one device, {device_name}")
@@ -374,24 +369,61 @@ def start(
         logging.getLogger("notes").setLevel(logging.ERROR)  # of model/proof.py, equal on all
     # tests/fake_gpu has already initialized a process group, which counts the bytes sent.
     if world_size > 1 and not dist.is_initialized():
-        if device.type == "cpu":
-            dist.init_process_group("gloo", timeout=TIMEOUT)
-        else:
-            # device_id: connect now, so that an unreachable GPU raises its error here
-            dist.init_process_group("nccl", timeout=TIMEOUT, device_id=device)
-    data_parallel = world_size // tensor_parallel
+        join(launch, device)
     process = Process(
         data_rank=rank // tensor_parallel,
-        data_parallel=data_parallel,
+        data_parallel=world_size // tensor_parallel,
         device=device,
-        replicas=data_parallel // num_shards,
         stop=StopSignal() if catch_signals else None,
         tensor_parallel=tensor_parallel,
         tensor_rank=rank % tensor_parallel,
     )
-    # The dtype comes last, because the processes must agree on one: gradients of different dtypes
-    # cannot be summed.
-    return replace(process, dtype=pick_dtype(dtype_name, device, process.all_agree))
+    # On the rest the processes must agree. A machine may have lost its GPUs.
+    device_types = list(process.merge({rank: device.type}).values())  # by rank
+    if len(set(device_types)) > 1:
+        raise UserError(
+            f"some processes found no GPU, such as rank {device_types.index('cpu')}, and others "
+            "did: see nvidia-smi on that machine, or train on CPUs alone with --device cpu"
+        )
+    # Machines with 8 and 4 processes divide each copy of the training state among 4 neighbors.
+    per_machine = math.gcd(*process.merge({rank: launch.per_machine}).values())
+    num_shards = count_shards(world_size, per_machine, tensor_parallel, shard_across)
+    # gradients of different dtypes cannot be summed
+    return replace(
+        process,
+        dtype=pick_dtype(dtype_name, device, process.all_agree),
+        per_machine=per_machine,
+        replicas=process.data_parallel // num_shards,
+    )
+
+
+def join(launch: Launch, device: torch.device) -> None:
+    """Join the process group of a launch, once all of its processes have come. Raises UserError if
+    they do not come within TIMEOUT."""
+    waiting = f"waiting for {launch.world_size} processes at {launch.address}"
+    try:
+        # The main process says at once what a run waits for. Another one says it after ten seconds:
+        # it may be alone, as one whose variables are left over from an earlier launch.
+        with announce_wait(waiting, seconds=0 if launch.rank == 0 else 10):
+            # the store through which init_process_group would connect the processes by itself
+            store, *_ = next(dist.rendezvous("env://", timeout=TIMEOUT))
+            store.set(f"device of {launch.rank}", device.type)
+            names = [f"device of {rank}" for rank in range(launch.world_size)]
+            device_types = [name.decode() for name in store.multi_get(names)]  # waits for all
+    except dist.DistError as error:
+        reason = str(error).partition("\n")[0]
+        raise UserError(f"{waiting} has failed: {reason:.300}") from error
+    # If some processes have no GPU, all meet without one, and `start` says so.
+    is_on_gpu = "cpu" not in device_types
+    dist.init_process_group(
+        backend="nccl" if is_on_gpu else "gloo",
+        store=store,
+        rank=launch.rank,
+        world_size=launch.world_size,
+        timeout=TIMEOUT,
+        # connect now, so that an unreachable GPU raises its error here
+        device_id=device if is_on_gpu else None,
+    )
 
 
 def keep_freed_memory() -> None:

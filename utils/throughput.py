@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from utils.distributed import Process
+from utils.launch import Launch
 
 NETWORK_BANDWIDTH = 50e9  # bytes/s of a 400 Gbit/s network card, one per GPU
 
@@ -64,11 +65,26 @@ GPUS = (
     GPU("V100", 125e12, memory_gb=16, dtype="float16", bandwidth=150e9),
     GPU("T4", 65e12, memory_gb=16, dtype="float16", bandwidth=16e9),
 )
-# GPUs that --dry_run --device can name, by the value of --device, such as "rtx4090"
+GPUS_PER_MACHINE = 8  # planned for, unless --device says otherwise
+# GPUs that --dry_run --device can name, such as "rtx4090"
 NAMED_GPUS = {gpu.name.lower().replace(" ", ""): gpu for gpu in GPUS if gpu.memory_gb}
 # Words in the names of variants ("RTX 4090 Laptop GPU") and of parts of a GPU (MIG). Their peaks
 # differ from the table.
 VARIANTS = {"MIG", "Laptop", "D", "Ti", "SUPER", "FHHL"}
+
+
+def plan_gpus(device: str) -> tuple[GPU, Launch] | None:
+    """Return the GPU that --device names for a dry run, and the numbers of processes; None for a
+    device of this machine. "16xh100" are 16 GPUs on two machines, "4x4xh100" are 16 on four."""
+    parts = re.fullmatch(r"(?:([1-9]\d*)x)?(?:([1-9]\d*)x)?(\w+)", device)
+    if parts is None or parts[3] not in NAMED_GPUS:
+        return None
+    world_size = int(parts[1] or 1)
+    per_machine = min(GPUS_PER_MACHINE, world_size)
+    if parts[2]:
+        per_machine = int(parts[2])
+        world_size *= per_machine
+    return NAMED_GPUS[parts[3]], Launch(world_size=world_size, per_machine=per_machine)
 
 
 def find_gpu(device_name: str) -> GPU | None:

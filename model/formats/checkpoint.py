@@ -28,8 +28,9 @@ from model.config import GPTConfig
 from model.gpt import GPT
 from model.initial_weights import build_without_weights
 from model.rows import RowIndex, Rows, is_vector
-from utils.distributed import ALONE, Process, is_main_process
+from utils.distributed import ALONE, Process
 from utils.errors import UserError, reading
+from utils.launch import is_main_process
 
 FORMAT_VERSION = 7
 LAST = "model_last.pt"

@@ -126,7 +126,7 @@ def measure(row, folder):
     cells = row.split()
     model_name, sharding, checkpointing, world_size, rank, tensor_parallel, shard_across = cells
     os.environ |= {"WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": "8", "RANK": rank}
-    os.environ["LOCAL_RANK"] = f"{int(rank) % 8}"
+    os.environ |= {"LOCAL_RANK": f"{int(rank) % 8}", "MASTER_ADDR": "host", "MASTER_PORT": "1"}
     store = dist.HashStore()
     dist.init_process_group("counted", store=store, rank=int(rank), world_size=int(world_size))
     flags, tokens = MODELS[model_name]

@@ -18,8 +18,9 @@ from training.run import refuse_overwriting
 from training.start import init_checksum, open_initial
 from training.summary import agreed_model_config, describe_epochs, describe_steps
 from utils.devices import seconds_on_cpu
-from utils.distributed import ALONE, is_main_process
-from utils.throughput import NAMED_GPUS, NETWORK_BANDWIDTH
+from utils.distributed import ALONE
+from utils.launch import is_main_process
+from utils.throughput import NETWORK_BANDWIDTH, plan_gpus
 
 DOLLARS_PER_GPU_HOUR = 2.50  # rent of an H100, taken for all GPUs
 LONG_HOURS = 100  # for longer runs on a CPU, describe_time names the demo
@@ -55,12 +56,12 @@ def print_forecast(
 
     # size of the model, and the devices
     model = build_without_weights(GPT, model_config)  # on the device "meta", without memory
-    is_named_gpu = options.device in NAMED_GPUS  # such as h100
+    plan = plan_gpus(options.device)  # for a GPU by name, such as 8xh100; else None
     data_parallel, _ = hardware.parallel_degrees(options)  # parts of the data
     steps_text = describe_steps(options, hardware.count_micro_steps(options), data_parallel)
     device_name = hardware.device.type
-    if is_named_gpu:
-        device_name = NAMED_GPUS[options.device].name
+    if plan is not None:
+        device_name = plan[0].name
     print(f"{model.num_parameters():,} parameters; {steps_text} on {device_name}, {hardware.dtype}")
 
     bytes_by_use = forecast_memory(options, recipe, model_config, hardware)  # of one process
@@ -84,7 +85,7 @@ def print_forecast(
     has_gpt2_tokens = model_config.vocab_size == TOKENIZERS["gpt2"].vocab_size
     if options.init_from is None and has_gpt2_tokens:
         print(describe_loss(model.num_parameters(), options.total_batch_size * options.max_steps))
-    if not is_named_gpu:  # a named GPU is in another machine, which has its own folders
+    if plan is None:  # a named GPU is in another machine, which has its own folders
         check_run_files(options, checkpoint, model, data)
     # train.sh replaces the next two lines
     print("This was a dry run: nothing was trained or written.")
@@ -152,7 +153,7 @@ def describe_next(options: ResolvedTrainOptions, fits: bool, has_shards: bool) -
     """Return what the user can do after the dry run."""
     if not fits:
         return "other options, as the advice above says, and a dry run with them"
-    if options.device in NAMED_GPUS:
+    if plan_gpus(options.device) is not None:
         return "the same command of train.py without --dry_run and --device, on such a machine"
     command = "the same command of train.py without --dry_run"
     if has_shards:

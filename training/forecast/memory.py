@@ -22,11 +22,11 @@ from recipes import Recipe
 from training.forecast.blocks import measure_blocks
 from training.optimizers import ADAMW_MOMENTS, matrix_optimizer
 from utils.devices import host_memory, pick_device, pick_dtype
-from utils.distributed import count_shards, launched
-from utils.throughput import GPU, NAMED_GPUS, gpu_of
+from utils.distributed import count_shards
+from utils.launch import read_launch
+from utils.throughput import GPU, gpu_of, plan_gpus
 
 FLOAT32_BYTES = 4
-GPUS_PER_MACHINE = 8  # assumed if torchrun does not give the number of processes of a machine
 # Fraction of the free memory that the forecast of a run may fill, because it is not exact.
 USABLE = 0.9
 
@@ -53,8 +53,11 @@ class Hardware:
     def of(cls, options: ResolvedTrainOptions) -> "Hardware":
         """Return the hardware that --device names: a GPU by name (h100), or a device of this
         machine."""
-        gpu = NAMED_GPUS.get(options.device)  # None for a device of this machine, such as cuda
-        if gpu is not None:
+        launch = read_launch()
+        gpu: GPU | None
+        plan = plan_gpus(options.device)  # None for a device of this machine, such as cuda
+        if plan is not None:
+            gpu, launch = plan
             device = torch.device("cuda")
             free_bytes = gpu.memory_gb * 10**9  # memory_gb is in GB; all of it counts as free
             dtype_name = gpu.dtype if options.dtype == "auto" else options.dtype
@@ -62,15 +65,14 @@ class Hardware:
             if dtype_name not in ("float16", gpu.dtype):  # the peak in this dtype is not known
                 gpu = None
         else:
-            # `launched` reads torchrun's environment; without torchrun it returns 0 or the default.
-            device = pick_device(options.device, launched("LOCAL_RANK"))
+            device = pick_device(options.device, launch.local_rank)
             free_bytes = free_memory(device)
             dtype = pick_dtype(options.dtype, device)  # on a CPU, "auto" times matmuls
             gpu = gpu_of(device, dtype)
-        # Without torchrun, the run has one tensor-parallel group.
-        world_size = launched("WORLD_SIZE", options.tensor_parallel)
-        # For --dry_run a user may set WORLD_SIZE only, without LOCAL_WORLD_SIZE.
-        per_machine = launched("LOCAL_WORLD_SIZE", min(GPUS_PER_MACHINE, world_size))
+        world_size = launch.world_size
+        per_machine = launch.per_machine
+        if world_size == 1:  # without torchrun, the run has one tensor-parallel group
+            world_size = per_machine = options.tensor_parallel
         return cls(device, dtype, free_bytes, world_size, per_machine, gpu)
 
     def parallel_degrees(self, options: MachineOptions) -> tuple[int, int]:
@@ -99,8 +101,7 @@ def free_memory(device: torch.device) -> int:
         return torch.cuda.mem_get_info(device)[0]  # [0] is free memory, [1] is all memory
     # half of all memory: the system, other programs and the page cache need the other half
     free_bytes = host_memory() // 2
-    processes_here = launched("LOCAL_WORLD_SIZE", launched("WORLD_SIZE", 1))
-    return free_bytes // processes_here
+    return free_bytes // read_launch().per_machine
 
 
 def checkpointing(options: ResolvedTrainOptions) -> str:

@@ -306,22 +306,18 @@ def test_the_advice_fits_is_faster_and_is_what_the_refusal_names():
         choose_micro_batch(*plan(1024, **given))
 
 
-def test_a_dry_run_names_flags_where_a_run_does_not_fit_or_waits_for_the_network(
-    dry_run, tmp_path, monkeypatch
-):
-    def on_gpus(number, per_machine, *flags):
-        monkeypatch.setenv("WORLD_SIZE", f"{number}")
-        monkeypatch.setenv("LOCAL_WORLD_SIZE", f"{per_machine}")
-        return dry_run("--device", "h100", "--data_dir", tmp_path, *flags)
+def test_a_dry_run_names_flags_where_a_run_does_not_fit_or_waits_for_the_network(dry_run, tmp_path):
+    def on_gpus(gpus, *flags):
+        return dry_run("--device", gpus, "--data_dir", tmp_path, *flags)
 
-    out = on_gpus(8, 8)
+    out = on_gpus("8xh100")
     assert "advice" not in out and "a step takes 0.14" in out and "between machines" not in out
     assert "0.87 GB in   0.002 s within its machine, at 450 GB/s" in out
     assert "40% MFU" in out
-    out = on_gpus(8, 8, "--model_type", "gpt2-xl", "--micro_batch_size", 64)
+    out = on_gpus("8xh100", "--model_type", "gpt2-xl", "--micro_batch_size", 64)
     assert "advice: the fastest that fits is --micro_batch_size" in out and "\nnext: other" in out
     # replicas of one sequence each, one GPU a machine
-    out = on_gpus(512, 1, "--model_type", "gpt2-xl")
+    out = on_gpus("512x1xh100", "--model_type", "gpt2-xl")
     mfu = int(re.search(r"at (\d+)% MFU", out)[1])
     assert "advice: the fastest that fits is" in out and mfu < 40
 

@@ -48,8 +48,9 @@ def test_a_chain_of_machines_and_shardings_continues_one_curve(shards, tmp_path,
 def test_shards_that_do_not_divide_are_a_sentence_before_processes_connect(
     shards, tmp_path, monkeypatch
 ):
-    monkeypatch.setenv("WORLD_SIZE", "8")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    launch = {"RANK": 0, "WORLD_SIZE": 8, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 2}
+    for name, value in {**launch, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}.items():
+        monkeypatch.setenv(name, str(value))
     args = train_args(shards, tmp_path, 2, "--shard_across")
     bad([*args, 4], "--shard_across needs --sharding zero1, zero2 or zero3")
     message = "must divide the 8 processes and be a multiple of the 2 processes of a machine"

@@ -1,0 +1,69 @@
+"""The launch of this process: its number among the processes that a launcher has started together.
+
+torchrun sets these environment variables, and only here are they read. Nothing here imports
+PyTorch: the command line needs to know the main process, too.
+"""
+
+import ctypes
+import os
+import signal
+from dataclasses import dataclass
+
+from utils.errors import UserError
+
+NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+PLACE = ("MASTER_ADDR", "MASTER_PORT")  # where the processes meet; harmless without NUMBERS
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What torchrun says of this process; the default is a process without a launcher."""
+
+    rank: int = 0
+    """Number of this process among all, from 0."""
+    world_size: int = 1
+    """Number of all processes."""
+    local_rank: int = 0
+    """Number of this process on its machine, from 0."""
+    per_machine: int = 1
+    """Number of the processes on this machine."""
+    address: str | None = None
+    """Where the processes meet, as host:port; None without a launcher."""
+
+
+def read_launch() -> Launch:
+    """Return the launch of this process. Raises UserError unless the environment has all of its
+    variables, and they fit together, or none of NUMBERS: a variable that is left over in a shell
+    would otherwise make a process wait for others that nobody has started."""
+    given = {name: os.environ[name] for name in NUMBERS + PLACE if os.environ.get(name)}
+    if not given.keys() & set(NUMBERS):
+        return Launch()
+    try:
+        rank, world_size, local_rank, per_machine = [int(given[name]) for name in NUMBERS]
+        address = f"{given['MASTER_ADDR']}:{int(given['MASTER_PORT'])}"
+        is_launch = 0 <= local_rank < per_machine <= world_size and local_rank <= rank < world_size
+    except (KeyError, ValueError):  # a variable is missing or no number
+        is_launch = False
+    if not is_launch:
+        settings = " ".join(f"{name}={value}" for name, value in given.items())
+        raise UserError(
+            f"the environment has {settings}, which is no launch of torchrun: that sets "
+            f"{', '.join(NUMBERS + PLACE)}, and each rank is below its number of processes; "
+            f"to start without torchrun type: unset {' '.join(given)}"
+        )
+    return Launch(rank, world_size, local_rank, per_machine, address)
+
+
+def is_main_process() -> bool:
+    """Return whether this is the main process, which prints and writes files."""
+    return read_launch().rank == 0
+
+
+def end_with_launcher() -> None:
+    """Let Linux send SIGTERM to this process when torchrun ends. After a SIGKILL of torchrun, its
+    processes would otherwise train on and hold their folders, unseen."""
+    # Only torchrun's: a launcher that starts processes in a short-lived thread would end them here.
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        libc = ctypes.CDLL(None)  # the C library that Python itself uses
+        if hasattr(libc, "prctl"):  # only Linux has it
+            libc.prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
