@@ -47,7 +47,7 @@ from model.initial_weights import build_without_weights
 from model.rows import Rows
 from recipes import Recipe
 from training.evaluator import is_due
-from training.options import read_options, resolve_compile, resolve_dtype
+from training.options import compile_if_all_can, read_options, resolve_compile, resolve_dtype
 from training.parallel.data_parallel import clip_grad_norm, sync_gradients
 from training.parallel.own_rows import fill_model
 from training.run import Run, StepResult, reason_to_skip, seed_step, start_process
@@ -184,7 +184,9 @@ def resolve_on_device(
     the user left to their defaults. Every process must call it."""
     options = resolve_dtype(resolve_compile(options, derived), process)
     # completions of grpo have too many lengths: the model would be compiled for each of them
-    is_compiled = options.use_torch_compile and options.method != "grpo"
+    if options.method == "grpo":
+        options = replace(options, use_torch_compile=False)
+    options = compile_if_all_can(options, process)
     assert options.init_from is not None  # FinetuneOptions requires --init_from
     # Checkpoints of this run record a file, not its folder: a resumed run must read the same file
     # again, although the folder may have a newer one. find_checkpoint returns None for a model of
@@ -193,7 +195,7 @@ def resolve_on_device(
     reward = options.reward
     if reward is not None and Path(reward).is_dir():
         reward = str(find_reward(reward))
-    return replace(options, use_torch_compile=is_compiled, init_from=init_from, reward=reward)
+    return replace(options, init_from=init_from, reward=reward)
 
 
 def train_step(

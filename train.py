@@ -32,7 +32,12 @@ from model.rows import Rows
 from recipes import Recipe
 from training.evaluator import Evaluator
 from training.forecast.dry_run import print_forecast
-from training.options import read_options, resolve_on_device, resolve_options
+from training.options import (
+    compile_if_all_can,
+    read_options,
+    resolve_on_device,
+    resolve_options,
+)
 from training.parallel.data_parallel import clip_grad_norm, sync_gradients
 from training.run import Run, StepResult, reason_to_skip, seed_step, start_process
 from training.saver import Saver, finish_writing
@@ -54,6 +59,7 @@ def main() -> None:
     if options.dry_run:
         return print_forecast(options, recipe, checkpoint)
     process = start_process(options)  # from here on a signal ends the loop, which saves
+    options = compile_if_all_can(options, process)  # off without a working compiler
 
     # data: shards cut into sequences, in an order that is a pure function of the seed
     train_data = Mixture(options.data_dir, "train", options.block_size)

@@ -5,6 +5,7 @@ Neither changes more than rounding. `execute` applies both to a built model, bef
 tensor parallelism divides it among processes; model/gpt.py does not know them.
 """
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from model.chunked_loss import cross_entropy_, cross_entropy_by_rows_
 from model.gpt import GPT
 from model.loss import ChunkedLoss
+from utils.errors import UserError
 
 # Operations whose outputs "cheap" checkpointing keeps, because they take nearly all of the time:
 # matmuls without and with bias, and each attention kernel. The list follows torchtitan's selective
@@ -113,6 +115,21 @@ def compile_static(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     # fullgraph=True raises an error if the function needs several graphs. With dynamic=True one
     # graph would serve all sizes, but it would be slower.
     return torch.compile(function, fullgraph=True, dynamic=False)
+
+
+def check_compiler(device: torch.device) -> None:
+    """Compile a tiny function for the device. Raises UserError if that fails: torch.compile needs a
+    C++ compiler for CPUs and a C compiler for GPUs, both with Python's headers."""
+    double = compile_static(lambda x: 2 * x)
+    try:
+        double(torch.ones(2, device=device))
+    except Exception as error:  # of many classes: Dynamo's, Inductor's, Triton's
+        # "header.hpp:1:10: fatal error: Python.h: No such file or directory", after the command
+        line = re.search(r"^.*\berror: .*$", str(error), re.M) or re.search(".*", str(error))
+        assert line is not None  # ".*" matches any text
+        raise UserError(
+            f"{line[0]:.300}; install a C++ compiler and Python's headers (g++, python3-dev)"
+        ) from error
 
 
 def configure_compiler(execution: Execution) -> None:

@@ -23,6 +23,7 @@ from config import (
     resolve_from_recipe,
 )
 from model.config import GPTConfig
+from model.execution import check_compiler
 from model.formats.checkpoint import (
     Checkpoint,
     find_checkpoint_folder,
@@ -37,7 +38,7 @@ from training.optimizers import matrix_optimizer
 from training.parallel.tensor_parallel import check_divides
 from training.start import list_changes
 from utils.cli import expand_home, flag_value, named_flags, parse, to_flags
-from utils.devices import is_bfloat16_faster, missing_compiler, pick_device
+from utils.devices import is_bfloat16_faster, pick_device
 from utils.distributed import Process
 from utils.errors import UserError
 from utils.launch import is_main_process
@@ -267,20 +268,25 @@ def is_on_gpu(device: str) -> bool:
 
 
 def resolve_compile(options: Machine, derived: dict[str, str | None]) -> Machine:
-    """Return the options with use_torch_compile resolved: by default only on CUDA, and never
-    without the compiler that torch.compile needs. `derived` has the names of options that no flag
-    sets."""
-    on_gpu = is_on_gpu(options.device)
+    """Return the options with use_torch_compile resolved: by default only on CUDA. `derived` has
+    the names of options that no flag sets."""
     # By default not on CPUs: there a small model takes longer to compile than to train.
-    compiled = on_gpu if "use_torch_compile" in derived else options.use_torch_compile
-    # --dry_run plans for a GPU in NAMED_GPUS, which need not be in this machine.
-    if compiled and plan_gpus(options.device) is None:
-        advice = missing_compiler(on_gpu)  # None if the compiler is installed
-        if advice is not None:
-            compiled = False
-            if is_main_process():  # there is no Process yet
-                print(f"warning: training is not compiled: {advice}")
-    return replace(options, use_torch_compile=compiled)
+    if "use_torch_compile" in derived:
+        options = replace(options, use_torch_compile=is_on_gpu(options.device))
+    return options
+
+
+def compile_if_all_can(options: Machine, process: Process) -> Machine:
+    """Return the options without use_torch_compile, after a warning, if a process cannot compile.
+    Every process must call it."""
+    if options.use_torch_compile:
+        try:
+            with process.together():
+                check_compiler(process.device)
+        except UserError as error:
+            process.print(f"warning: training is not compiled: {error}")
+            options = replace(options, use_torch_compile=False)
+    return options
 
 
 def resolve_dtype(options: Machine, process: Process) -> Machine:

@@ -4,7 +4,6 @@ Nothing here computes a model: training runs the same forward of model/ on every
 """
 
 import os
-import shutil
 import time
 from collections.abc import Callable
 from functools import cache
@@ -123,18 +122,6 @@ def pick_dtype(
     if all_agree(use_bfloat16):
         return torch.bfloat16
     return torch.float16 if is_gpu else torch.float32
-
-
-def missing_compiler(on_gpu: bool) -> str | None:
-    """Return what the user must install for torch.compile, or None if a compiler is there. Triton
-    needs a C compiler for GPUs, and inductor a C++ compiler for CPUs."""
-    variable, usual = ("CC", ["gcc", "clang"]) if on_gpu else ("CXX", ["g++"])
-    named = os.environ.get(variable)
-    # PyTorch uses the compiler that the variable names, and then no other one.
-    compilers = [named] if named else usual
-    if any(shutil.which(compiler) for compiler in compilers):
-        return None
-    return f"install {usual[0]}, or name a compiler by {variable}"
 
 
 def host_memory() -> int:

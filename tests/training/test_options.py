@@ -5,13 +5,25 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, bad, folders, losses, script, train_args, user_error, without
+from conftest import (
+    ROOT,
+    bad,
+    folders,
+    losses,
+    script,
+    train_args,
+    user_error,
+    without,
+    write_commands,
+)
 
 from config import TrainOptions
+from model.execution import check_compiler
 from model.formats.checkpoint import load_checkpoint
 from recipes import RECIPES
 from training import options as options_module
 from training.options import find_recipe, read_options, resolve_options
+from utils.distributed import Process
 from utils.errors import UserError
 from utils.logger import logged_run
 
@@ -100,35 +112,60 @@ def test_a_resumed_run_keeps_the_recipe_that_it_began_with(monkeypatch):
 
 @pytest.fixture
 def cuda(monkeypatch):
-    """A GPU, as far as options are concerned, beside a C compiler."""
+    """A GPU, as far as options are concerned."""
     monkeypatch.setattr(options_module, "pick_device", torch.device)
-    monkeypatch.setattr(options_module, "missing_compiler", lambda on_gpu: None)
 
 
 @pytest.mark.parametrize(
-    "flags, has_compiler, compiles",
+    "flags, compiles",
     [
-        ("--device cpu", True, False),
-        ("--device cpu --use_torch_compile", True, True),
-        ("--device cpu --use_torch_compile", False, False),
-        ("--device cuda", True, True),
-        ("--device h100 --dry_run", False, True),
-        ("--device cuda --config off.toml", True, False),
-        ("--device cuda --use_torch_compile", False, False),
+        ("--device cpu", False),
+        ("--device cpu --use_torch_compile", True),
+        ("--device cuda", True),
+        ("--device 2x4xh100 --dry_run", True),
+        ("--device cuda --config off.toml", False),
     ],
 )
 def test_training_compiles_on_cuda_unless_told_otherwise(
-    tmp_path, monkeypatch, cuda, capsys, flags, has_compiler, compiles
+    tmp_path, monkeypatch, cuda, flags, compiles
 ):
-    if not has_compiler:
-        monkeypatch.setattr(options_module, "missing_compiler", lambda on_gpu: f"advice {on_gpu}")
     (tmp_path / "off.toml").write_text("use_torch_compile = false")
     monkeypatch.chdir(tmp_path)
     config, _ = resolve(*flags.split())
     assert config.use_torch_compile == compiles
     assert config.micro_batch_size == (16 if "cpu" in flags else "auto")
-    is_warned = f"not compiled: advice {'cuda' in flags}" in capsys.readouterr().out
-    assert is_warned == (not has_compiler and "--dry_run" not in flags)
+
+
+def test_without_a_compiler_that_works_a_run_goes_on_uncompiled(shards, tmp_path):
+    env = write_commands(tmp_path, broken="echo 'a.hpp:1: fatal error: Python.h: none' >&2; exit 1")
+    env |= {"CXX": str(tmp_path / "broken"), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    args = train_args(shards, tmp_path, 2, "--use_torch_compile", "--eval_every", 0)
+    finished = script(*args, env=env, fork=False)  # a fork has read CXX already
+    assert finished.stdout.count("warning: training is not compiled: ") == 1
+    assert "install a C++ compiler and Python's headers" in finished.stdout
+    assert "Traceback" not in finished.stderr
+    assert not logged(tmp_path)["use_torch_compile"]
+
+
+def test_all_processes_train_uncompiled_if_one_has_no_compiler(monkeypatch):
+    process = Process(0, 2, torch.device("cpu"))  # rank 1 fails
+    other = {1: "no compiler"}
+    monkeypatch.setattr(Process, "merge", lambda self, outputs: outputs | other)
+    monkeypatch.setattr(options_module, "check_compiler", lambda device: None)
+    options = TrainOptions(use_torch_compile=True)
+    assert not options_module.compile_if_all_can(options, process).use_torch_compile
+    other.clear()
+    assert options_module.compile_if_all_can(options, process).use_torch_compile
+
+
+@pytest.mark.parametrize("line", ["x.hpp:1:10: fatal error: Python.h: none", "Failed to find gcc"])
+def test_the_reason_is_the_line_of_the_compiler(monkeypatch, line):
+    def fail(x):
+        raise RuntimeError(f"{line}" if "gcc" in line else f"Command:\ngcc -c\n{line}\nend")
+
+    monkeypatch.setattr("model.execution.compile_static", lambda function: fail)
+    with user_error(f"^{line}; install a C"):
+        check_compiler(torch.device("cpu"))
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import torch
 from conftest import script, train_args, user_error
 
 from utils import devices
-from utils.devices import host_memory, missing_compiler, pick_dtype
+from utils.devices import host_memory, pick_dtype
 from utils.logger import logged_run
 
 CPU = torch.device("cpu")
@@ -35,25 +35,6 @@ def test_a_gpu_without_bfloat16_multiplies_in_float16_and_refuses_bfloat16(t4):
     assert pick_dtype("auto", t4) is torch.float16
     with user_error("this Tesla T4 has no bfloat16: take float16"):
         pick_dtype("bfloat16", t4)
-
-
-@pytest.mark.parametrize(
-    "named, installed, missing",
-    [
-        ("", "clang", "g++"),
-        ("", "g++", "gcc"),
-        ("mine", "mine", None),
-        ("gone", "gcc g++", "gcc g++"),  # what is named is used, whichever others there are
-    ],
-)
-def test_a_compiler_that_is_named_or_else_a_usual_one_has_to_be_there(
-    monkeypatch, named, installed, missing
-):
-    monkeypatch.setattr("shutil.which", lambda name: name if name in installed.split() else None)
-    for on_gpu, variable, usual in ((True, "CC", "gcc"), (False, "CXX", "g++")):
-        monkeypatch.setenv(variable, named)
-        advice = f"install {usual}, or name a compiler by {variable}"
-        assert missing_compiler(on_gpu) == (advice if usual in (missing or "").split() else None)
 
 
 @pytest.mark.parametrize(
