@@ -4,6 +4,8 @@ Nothing here computes a model: training runs the same forward of model/ on every
 """
 
 import os
+import shutil
+import sys
 import time
 from collections.abc import Callable
 from functools import cache
@@ -12,6 +14,7 @@ from pathlib import Path
 import torch
 
 from utils.errors import UserError
+from utils.launch import is_main_process
 
 # Fraction of a training step on a CPU that matmuls take, for the forecast of `seconds_on_cpu`. We
 # measured 0.88 for a compiled 124M, and 0.4 for small models.
@@ -37,11 +40,34 @@ def pick_device(name: str, local_rank: int = 0) -> torch.device:
     if name == "auto":
         # "cuda:0" becomes "cuda", so that each process takes a GPU of its own
         name = available[0].partition(":")[0]
+        if name == "cpu":
+            warn_without_cuda()
     if name == "cuda":
         name = f"cuda:{local_rank}"
     if name not in available:
-        raise UserError(f"device {name} is not available; this machine has {', '.join(available)}")
+        message = f"device {name} is not available; this machine has {', '.join(available)}"
+        raise UserError("; ".join(filter(None, [message, missing_cuda()])))
     return torch.device(name)
+
+
+def missing_cuda() -> str | None:
+    """Return a sentence if this PyTorch cannot use the NVIDIA GPU of this machine, else None."""
+    # a container may have the driver without nvidia-smi
+    has_driver = Path("/proc/driver/nvidia").exists() or shutil.which("nvidia-smi") is not None
+    if torch.version.cuda is not None or torch.version.hip is not None or not has_driver:
+        return None
+    return (
+        f"PyTorch {torch.__version__} is a wheel without CUDA, and this machine has an NVIDIA "
+        'driver: see "The wrong PyTorch" in docs/TROUBLESHOOTING.md'
+    )
+
+
+@cache
+def warn_without_cuda() -> None:
+    """Print the sentence of missing_cuda, once."""
+    sentence = missing_cuda()
+    if sentence is not None and is_main_process():
+        print(f"warning: using the CPU: {sentence}", file=sys.stderr)
 
 
 def has_onednn(dtype: torch.dtype) -> bool:

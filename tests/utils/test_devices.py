@@ -1,5 +1,6 @@
 import os
 import random
+import re
 
 import pytest
 import torch
@@ -35,6 +36,24 @@ def test_a_gpu_without_bfloat16_multiplies_in_float16_and_refuses_bfloat16(t4):
     assert pick_dtype("auto", t4) is torch.float16
     with user_error("this Tesla T4 has no bfloat16: take float16"):
         pick_dtype("bfloat16", t4)
+
+
+@pytest.mark.parametrize("cuda, hip, is_named", [(None, None, True), ("13.0", None, False)])
+def test_a_wheel_without_cuda_beside_an_nvidia_driver_is_named(
+    monkeypatch, capsys, cuda, hip, is_named
+):
+    monkeypatch.setattr("torch.version.cuda", cuda)
+    monkeypatch.setattr("torch.version.hip", hip)
+    monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")  # nvidia-smi
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    message = f"PyTorch {torch.__version__} is a wheel without CUDA, and this machine has an NVIDIA"
+    devices.warn_without_cuda.cache_clear()
+    for _ in range(2):
+        assert devices.pick_device("auto") == CPU
+    devices.warn_without_cuda.cache_clear()
+    assert capsys.readouterr().err.count(f"warning: using the CPU: {message}") == is_named
+    with user_error(f"this machine has cpu{f'; {re.escape(message)}' * is_named}"):
+        devices.pick_device("cuda")
 
 
 @pytest.mark.parametrize(
