@@ -223,7 +223,7 @@ def open_task(
 def write_file(path: Path, text: str) -> None:
     """Write a file, and make its folders if they are missing."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
+    path.write_text(text, encoding="utf-8")
 
 
 def main(options: EvalOptions) -> None:

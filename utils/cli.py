@@ -243,6 +243,9 @@ def call_and_exit(
     # PyTorch warns about its own use of TypedStorage, and about a choice of its compiler.
     warnings.filterwarnings("ignore", "TypedStorage is deprecated")
     warnings.filterwarnings("ignore", "\nOnline softmax is disabled")
+    # A notebook or a terminal of Windows may write another encoding than UTF-8, which lacks most
+    # characters: write their escapes, as Python does on standard error.
+    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     label = "error"
     message = None  # the sentence to print after an error
     exit_code = 0

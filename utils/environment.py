@@ -18,6 +18,10 @@ VENV = Path(__file__).resolve().parents[1] / ".venv"  # train.sh makes it
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 
+# Jupyter and Colab set a backend of their own for Matplotlib, which this environment may lack.
+# Scripts only write files.
+os.environ["MPLBACKEND"] = "Agg"
+
 # These four packages are enough to check, because all packages are installed together.
 for package in ("torch", "numpy", "tyro", "yaml"):
     if find_spec(package) is None:  # searches the disk, imports nothing

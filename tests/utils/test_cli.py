@@ -1,5 +1,7 @@
 import errno
 import os
+import subprocess
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -133,3 +135,19 @@ def test_a_word_in_the_place_of_a_number_is_a_sentence_without_types_of_python(v
     for name in ("max_lr", "beta2"):
         with user_error(f"--{name} takes FLOAT, not x{value};"):
             parse(TrainOptions, [f"--{name}", f"x{value}"])
+
+
+@pytest.mark.parametrize(
+    "encoding, printed",
+    [("ascii", b"\\xe9 \\u201c \\udc80\n"), ("cp1252", b"\xe9 \x93 \\udc80\n")],
+)
+def test_a_notebook_or_another_encoding_ends_no_script(encoding, printed):
+    """Jupyter names a backend of Matplotlib, which this environment lacks."""
+    program = (
+        "import utils.environment, matplotlib; from utils.cli import call_and_exit as call;"
+        r"call(lambda: print('\xe9 \u201c \udc80'))"
+    )
+    env = os.environ | {"PYTHONIOENCODING": encoding, "MPLBACKEND": "module://none.backend"}
+    command = [sys.executable, "-c", program]
+    finished = subprocess.run(command, env=env, cwd=ROOT, capture_output=True)
+    assert (finished.stdout, finished.returncode) == (printed, 0), finished.stderr
