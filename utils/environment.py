@@ -26,8 +26,11 @@ os.environ["MPLBACKEND"] = "Agg"
 for package in ("torch", "numpy", "tyro", "yaml"):
     if find_spec(package) is None:  # searches the disk, imports nothing
         command = "bash train.sh demo, which installs it, or see Install in README.md"
+        # In a clone that was moved `activate` names the old folder, and train.sh makes .venv anew.
+        activate = VENV / "bin/activate"
+        is_whole = activate.exists() and (VENV / "bin/python").exists()
         # sys.prefix is the folder of the environment that Python runs in
-        if VENV.exists() and Path(sys.prefix) != VENV:
-            command = f'. "{VENV}/bin/activate"'
+        if is_whole and str(VENV) in activate.read_text() and Path(sys.prefix) != VENV:
+            command = f'. "{activate}"'
         sys.stderr.write(f"error: {sys.executable} has no package {package}; type {command}\n")
         sys.exit(2)
