@@ -8,6 +8,7 @@ import contextlib
 import fcntl
 import json
 import os
+import platform
 import shutil
 import sys
 from collections.abc import Iterator
@@ -78,7 +79,7 @@ def lock_folder(folder: Path, activity: str) -> int:
 
     The lock ends when the descriptor is closed or the process dies, so a killed run blocks nobody.
     Raises UserError if another process holds the lock; the message names its `activity`, such as
-    "writing to".
+    "writing to", its host and its number, which the file of the lock holds.
     """
     folder.mkdir(parents=True, exist_ok=True)
     # 0o666 minus the umask: with a umask of 002 the users of a group can share the folder
@@ -87,13 +88,18 @@ def lock_folder(folder: Path, activity: str) -> int:
         # LOCK_NB: fail at once instead of waiting
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        raise UserError(f"another process is {activity} {folder}; wait for its end") from error
+        holder = os.pread(descriptor, 300, 0).decode() or "not known"  # until it has written
+        raise UserError(
+            f"another process is {activity} {folder}: {holder}; wait for its end, or end it there"
+        ) from error
     except OSError as error:  # Lustre and some NFS servers have no locks
         print(
             f"warning: {folder} cannot be locked ({error.strerror}): make sure that no other "
             "process writes to it",
             file=sys.stderr,
         )
+    os.truncate(descriptor, 0)
+    os.pwrite(descriptor, f"process {os.getpid()} on {platform.node()}".encode(), 0)
     return descriptor
 
 

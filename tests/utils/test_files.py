@@ -1,8 +1,11 @@
 import errno
 import fcntl
 import os
+import platform
+import re
 
 import pytest
+from conftest import user_error
 
 from utils.files import link_or_copy, lock_folder
 
@@ -15,6 +18,16 @@ def test_a_file_system_without_locks_is_warned_of(tmp_path, monkeypatch, capsys,
     monkeypatch.setattr(fcntl, "flock", flock)
     os.close(lock_folder(tmp_path, "writing to"))
     assert f"warning: {tmp_path} cannot be locked" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("activity", ["writing to", "sharding into"])
+def test_a_lock_names_its_holder(tmp_path, activity):
+    for _ in range(2):  # the second lock is of a folder that was locked before
+        lock = lock_folder(tmp_path, activity)
+        holder = f"process {os.getpid()} on {platform.node()}"
+        with user_error(f"another process is {activity} {tmp_path}: {re.escape(holder)}; wait"):
+            lock_folder(tmp_path, activity)
+        os.close(lock)
 
 
 @pytest.mark.parametrize("links", [True, False])
