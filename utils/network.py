@@ -40,7 +40,7 @@ def ask(url: str, request: Callable[[], Answer], limit: float | None = LIMIT_SEC
     seconds, print the name of the host. Raises the errors of the call, and TimeoutError after
     `limit` seconds. None is for downloads of any size, by libraries that limit the time without a
     byte."""
-    host = urlsplit(url).netloc
+    host = urlsplit(url).netloc or url  # a name, where the library knows the address
     outcome: Future[Answer] = Future()
 
     def run() -> None:

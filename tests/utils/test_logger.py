@@ -1,5 +1,6 @@
 import resource
 import sys
+import time
 from functools import partial
 from unittest.mock import MagicMock, call
 
@@ -8,6 +9,7 @@ from conftest import bad, train_options, user_error
 
 from training.weights_and_biases import open_wandb
 from utils.logger import Logger, logged_run, read_metrics
+from utils.network import ask
 
 ROW = {"loss": 1.0, "lr": 1e-3, "grad_norm": 1.0, "tokens_per_s": 1.0, "ms": 1.0, "mfu": None}
 OPEN_WANDB = partial(open_wandb, train_options(), "run")
@@ -61,6 +63,20 @@ def test_wandb_gets_every_number_also_of_steps_that_are_done_again(tmp_path, mon
     assert (options["project"], options["resume"]) == ("mine", "allow")
     assert options["config"]["max_steps"] == 19_073 and run.finish.call_count == 2
     assert run.define_metric.call_args_list[:2] == [call("step"), call("*", step_metric="step")]
+
+
+def test_wandb_writes_where_it_is_told_and_its_silence_ends(tmp_path, monkeypatch, capsys, wandb):
+    short = lambda url, request, limit: ask(url, request, limit=0.1)  # noqa: E731
+    monkeypatch.setattr("training.weights_and_biases.ask", short)
+    monkeypatch.setenv("WANDB_DIR", "elsewhere")
+    monkeypatch.setenv("WANDB_BASE_URL", "https://own.server/api")
+    wandb.init.side_effect = lambda **options: time.sleep(5)
+    write(tmp_path, 0, [1, 2], 1.5, open_wandb=OPEN_WANDB)
+    assert wandb.init.call_args.kwargs["dir"] == "elsewhere"
+    assert "without Weights & Biases (own.server has not answered" in capsys.readouterr().out
+    monkeypatch.delenv("WANDB_DIR")
+    write(tmp_path, 0, [1, 2], 1.5, open_wandb=OPEN_WANDB)
+    assert wandb.init.call_args.kwargs["dir"] == "logs"
 
 
 @pytest.mark.parametrize(
