@@ -5,8 +5,9 @@ machine and while a run goes on. Nothing here imports PyTorch: drawing takes a s
 """
 
 import itertools
+import os
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -42,7 +43,7 @@ class LoggedRun:
     """A run to draw."""
 
     label: str
-    """Path of the run as the user gave it, without /logs. A long path loses its middle."""
+    """Path of the run as the user gave it, without /logs."""
     log: dict[str, list[dict]]
     """Return value of read_metrics: for each split the metrics of each logged step, sorted by step,
     as in {"train": [{"step": 1, "loss": 10.9, ...}, ...]}. A split is "train", "val", "held_out" or
@@ -58,10 +59,24 @@ def read_run(path: Path) -> LoggedRun:
     if not log.get("train"):
         raise UserError(f"{path} has no training step yet")
     label = str(path).removesuffix("/logs")
-    if len(label) > 41:  # both ends stay: the folder, and a sweep's options and seed
-        label = f"{label[:20]}…{label[-20:]}"
     # logged_run returns None if the log file has another name than metrics.jsonl
     return LoggedRun(label, log, logged_run(find_metrics(path).parent) or {})
+
+
+def shorten(labels: list[str], width: int = 41) -> list[str]:
+    """Return labels of at most `width` characters, or as many more as it takes to tell them apart.
+    Long paths lose the folder that they have in common, and then their middle."""
+    folder = os.path.commonprefix(labels).rpartition("/")[0]
+    short_labels = []
+    for label in labels:
+        if len(labels) > 1 and len(label) > width:
+            label = "…" + label.removeprefix(folder)
+        if len(label) > width:  # both ends stay: the folder, and a sweep's options and seed
+            label = f"{label[: width // 2]}…{label[-(width // 2) :]}"
+        short_labels.append(label)
+    if len(set(short_labels)) < len(set(labels)):
+        return shorten(labels, width + 10)
+    return short_labels
 
 
 def comparable_loss(runs: list[LoggedRun]) -> str:
@@ -119,6 +134,8 @@ def draw(paths: list[Path], out: Path, model_type: str | None = None) -> None:
             if not runs and path == paths[-1]:  # no path has a run
                 raise
             print(f"skipped: {error}")
+    labels = shorten([run.label for run in runs])
+    runs = [replace(run, label=label) for run, label in zip(runs, labels, strict=True)]
     last_metrics = [run.log["train"][-1] for run in runs]  # metrics of the last training step
     metric = comparable_loss(runs)  # metric of the panel at the top; GRPO changes it below
     columns = ["lr", "tokens_per_s"]  # training metrics of the panels at the bottom, side by side

@@ -166,9 +166,11 @@ def draw_groups(
     for color, i in zip(colors, losses.mean(axis=1).argsort(), strict=True):
         # (training tokens, validation losses) of each seed of group i
         curves = [curve(run, "val", metric) for run in runs[num_seeds * i : num_seeds * (i + 1)]]
-        # [1:] drops the untrained model, whose loss is far above the others
-        train_tokens = curves[0][0][1:]  # (validations,), the same for all seeds
-        val_losses = np.array([curve_losses[1:] for _, curve_losses in curves])
+        train_tokens = curves[0][0]  # (validations,), the same for all seeds
+        # without the untrained model, whose loss is far above the others; --eval_every 0 has none
+        is_trained = train_tokens > 0
+        train_tokens = train_tokens[is_trained]
+        val_losses = np.array([curve_losses[is_trained] for _, curve_losses in curves])
         # val_losses is (seeds, validations); mean and std over seeds are (validations,)
         mean = val_losses.mean(axis=0)
         std = val_losses.std(axis=0, ddof=ddof)

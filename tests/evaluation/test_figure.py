@@ -7,7 +7,7 @@ import pytest
 from conftest import script, user_error, write_rows
 from matplotlib.figure import Figure
 
-from evaluation.figure import draw
+from evaluation.figure import draw, shorten
 
 
 def write_run(folder, losses, rows=(), **config):
@@ -184,3 +184,19 @@ def test_a_picture_that_cannot_be_written_is_a_sentence(tmp_path):
     for name in ("a.xyz", "a.svg/b.png"):
         with user_error(f"{name} could not be written"):
             draw([run], tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    "labels, expected",
+    [
+        (["runs/a", "runs/b"], ["runs/a", "runs/b"]),
+        ([f"/home/user/gpt2/runs/{'long' * 9}/lr={x} seed=1" for x in (1, 2)], None),
+        ([f"/{x}/{'long' * 20}/recipe=modern seed=1" for x in "ab"], None),
+        ([f"runs/{'max_lr=2e-3 ' * 3}warmup={x} {'beta2=0.95 ' * 3}" for x in (5, 6)], None),
+        (["/home/user/" + "long" * 20], ["/home/user/longlongl…longlonglonglonglong"]),
+    ],
+)
+def test_different_runs_have_different_names_in_a_legend(labels, expected):
+    short = shorten(labels)
+    assert len(set(short)) == len(set(labels)) and max(map(len, short)) < 90
+    assert expected in (None, short)

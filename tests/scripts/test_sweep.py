@@ -3,8 +3,16 @@ import pytest
 from conftest import SMALL, script, user_error
 from matplotlib.figure import Figure
 
+from evaluation.figure import LoggedRun
 from scripts import sweep
-from scripts.sweep import NOT_COMPARED, SweepOptions, describe_changes, main, to_markdown
+from scripts.sweep import (
+    NOT_COMPARED,
+    SweepOptions,
+    describe_changes,
+    draw_groups,
+    main,
+    to_markdown,
+)
 from utils.cli import to_flags
 from utils.logger import logged_run
 
@@ -63,6 +71,17 @@ def test_a_run_that_fails_ends_the_sweep_and_the_same_command_continues(
     assert list(best.get_xdata()) == [40, 80] and best.get_ydata() == pytest.approx([5, 2.2])
     [band] = axes.collections[0].get_paths()
     assert band.vertices[:, 1].min() == pytest.approx(2.2 - 0.2828, abs=1e-4)
+
+
+@pytest.mark.parametrize("steps", [[4], [0, 4], [2, 4]])
+def test_a_sweep_draws_every_validation_of_a_trained_model(tmp_path, monkeypatch, steps):
+    figures = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, out, **options: figures.append(self))
+    train = [{"step": step, "tokens": 10 * step} for step in range(1, 5)]
+    val = [{"step": step, "loss": 9.0 - step} for step in steps]
+    runs = [LoggedRun("run", {"train": train, "val": val}, {})]
+    draw_groups(runs, ["lr=1"], np.array([[5.0]]), "loss", tmp_path / "sweep.png")
+    assert list(figures[0].axes[0].lines[0].get_xdata()) == [10 * step for step in steps if step]
 
 
 def test_a_mistake_is_found_before_the_first_run(stand_in, tmp_path):
