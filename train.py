@@ -84,7 +84,6 @@ def main() -> None:
         run.options = options = halve_until_it_fits(run, wrapped)
     del initial, weights, checkpoint  # closes the file that their tensors are mapped from
 
-    # batches, evaluation, log, checkpoints
     batches = open_batches(run, train_data)
     micro_steps = options.micro_steps(process.data_parallel)  # of each step
     evaluator = Evaluator(options, model, val_data, process)

@@ -17,7 +17,7 @@ PLACE = ("MASTER_ADDR", "MASTER_PORT")  # where the processes meet; harmless wit
 
 @dataclass(frozen=True)
 class Launch:
-    """What torchrun says of this process; the default is a process without a launcher."""
+    """Numbers of a process, as torchrun gives them; the default is a process without torchrun."""
 
     rank: int = 0
     """Number of this process among all, from 0."""
