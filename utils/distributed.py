@@ -29,7 +29,7 @@ from torch import Tensor
 
 from utils.devices import autocast, pick_device, pick_dtype
 from utils.errors import Disconnected, UserError
-from utils.launch import Launch, end_with_launcher, is_main_process, read_launch
+from utils.launch import Launch, end_with_launcher, read_launch
 from utils.network import announce_wait
 
 Item = TypeVar("Item")
@@ -61,8 +61,9 @@ class StopSignal:
 
     def __init__(self) -> None:
         self.signal = 0  # no signal yet
-        # by torchrun, which forwards its signals
-        self.is_launched = read_launch().address is not None
+        launch = read_launch()
+        self.is_main = launch.rank == 0
+        self.is_launched = launch.address is not None  # by torchrun, which forwards its signals
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             signal.signal(number, self.receive)
         # SIGHUP says that the terminal was closed. nohup ignores it: leave that, the run goes on.
@@ -74,7 +75,7 @@ class StopSignal:
         if self.signal == 0:
             # only remembered: the run ends at a place where its state is consistent
             self.signal = number
-            if is_main_process():
+            if self.is_main:
                 # os.write, because the signal may have interrupted a print, which is not reentrant.
                 # os.write raises OSError if nobody reads standard error any more, for example
                 # after Ctrl-C to `train | tee`.

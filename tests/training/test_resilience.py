@@ -31,6 +31,8 @@ from model.formats.checkpoint import load_checkpoint, load_model
 from utils.distributed import StopSignal
 
 TORCHRUN = ("-m", "torch.distributed.run")
+LAUNCH = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+LAUNCH |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 TWO = (*TORCHRUN, "--standalone", "--nproc_per_node=2")
 
 
@@ -127,7 +129,7 @@ def test_under_torchrun_a_dead_process_restarts_all_and_sigterm_saves(
 
 @given(
     st.lists(st.sampled_from([signal.SIGTERM, signal.SIGINT, signal.SIGHUP]), min_size=1),
-    st.sampled_from([{}, {"RANK": "0"}, {"RANK": "1"}]),
+    st.sampled_from([{}, {"RANK": "0"} | LAUNCH, {"RANK": "1"} | LAUNCH]),
 )
 def test_a_repeated_signal_ends_nothing_but_a_second_ctrl_c_without_a_launcher(numbers, launcher):
     with patch("os.environ", launcher), patch("signal.signal"):  # pytest keeps its handlers
