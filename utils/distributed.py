@@ -384,7 +384,7 @@ def start(
     if len(set(device_types)) > 1:
         raise UserError(
             f"some processes found no GPU, such as rank {device_types.index('cpu')}, and others "
-            "did: see nvidia-smi on that machine, or train on CPUs alone with --device cpu"
+            "did: see nvidia-smi on that machine, or take device cpu on all"
         )
     # Machines with 8 and 4 processes divide each copy of the training state among 4 neighbors.
     per_machine = math.gcd(*process.merge({rank: launch.per_machine}).values())
