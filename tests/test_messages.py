@@ -24,6 +24,8 @@ SCRIPTS = [
 OPTIONS_FILES = {
     "config.py": ["train.py", "finetune.py"],
     "training/options.py": ["train.py", "finetune.py"],
+    "training/saver.py": ["train.py", "finetune.py"],
+    "training/start.py": ["train.py", "finetune.py"],
     "finetuning/options.py": ["finetune.py"],
     "data/source.py": ["data/fineweb-edu.py", "data/train_tokenizer.py"],
 }

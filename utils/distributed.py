@@ -416,15 +416,16 @@ def join(launch: Launch, device: torch.device) -> None:
         raise UserError(f"{waiting} has failed: {reason:.300}") from error
     # If some processes have no GPU, all meet without one, and `start` says so.
     is_on_gpu = "cpu" not in device_types
-    dist.init_process_group(
-        backend="nccl" if is_on_gpu else "gloo",
-        store=store,
-        rank=launch.rank,
-        world_size=launch.world_size,
-        timeout=TIMEOUT,
-        # connect now, so that an unreachable GPU raises its error here
-        device_id=device if is_on_gpu else None,
-    )
+    with collective():
+        dist.init_process_group(
+            backend="nccl" if is_on_gpu else "gloo",
+            store=store,
+            rank=launch.rank,
+            world_size=launch.world_size,
+            timeout=TIMEOUT,
+            # connect now, so that an unreachable GPU raises its error here
+            device_id=device if is_on_gpu else None,
+        )
 
 
 def keep_freed_memory() -> None:

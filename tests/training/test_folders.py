@@ -50,6 +50,9 @@ def test_the_folders_of_another_run_are_refused(shards, trained, tmp_path):
         ([*resumed, *folders(trained)[:2], *other[2:]], "other/logs holds the log"),
     ):
         bad(args, f"{refusal} of another run", trained)
+    # a branch is another run, also where a copy of the run that it leaves lies
+    copy = shutil.copytree(trained, tmp_path / "copy")
+    bad([*resumed, *folders(copy)], "copy/checkpoints holds the checkpoints of another run", copy)
     # of a run that has lost all but its best checkpoint, too
     (tmp_path / "other/checkpoints/model_last.pt").unlink()
     bad(train_args(shards, tmp_path / "other", 4), "checkpoints of another run")
@@ -268,7 +271,7 @@ def test_unfinished_data_and_another_order_are_warned_of(shards, tmp_path):
     assert "data order" not in same
     changes = ("--max_steps", 4, "--total_batch_size", 1024, "--seed", 8)
     other = script(*args, second, first, *changes).stdout
-    assert "the data order changes from {'seed': 7," in other
+    assert "the data order changes: seed 7 (here 8)" in other
     assert "to {'seed': 8," in other
     rows = read_metrics(tmp_path)["train"]
     assert [row["tokens"] for row in rows] == [512, 1024, 1536, 2560]

@@ -85,6 +85,7 @@ def test_bad_steps_in_a_row_end_the_run_with_a_checkpoint_and_every_row_sent(sha
     args = train_args(shards, tmp_path, 20, "--save_every", 7, "--eval_every", 0)
     (done,) = faulty(1, [*args, "--wandb"], faults, code=2, **variables)
     assert "5 steps in a row had no finite loss" in done.stderr and "Traceback" not in done.stderr
+    assert "continue from step 11 with " in done.stderr  # its file was written first
     last = load_checkpoint(tmp_path / "checkpoints/model_last.pt")
     assert (last["step"], last["bad_steps"]) == (11, 0)
     arrived = json.loads((tmp_path / "arrived").read_text())
@@ -117,7 +118,7 @@ def test_a_model_is_sampled_and_scored_in_float16(trained, shards, tmp_path):
     for dtype in ("float32", "float16"):
         options = ("--checkpoint", trained, "--dtype", dtype, "--device", "cpu")
         texts.append(script("sample.py", *options, "--temperature", 0, "--prompt", "The ").stdout)
-        out = tmp_path / dtype
+        out = tmp_path / f"{dtype}.json"
         script("evaluate.py", *options, "--tasks", "val", "--data_dir", shards, "--out", out)
         nats.append(json.loads(out.read_text())["results"][0]["value"])
     assert texts[0] == texts[1] and 0 < abs(nats[1] - nats[0]) < 1e-3

@@ -116,5 +116,6 @@ def test_every_fault_of_one_process_ends_all_with_its_cause(base, tmp_path, name
                     fail(name, processes, f"{kind} {rank} {k}", base, tmp_path / "copy")
                 except (AssertionError, subprocess.TimeoutExpired) as error:
                     failures.append(f"{kind} {rank} {k}: {error}")
+                    print(failures[-1])
     print(f"{name} on {processes}: {tried} faults, {len(failures)} failures")
     assert not failures, "\n\n".join(failures)

@@ -7,7 +7,7 @@ import re
 import pytest
 from conftest import user_error
 
-from utils.files import link_or_copy, lock_folder
+from utils.files import atomic_write, link_or_copy, lock_folder
 
 
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
@@ -28,6 +28,34 @@ def test_a_lock_names_its_holder(tmp_path, activity):
         with user_error(f"another process is {activity} {tmp_path}: {re.escape(holder)}; wait"):
             lock_folder(tmp_path, activity)
         os.close(lock)
+
+
+def test_a_file_is_on_the_disk_before_its_name_and_its_name_before_the_end(tmp_path, monkeypatch):
+    """A rename may reach the disk before the content: after a power cut the file would be empty."""
+    path = tmp_path / "file"
+    events = []
+
+    def fsync(descriptor):
+        events.append((os.readlink(f"/proc/self/fd/{descriptor}"), path.exists()))
+        if os.path.isfile(events[-1][0]):
+            assert os.fstat(descriptor).st_size == 3  # Python's buffer is with the kernel
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with atomic_write(path) as file:
+        file.write(b"new")
+    assert events == [(f"{path}.tmp", False), (str(tmp_path), True)]
+
+
+@pytest.mark.parametrize("error", [errno.EIO, errno.ENOSPC])
+def test_an_error_of_the_disk_names_the_file(tmp_path, monkeypatch, error):
+    def fsync(descriptor):
+        raise OSError(error, os.strerror(error))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(OSError, match=re.escape(str(tmp_path / "file"))):
+        with atomic_write(tmp_path / "file"):
+            pass
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("links", [True, False])
