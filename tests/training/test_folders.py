@@ -272,6 +272,5 @@ def test_unfinished_data_and_another_order_are_warned_of(shards, tmp_path):
     changes = ("--max_steps", 4, "--total_batch_size", 1024, "--seed", 8)
     other = script(*args, second, first, *changes).stdout
     assert "the data order changes: seed 7 (here 8)" in other
-    assert "to {'seed': 8," in other
     rows = read_metrics(tmp_path)["train"]
     assert [row["tokens"] for row in rows] == [512, 1024, 1536, 2560]
