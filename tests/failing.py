@@ -8,8 +8,10 @@ and the file FOLDER_counts gets the number of calls of each kind.
 import json
 import os
 import runpy
+import signal
 import sys
 import threading
+import time
 from collections import Counter
 
 import torch.distributed as dist
@@ -52,11 +54,29 @@ def audit(event: str, args: tuple) -> None:
     count("write" if is_write else "read")
 
 
+def end_before_joining() -> None:
+    """End this process if the failing one has ended before they have met, as torchrun would."""
+    while not dist.is_initialized():
+        time.sleep(1)
+        if os.path.exists(f"{FOLDER}_ended"):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def exit_and_say(code: int) -> None:
+    """Exit, so that the others see it."""
+    open(f"{FOLDER}_ended", "w").close()
+    leave(code)
+
+
+leave = os._exit
 if os.environ.get("RANK", "0") == RANK:
+    os._exit = exit_and_say
     for name in ("all_reduce", "all_gather_object"):
         setattr(dist, name, count_first("collective", getattr(dist, name)))
     os.fsync = count_first("write", os.fsync)
     sys.addaudithook(audit)
+else:
+    threading.Thread(target=end_before_joining, daemon=True).start()
 sys.argv = sys.argv[1:]
 sys.path.insert(0, os.path.dirname(os.path.abspath(sys.argv[0])))
 runpy.run_path(sys.argv[0], run_name="__main__")

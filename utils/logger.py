@@ -201,8 +201,8 @@ class Logger:
 def logged_run(folder: Path) -> dict | None:
     """Return the config.json of the log in a folder, which tells whose log it is.
 
-    Its keys are "run_id", "config" (the options), "tokenizer" and others. Return {} if it cannot be
-    read, and None without a log. A log without rows counts as none: its run was killed before its
+    Its keys are "run_id", "config" (the options), "tokenizer" and others. Return {} if the file is
+    missing or no JSON, and None without a log. A log without rows counts as none: its run was killed before its
     first step, and overwriting it loses nothing.
     """
     metrics_path = folder / METRICS
@@ -210,8 +210,8 @@ def logged_run(folder: Path) -> dict | None:
         return None
     try:
         return json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}  # for example a file that a killed run left half-written
+    except (FileNotFoundError, ValueError):
+        return {}  # another program's log, for example
 
 
 def find_metrics(path: Path | str) -> Path:

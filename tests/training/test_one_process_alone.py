@@ -65,6 +65,7 @@ def fail(name: str, processes: int, fault: str, base: Path, folder: Path) -> str
     """Run a command on some processes, one of which meets a fault. Return what they print."""
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(base, folder)
+    Path(f"{folder}_ended").unlink(missing_ok=True)
     env = environment() | {"FAULT": fault, "FOLDER": str(folder), "PYTHONPATH": str(ROOT)}
     args = ["tests/failing.py", *commands(folder)[name]]
     done = run_ranks([args] * processes, code=None, env=env, timeout=60)
