@@ -219,19 +219,24 @@ def remove_checkpoints(folder: Path, progress: Progress) -> None:
             path.unlink()
 
 
-def check_space(options: ResolvedOptions, file_bytes: int) -> None:
-    """Raise UserError if the disk has no room for the checkpoints of a run, `file_bytes` each.
+def check_space(options: ResolvedOptions, recipe: Recipe, num_parameters: int) -> None:
+    """Raise UserError if the disk has no room for the checkpoints of a run.
 
     This must be known before the run: its first checkpoint has no optimizer state and may fit where
     later ones do not. A failed save does not end a run, which could then lose all of its steps.
     """
+    # 4 bytes a number: the weights, and as if all of them had the optimizer state of matrices
+    file_bytes = 4 * (1 + matrix_optimizer(recipe).moments) * num_parameters
     # model_best.pt, a temporary file, and either model_last.pt or the numbered checkpoints, to the
     # newest of which model_last.pt is a link
     missing_bytes = (2 + max(1, options.keep_last)) * file_bytes
     # The run replaces or removes existing checkpoints. Links to one file share its st_ino (inode).
     stats = [path.stat() for path in newest_first(options.checkpoint_dir)]
     missing_bytes -= sum({stat.st_ino: stat.st_size for stat in stats}.values())
-    free_bytes = shutil.disk_usage(options.checkpoint_dir).free
+    folder = options.checkpoint_dir.absolute()
+    while not folder.exists():  # in a dry run
+        folder = folder.parent
+    free_bytes = shutil.disk_usage(folder).free
     if missing_bytes > free_bytes:
         raise UserError(
             f"the disk of {options.checkpoint_dir} has {free_bytes / 1e9:.2f} GB free, and "
@@ -306,11 +311,9 @@ class Run(Generic[Options]):
         module to train, which shares these weights and averages gradients over processes, and its
         optimizers, with the state of the resumed checkpoint. Every process must call it. Raises
         UserError for a damaged file, and for a disk without room for checkpoints."""
-        # 4 bytes a number: the weights, and as if all of them had the optimizer state of matrices
-        file_bytes = 4 * (1 + matrix_optimizer(recipe).moments) * model.num_parameters()
         with self.process.together():
             if self.process.is_main:
-                check_space(self.options, file_bytes)
+                check_space(self.options, recipe, model.num_parameters())
         # DDP around the model; the model itself under sharding (FSDP2) or with one process
         wrapped = wrap(model, weights, self.process, self.options.sharding)
         # Compare both ways to compute the loss now, and not in the first step. FSDP2 has given the

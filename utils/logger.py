@@ -202,8 +202,8 @@ def logged_run(folder: Path) -> dict | None:
     """Return the config.json of the log in a folder, which tells whose log it is.
 
     Its keys are "run_id", "config" (the options), "tokenizer" and others. Return {} if the file is
-    missing or no JSON, and None without a log. A log without rows counts as none: its run was killed before its
-    first step, and overwriting it loses nothing.
+    missing or no JSON, and None without a log. A log without rows counts as none: its run was
+    killed before its first step, and overwriting it loses nothing.
     """
     metrics_path = folder / METRICS
     if not metrics_path.exists() or metrics_path.stat().st_size == 0:

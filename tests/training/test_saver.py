@@ -105,15 +105,16 @@ def test_the_lowest_loss_is_that_of_the_best_file_and_below_that_of_the_start(
 def test_a_disk_without_room_is_refused_at_the_start(tmp_path, monkeypatch):
     """Best, last and a temporary file, or --keep_last of them, less those that are replaced."""
     config = train_options(checkpoint_dir=tmp_path)
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=200))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=240))
     with user_error(f"the disk of {tmp_path} has 0.00 GB free"):
-        check_space(config, 100)
-    (tmp_path / LAST).write_bytes(bytes(100))
-    check_space(config, 100)
+        check_space(config, Recipe(), 10)
+    (tmp_path / LAST).write_bytes(bytes(120))
+    check_space(config, Recipe(), 10)
+    check_space(replace(config, checkpoint_dir=tmp_path / "a" / "b"), Recipe(), 1)  # a dry run's
     os.link(tmp_path / LAST, tmp_path / "model_step_000001.pt")
-    check_space(replace(config, keep_last=1), 100)
+    check_space(replace(config, keep_last=1), Recipe(), 10)
     with user_error("need 0.00 GB more"):
-        check_space(replace(config, keep_last=2), 100)
+        check_space(replace(config, keep_last=2), Recipe(), 10)
 
 
 def test_a_write_that_fails_names_the_reason_of_the_system(tmp_path):

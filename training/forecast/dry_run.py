@@ -14,7 +14,7 @@ from training.evaluator import Evaluator
 from training.forecast.advice import advise, choose_micro_batch
 from training.forecast.memory import USABLE, Hardware, forecast_memory
 from training.forecast.step_time import MFU, StepForecast, forecast_step, step_flops
-from training.run import refuse_overwriting
+from training.run import check_space, refuse_overwriting
 from training.start import init_checksum, open_initial
 from training.summary import agreed_model_config, describe_epochs, describe_steps
 from utils.devices import seconds_on_cpu
@@ -86,7 +86,7 @@ def print_forecast(
     if options.init_from is None and has_gpt2_tokens:
         print(describe_loss(model.num_parameters(), options.total_batch_size * options.max_steps))
     if plan is None:  # a named GPU is in another machine, which has its own folders
-        check_run_files(options, checkpoint, model, data)
+        check_run_files(options, recipe, checkpoint, model, data)
     # train.sh replaces the next two lines
     print("This was a dry run: nothing was trained or written.")
     print(f"next: {describe_next(options, fits, 'val' in data)}")
@@ -118,6 +118,7 @@ def print_time_and_cost(
 
 def check_run_files(
     options: ResolvedTrainOptions,
+    recipe: Recipe,
     checkpoint: Checkpoint | None,
     model: GPT,
     data: dict[str, Mixture],
@@ -128,6 +129,7 @@ def check_run_files(
     for folder in options.data_dir:
         print(f"data_dir: {folder}")
     refuse_overwriting(options, checkpoint)  # UserError if the folders hold another run
+    check_space(options, recipe, model.num_parameters())  # UserError for a disk without room
     if "val" in data:
         # The constructor opens, or downloads, the benchmarks. Nothing is evaluated here.
         Evaluator(options, model, data["val"], ALONE)
@@ -153,8 +155,15 @@ def describe_next(options: ResolvedTrainOptions, fits: bool, has_shards: bool) -
     """Return what the user can do after the dry run."""
     if not fits:
         return "other options, as the advice above says, and a dry run with them"
-    if plan_gpus(options.device) is not None:
-        return "the same command of train.py without --dry_run and --device, on such a machine"
+    plan = plan_gpus(options.device)
+    if plan is not None:
+        launch = plan[1]
+        command = "the same command of train.py without --dry_run and --device, on such a machine"
+        if launch.world_size > 1:
+            num_machines = launch.world_size // launch.per_machine
+            command += f", by torchrun --nproc_per_node={launch.per_machine}"
+            command += f" --nnodes={num_machines} (docs/SCALING.md)"
+        return command
     command = "the same command of train.py without --dry_run"
     if has_shards:
         return command
