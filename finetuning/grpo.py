@@ -19,7 +19,7 @@ from config import SamplingConfig
 from finetuning.completions import Completion, complete_questions
 from finetuning.examples import Batch, Example, Question
 from finetuning.methods import Method, PreparedStep, Sums, token_logprobs
-from finetuning.rewards import RewardError, RewardFunction, meeting
+from finetuning.rewards import RewardError, RewardFunction
 from model.gpt import GPT
 from utils.errors import UserError
 from utils.seeds import hash_seed
@@ -118,7 +118,7 @@ class GroupRelativePolicy(Method):
         RewardError on every process if the function fails on one. Every process must call it."""
         rewards: dict[int, list[float]] = {}  # of this process, by the index of the micro-batch
         try:
-            with self.process.together(), meeting(self.process):
+            with self.process.together(), self.process.meeting():
                 for index in self.of_process(list(range(len(micro_batches)))):
                     rewards[index] = self.reward_function(micro_batches[index])
         except UserError as error:

@@ -1,12 +1,9 @@
 """Rewards of completions, by the row's answer, by a function of the user, or by a reward model."""
 
-import contextlib
 import math
 import sys
-import threading
 import zlib
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
 from importlib.util import module_from_spec, spec_from_file_location
@@ -31,35 +28,11 @@ from utils.errors import UserError
 
 # Takes completions and returns one finite reward for each.
 RewardFunction = Callable[[list[Completion]], list[float]]
-MEETING_SECONDS = 1.0  # between two collectives of `meeting`
 
 
 class RewardError(UserError):
     """A reward function has failed. Every process raises it at the same place, so that all can save
     before they end."""
-
-
-@contextlib.contextmanager
-def meeting(process: Process) -> Iterator[None]:
-    """Return a context that ends when the bodies of all processes have ended, however long that
-    takes: a collective at its end would fail after ten minutes (utils/distributed.TIMEOUT), which a
-    judge on the network may need. Its body calls no collective."""
-    is_done = threading.Event()
-
-    def meet() -> None:
-        # `wait` returns at once when the body has ended, else after the time
-        while not process.all_agree(is_done.wait(MEETING_SECONDS)):
-            pass
-
-    # The collectives run in a thread, and the body here: functions of users may set signal
-    # handlers, as math-verify does for its time limit, and only the main thread can do that.
-    with ThreadPoolExecutor(1) as executor:
-        meetings = executor.submit(meet)
-        try:
-            yield
-        finally:
-            is_done.set()
-            meetings.result()  # waits for the other processes, and raises the thread's error
 
 
 class RewardModel(GPT):

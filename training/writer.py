@@ -122,11 +122,13 @@ def write_together(path: Path, sections: Sections, plain_entries: dict, process:
         name, offsets = process.merge(layout)[0]
         # All processes write into this file. The main process renames it when it is complete.
         temporary = path.with_name(name)
-        process.together_in_thread(write_own_rows, temporary, sections, offsets)
+        with process.together(), process.meeting():
+            write_own_rows(temporary, sections, offsets)
         # Read it back before it replaces a good file: a network file system may have lost rows.
         num_own_rows = count_own_rows(sections)
         writers = [rank for rank, n in process.merge({process.rank: num_own_rows}).items() if n > 0]
-        own_sums = process.together_in_thread(sum_written_rows, temporary, process.rank, writers)
+        with process.together(), process.meeting():
+            own_sums = sum_written_rows(temporary, process.rank, writers)
         if sum_over_processes(own_sums, process) != plain_entries["checksums"]:
             raise UserError("the file has other content than the processes have written")
         # last, so that an error on the main process alone changes nothing for the others

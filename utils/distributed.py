@@ -16,6 +16,7 @@ import logging
 import math
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -222,14 +223,22 @@ class Process:
         for message in messages.values():
             raise error or UserError(message)
 
-    def together_in_thread(self, function: Callable[..., Output], *arguments: object) -> Output:
-        """Call a function without collectives on every process, and return its result when all have
-        ended; raise on all processes if one fails. It may take longer than TIMEOUT: it runs in a
-        thread, while wait_until repeats short collectives."""
-        with self.together(), ThreadPoolExecutor() as pool:
-            future = pool.submit(function, *arguments)
-            self.wait_until(future.done)
-            return future.result()  # raises the error of the function
+    @contextlib.contextmanager
+    def meeting(self) -> Iterator[None]:
+        """Return a context that ends when the bodies of all processes have ended, however long that
+        takes: a collective at its end would fail after TIMEOUT, which a large file, or a judge on
+        the network, may need. Its body calls no collective."""
+        is_done = threading.Event()
+        # The collectives run in a thread, and the body here: functions of users may set signal
+        # handlers, as math-verify does for its time limit, and only the main thread can do that.
+        with ThreadPoolExecutor(1) as executor:
+            # `wait` returns at once when the body has ended
+            meetings = executor.submit(self.wait_until, lambda: is_done.wait(POLL_SECONDS))
+            try:
+                yield
+            finally:
+                is_done.set()
+                meetings.result()  # waits for the other processes, and raises the thread's error
 
     def read_on_all(self, read: Callable[[], Output]) -> Output:
         """Call `read` on every process and return its result; raise on all processes if one fails.

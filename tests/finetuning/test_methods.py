@@ -14,7 +14,6 @@ from torch.amp import GradScaler
 
 from data.named_tokenizer import ByteTokenizer
 from finetune import METHODS, train_step
-from finetuning import rewards
 from finetuning.completions import Completion
 from finetuning.examples import TextEncoder
 from finetuning.grpo import group_advantages
@@ -199,8 +198,7 @@ def test_rewards_may_take_longer_than_a_collective(monkeypatch):
         return next(answers)
 
     monkeypatch.setattr(Process, "all_agree", all_agree)
-    monkeypatch.setattr(rewards, "MEETING_SECONDS", 0.01)
-    with rewards.meeting(ALONE):
+    with ALONE.meeting():
         while not threads:
             time.sleep(0.001)
     assert len(threads) == 3 and threading.main_thread() not in threads
