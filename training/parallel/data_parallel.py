@@ -129,9 +129,10 @@ def refuse_wrong_division(model: GPT, mesh: DeviceMesh, process: Process) -> Non
     compare = partial(division_agrees, mesh, process.device)
     try:
         agree = on_narrow_copy(compare, type(model), model.config, max_kv_heads=mesh.size())
-    except Exception:  # an edited model may raise anything, the same on every process
+    except Exception:  # an edited model may raise anything
         agree = False
-    if not process.all_agree(agree):
+    # A process without agreement ends at once: the others may still compare, and wait for it.
+    if not (agree and process.all_agree(agree)):
         raise UserError(
             f"{mesh.size()} processes cannot share the blocks of this model: divided by the four "
             "linear layers of model/gpt.py, it has another loss or other gradients"
