@@ -236,11 +236,11 @@ def main(options: EvalOptions) -> None:
     # float32 keeps all bits of the weights, so that training has the same validation loss.
     # `checkpoint` is the content of the file, {} for a model of another project.
     model, tokenizer_spec, checkpoint = open_model(checkpoint_path or model_name, float32=True)
-    # A run that diverged can have weights that are NaN. The loss would be NaN, which JSON lacks.
-    if any(weights.isnan().any() for weights in model.parameters()):
-        raise UserError(f"{checkpoint_path or model_name} has weights that are NaN (not a number)")
+    # A run that diverged can have such weights. The loss would be NaN, which JSON lacks.
+    if not all(weights.isfinite().all() for weights in model.parameters()):
+        raise UserError(f"{checkpoint_path or model_name} has weights that are NaN or infinite")
     # prepare_for_inference changes the model in place. On a CPU oneDNN's layers may replace the
-    # linear ones. Their weights are no parameters, so the check for NaN above must come first.
+    # linear ones. Their weights are no parameters, so the check above must come first.
     model.to(process.device)
     prepare_for_inference(model, process.device, process.dtype, num_tokens=EXPECTED_ROWS)
 
