@@ -121,7 +121,7 @@ def check_inputs(options: Options, given_flags: list[str], checkpoint: Checkpoin
             continue
         for path in value if isinstance(value, tuple) else (value,):
             if isinstance(path, Path) and not path.exists():
-                earlier_path = Path(checkpoint["working_dir"]) / path
+                earlier_path = Path(checkpoint.get("working_dir", "")) / path  # older files lack it
                 raise UserError(
                     f"{path} is not here: the resumed run read it at {earlier_path}; give its "
                     f"present place by --{name}"
