@@ -36,7 +36,7 @@ from training.forecast.advice import choose_micro_batch
 from training.forecast.memory import Hardware
 from training.optimizers import matrix_optimizer
 from training.parallel.tensor_parallel import check_divides
-from training.start import list_changes
+from training.start import list_changes, refuse_missing
 from utils.cli import expand_home, flag_value, named_flags, parse, to_flags
 from utils.devices import is_bfloat16_faster, pick_device
 from utils.distributed import Process
@@ -119,13 +119,12 @@ def check_inputs(options: Options, given_flags: list[str], checkpoint: Checkpoin
     for name, value in vars(options).items():
         if name in written or name in dict(named_flags(given_flags)):
             continue
+        if name == "reward" and value not in (None, "exact"):  # a checkpoint, or FILE.py:FUNCTION
+            file_name, _, _ = value.rpartition(":")
+            value = Path(file_name if file_name.endswith(".py") else value)
         for path in value if isinstance(value, tuple) else (value,):
-            if isinstance(path, Path) and not path.exists():
-                earlier_path = Path(checkpoint.get("working_dir", "")) / path  # older files lack it
-                raise UserError(
-                    f"{path} is not here: the resumed run read it at {earlier_path}; give its "
-                    f"present place by --{name}"
-                )
+            if isinstance(path, Path):
+                refuse_missing(path, name, checkpoint)
 
 
 def saved_options(checkpoint: Checkpoint, folder: Path) -> dict:

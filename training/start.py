@@ -98,6 +98,8 @@ def open_original(
     them. Every process must call it."""
     # init_checksum calls this for a changed --init_from, finetune.py for its required --init_from.
     assert options.init_from is not None
+    if options.init_from.endswith(".pt"):  # else a model of another project
+        refuse_missing(Path(options.init_from), "init_from", checkpoint)
     original = open_init_from(options.init_from, process)
     if original.checksum(process) != checkpoint["init_checksum"]:
         raise UserError(
@@ -149,6 +151,17 @@ def compare_processes(options: RunOptions, entries: Checkpoint, process: Process
             common[name] = value
     if not process.all_equal(crc32_of(common)):
         raise UserError(DIFFERENT)
+
+
+def refuse_missing(path: Path, name: str, checkpoint: Checkpoint) -> None:
+    """Raise UserError if what a resumed run read by the flag `name` is not there any more."""
+    if not path.exists():
+        # a path of the resumed run is relative to its own folder, which older files lack
+        earlier_path = Path(checkpoint.get("working_dir", "")) / path
+        raise UserError(
+            f"{path} is not here: the resumed run read it at {earlier_path}; give its present "
+            f"place by --{name}"
+        )
 
 
 def warn_of_order(process: Process, checkpoint: Checkpoint | None, data_order: dict) -> None:

@@ -18,11 +18,12 @@ from conftest import (
 )
 
 from config import TrainOptions
+from finetuning.options import FinetuneOptions
 from model.execution import check_compiler
 from model.formats.checkpoint import load_checkpoint
 from recipes import RECIPES
 from training import options as options_module
-from training.options import find_recipe, read_options, resolve_options
+from training.options import check_inputs, find_recipe, read_options, resolve_options
 from utils.distributed import Process
 from utils.errors import UserError
 from utils.logger import logged_run
@@ -225,3 +226,20 @@ def test_the_checkpoint_of_another_script_is_not_resumed(trained, tmp_path):
         resolve("--resume", tmp_path / "a.pt")
     longer = ["train.py", "--resume", trained, "--max_steps", 9]
     bad(longer, "is at step 20, after --max_steps 9", trained)
+
+
+@pytest.mark.parametrize(
+    "name, value, path",
+    [
+        ("data", Path("texts/pairs.jsonl"), "texts/pairs.jsonl"),
+        ("reward", "a:b/judge.py:share", "a:b/judge.py"),
+        ("reward", "judge/model_best.pt", "judge/model_best.pt"),
+    ],
+)
+def test_what_moved_is_named_by_where_a_resumed_run_read_it(name, value, path):
+    given = {"method": "grpo", "init_from": "gpt2", "data": Path(), "reward": "exact"}
+    check_inputs(FinetuneOptions(**given), [], {})
+    options = FinetuneOptions(**given | {name: value})
+    with user_error(f"{path} is not here: .* read it at /before/{path}; .* by --{name}"):
+        check_inputs(options, [], {"working_dir": "/before"})
+    check_inputs(options, [f"--{name}", "there"], {})
