@@ -154,15 +154,15 @@ def config_from_hf(hf_config: dict) -> GPTConfig:
             hf_config[hf_name] = aliases[hf_config[hf_name]]
     # A missing num_key_value_heads gives None, which is also the default of n_kv_head.
     fields: dict = {name: hf_config.get(hf_name) for name, hf_name in hf_names.items()}
+    for name in SIZED:
+        if name != "dropout":  # which is for training
+            assert fields[name] is not None, f"config.json has no {hf_names[name]}"
     try:
         config = GPTConfig(**fields)
     except UserError as error:  # which has the names of GPTConfig
         names = rf"\b({'|'.join(hf_names)})\b"
         message = re.sub(names, lambda match: hf_names[match[0]], str(error))
         raise ValueError(f"config.json: {message}") from error
-    for name in SIZED:
-        if name != "dropout":  # which is for training
-            assert fields[name] is not None, f"config.json has no {hf_names[name]}"
     if is_llama:
         # as_llama sets what all LLaMAs have in common, because config.json does not state it
         config = replace(as_llama(config), qk_norm=model_type == "qwen3")
