@@ -289,8 +289,8 @@ def refuse_other_data(process: Process, name: str, content: object) -> None:
     """Raise UserError on every process if the processes have read another `content` for the task
     `name`: plain values, or objects of dataclasses. Each would score other examples than the table
     says."""
-    if not process.all_equal(zlib.crc32(repr(content).encode())):
-        raise UserError(f"the machines have different data of {name}: give all of them one file")
+    message = f"the machines have different data of {name}: give all of them one file"
+    process.check_equal(zlib.crc32(repr(content).encode()), message)
 
 
 def open_benchmark(

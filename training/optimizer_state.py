@@ -201,8 +201,8 @@ def check_state(
         if not isinstance(x, DTensor):
             content = x.detach().cpu().contiguous().view(-1).view(torch.uint8)
             checksum = zlib.crc32(content.numpy(), checksum)
-    if not process.all_equal(checksum):
-        raise UserError(
-            "this run could not be resumed: the processes keep different optimizer state, of which "
-            "a checkpoint would hold one process's"
-        )
+    process.check_equal(
+        checksum,
+        "this run could not be resumed: the processes keep different optimizer state, of which a "
+        "checkpoint would hold one process's",
+    )

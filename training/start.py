@@ -64,8 +64,7 @@ def open_initial(
     process must call it. Raises UserError for a damaged file.
     """
     # With --resume auto, a machine that lacks the checkpoint folder would begin a new run.
-    if not process.all_equal(int(checkpoint is None)):
-        raise UserError(DIFFERENT)
+    process.check_equal(int(checkpoint is None), DIFFERENT)
     if checkpoint is None:
         return open_init_from(options.init_from, process) if options.init_from else None
     # read_options has replaced --resume by the path of `checkpoint`. The path is for error messages
@@ -126,8 +125,7 @@ def open_initial_checkpoint(path: Path, checkpoint: Checkpoint, process: Process
     damaged file."""
     # Each process reads a part of the rows below, so all must have the same file. With --resume
     # FOLDER each machine picks its own. The CRC-32 of the checksums identifies a file.
-    if not process.all_equal(crc32_of(checkpoint["checksums"])):
-        raise UserError(DIFFERENT)
+    process.check_equal(crc32_of(checkpoint["checksums"]), DIFFERENT)
     model_config, weights = open_weights(path, checkpoint, process)
     return InitialModel(model_config, weights, checkpoint["tokenizer"], checkpoint)
 
@@ -149,8 +147,7 @@ def compare_processes(options: RunOptions, entries: Checkpoint, process: Process
     for name, value in {**entries, **options.to_dict()}.items():
         if not name.endswith(PER_MACHINE):
             common[name] = value
-    if not process.all_equal(crc32_of(common)):
-        raise UserError(DIFFERENT)
+    process.check_equal(crc32_of(common), DIFFERENT)
 
 
 def refuse_missing(path: Path, name: str, checkpoint: Checkpoint) -> None:

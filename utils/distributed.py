@@ -251,10 +251,12 @@ class Process:
                     content = read()
         return content
 
-    def all_equal(self, number: int) -> bool:
-        """Return whether every process gives the same number, which must be below 2^63."""
+    def check_equal(self, number: int, message: str) -> None:
+        """Raise UserError with the message on every process unless all give the same number, which
+        must be below 2^63."""
         # -min(-number) is the maximum; it equals the minimum if all numbers are equal
-        return self.min(number) == -self.min(-number)
+        if self.min(number) != -self.min(-number):
+            raise UserError(message)
 
     def min(self, number: int) -> int:
         """Return the smallest of the processes' numbers."""

@@ -152,7 +152,7 @@ def test_data_that_another_process_cannot_open_fails_on_all(monkeypatch, shards,
 
 
 def test_machines_with_different_files_are_refused(monkeypatch, exported, shards):
-    monkeypatch.setattr(Process, "all_equal", lambda self, number: False)
+    monkeypatch.setattr(Process, "min", lambda self, number: -7)  # the least is -7, the most 7
     config = evaluate.EvalOptions(data_dir=(shards,))
     scorer = Scorer(load_pretrained(exported), ALONE, 1)
     for task, path in (("val", None), ("lambada", exported / "l.jsonl")):
