@@ -113,10 +113,10 @@ def read_examples(path: Path, to_example: Callable[[dict], Any]) -> list:
             row = json.loads(line)
             examples.append(to_example(row))
         except Exception as error:  # a row of a user can be wrong in any way
-            reasons[line_number] = str(error)
+            reason = str(error)
             if not isinstance(row, dict):
                 reason = f"each row must be a JSON object; train.py takes plain text ({error})"
-                reasons[line_number] = reason
+            reasons[line_number] = reason
     if reasons:
         first, *others = reasons
         message = f"{path}, line {first}: {reasons[first]}"

@@ -181,8 +181,8 @@ class RewardModeling(Method):
         # final ids: they may be equal after the cut, or after a chat template has stripped a text
         if np.array_equal(chosen.tokens, rejected.tokens):
             raise ValueError(
-                f"chosen and rejected are the same {len(chosen.tokens)} tokens, cut to the context "
-                f"of {self.encoder.block_size}: nothing can be learned from them"
+                f"chosen and rejected are the same {len(chosen.tokens)} tokens in a context of "
+                f"{self.encoder.block_size}: nothing can be learned from them"
             )
         return Pair(chosen, rejected)
 
