@@ -222,7 +222,9 @@ def score_items(
     # runs out, it does so at once and not after an hour.
     block_size = scorer.model.config.block_size
     continuations = [task.continuations(item, tokenizer, block_size) for item in items]
-    packed_items = pack_items(continuations, shares_rows(scorer.model))
+    # The comparison runs on each machine: all processes must make equally many batches.
+    is_shared = scorer.process.all_agree(shares_rows(scorer.model))
+    packed_items = pack_items(continuations, is_shared)
     packed_items.sort(key=lambda packed_item: packed_item.length, reverse=True)
     batches: list[list[PackedItem]] = []
     for _, equal_rows in groupby(packed_items, key=lambda packed_item: packed_item.length):

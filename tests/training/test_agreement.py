@@ -65,7 +65,7 @@ model/formats/checkpoint.py find_checkpoint 1 prints only
 model/formats/huggingface.py refuse_another_architecture 2 raised again
 model/formats/huggingface_weights.py config_from_hf 1 raised again
 model/formats/huggingface_weights.py find_folder 1 raised again
-model/proof.py prove 1 a pure function of what all have: equal on all
+model/proof.py prove 1 all_agree in scoring.py; no other collective depends on the result
 """
 
 
