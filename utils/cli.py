@@ -64,7 +64,7 @@ def parse(options_class: type[Options], args: list[str] | None = None) -> Option
     # train.py and finetune.py give `args`: the user's flags behind those of a file or a checkpoint,
     # which they replace. Only then may a flag stand twice.
     is_command_line = args is None
-    args = expand_home(sys.argv[1:] if args is None else args)
+    args = join_dashes(expand_home(sys.argv[1:] if args is None else args))
     defaults = {option.name: option.default for option in fields(options_class)}
     types = {option.name: str(option.type) for option in fields(options_class)}  # "bool | None"
     for word in args:
@@ -187,6 +187,19 @@ def expand_home(words: list[str]) -> list[str]:
     not expand that one, nor words that come from a file."""
     home = str(Path.home())
     return [re.sub(r"^(--\w+=)?~(?=/|$)", rf"\1{home}", word) for word in words]
+
+
+def join_dashes(words: list[str]) -> list[str]:
+    """Return the words with a value like "---" as a part of its flag, --separator=---. As a word of
+    its own it would be taken for a flag."""
+    joined: list[str] = []
+    for word in words:
+        follows_flag = joined and re.fullmatch(r"--[\w-]+", joined[-1])
+        if follows_flag and re.match(r"--([^a-zA-Z]|$)", word):
+            joined[-1] += f"={word}"
+        else:
+            joined.append(word)
+    return joined
 
 
 def to_flags(options: dict[str, object]) -> list[str]:

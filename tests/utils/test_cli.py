@@ -66,6 +66,11 @@ def test_options_survive_as_flags(options):
     assert parse(type(options), to_flags(values)) == options
 
 
+@pytest.mark.parametrize("text", ["--", "-----", "--- end", "-- 8< --", "-"])
+def test_a_value_may_consist_of_dashes(text):
+    assert parse(Options, ["--text", text, "--number", "-1"]) == Options(text=text, number=-1)
+
+
 def test_later_flags_win_and_are_found_by_name():
     flags = ["--number", "1", "--text=a", "--number=2", "--folders", "x", "y", "--no_on"]
     assert parse(Options, flags) == Options((Path("x"), Path("y")), "a", 2.0, on=False)
