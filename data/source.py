@@ -39,10 +39,11 @@ from utils.network import DOWNLOAD_SECONDS, HUB, ask
 ROWS_PER_BATCH = 100
 LONG = 2**20  # characters; a longer text is kept on disk
 PIECE = 2**18  # characters; a text file is read, and a long text written, in such pieces
-# Lines of usual marks between texts: <|endoftext|>, ---, * * *. A text file with MANY_MARKS of one
-# kind may hold several texts.
+# Usual marks between texts: <|endoftext|> anywhere, and lines such as [SEP], --- and * * *. A text
+# file with MANY_MARKS of one kind may hold several texts.
 BRACKETS = re.compile(r"<[^<>\s]{1,30}>|\[[A-Z]{2,9}\]")
-MARKS = re.compile(rf"^(?:{BRACKETS.pattern}|[-=*_~%#]{{1,99}}|\*(?: \*)+)(?=\r?$)", re.M)
+MARK_LINES = rf"^(?:{BRACKETS.pattern}|[-=*_~%#]{{1,99}}|\*(?: \*)+)(?=\r?$)"
+MARKS = re.compile(rf"{MARK_LINES}|<\|\w{{1,30}}\|>", re.M)
 MANY_MARKS = 10
 # Suffixes of the files that are read of a folder: the first of these groups that it has. Others,
 # such as a table or a README beside the texts, are read only if named.
@@ -309,7 +310,7 @@ def separator_pattern(separator: str) -> re.Pattern[str]:
     """Return the expression of --separator. A mark in brackets, <|endoftext|>, separates texts
     anywhere, and so does a separator with a line break. Another one, such as "---", has to stand
     alone on a line. The line break behind a separator belongs to it."""
-    lines = separator.replace("\\n", "\n").split("\n")
+    lines = separator.replace("\\r", "").replace("\\n", "\n").split("\n")
     text = r"\r?\n".join(map(re.escape, lines))
     if len(lines) > 1 or BRACKETS.fullmatch(separator):
         return re.compile(text + r"(?:\r?\n)?")
@@ -587,8 +588,6 @@ class Source:
     """Read U+FFFD for bytes of files that are not UTF-8, instead of skipping their rows."""
     folder: Path | None = None
     """Folder for long texts, which `batches` keeps on disk."""
-    marks: Counter[str] = field(default_factory=Counter)
-    """Lines of the text files that may separate texts, and how often they occur."""
     has_noted_marks: bool = False
     has_noted_controls: bool = False
     ledger: dict[str, FileCounts] = field(default_factory=dict)
@@ -604,7 +603,7 @@ class Source:
 
     @property
     def errors(self) -> str:
-        """What becomes of a byte that is not UTF-8, as bytes.decode takes it."""
+        """The argument `errors` of bytes.decode: what becomes of a byte that is not UTF-8."""
         return "replace" if self.replace_bad_bytes else SURROGATES
 
     def ledger_at(self, position: SourcePosition) -> dict[str, FileCounts]:
@@ -728,11 +727,11 @@ class Source:
     def note_controls(self, name: str, rows: list[str | LongText | Skipped]) -> None:
         """Print a warning, once in a run, if a text has control characters of Latin-1."""
         for row in rows:
-            if isinstance(row, Skipped):
+            if self.has_noted_controls or isinstance(row, Skipped):
                 continue
             for piece in pieces_of(row, LONG):
                 control = None if piece.isascii() else C1_CONTROLS.search(piece)
-                if control and not self.has_noted_controls:
+                if control:
                     self.has_noted_controls = True
                     print(
                         f"warning: a text of {name} has control characters, such as "
@@ -741,22 +740,23 @@ class Source:
                         "iconv -f windows-1252 -t utf-8 OLD > NEW",
                         file=sys.stderr,
                     )
+                    break
 
     def note_marks(self, name: str, pieces: Iterator[str]) -> Iterator[str]:
-        """Yield the pieces of a text file. Print a note, once in a run, if a usual mark between
-        texts stands alone on many lines of the files: it would be learned as text."""
+        """Yield the pieces of a text file. Print a note, once in a run, if the file has many usual
+        marks between texts: they would be learned as text."""
+        marks: Counter[str] = Counter()
         for piece in pieces:
             yield piece
             if self.has_noted_marks or suffix_of(name) == ".py":  # code has lines of -----
                 continue
-            self.marks.update(MARKS.findall(piece))
-            for mark, count in self.marks.most_common(1):
+            marks.update(MARKS.findall(piece))
+            for mark, count in marks.most_common(1):
                 if count >= MANY_MARKS:
                     self.has_noted_marks = True
                     print(
-                        f"note: {mark} stands alone on many lines of {name}; if it separates "
-                        "texts, begin anew in another folder with --separator "
-                        f"{shlex.quote(mark)}",
+                        f"note: {mark} occurs often in {name}; if it separates texts, begin anew "
+                        f"in another folder with --separator {shlex.quote(mark)}",
                         file=sys.stderr,
                     )
 

@@ -191,6 +191,7 @@ def test_text_of_windows_that_was_read_as_latin1_gets_one_warning(tmp_path, caps
         ("* * *", "a\n* * *\n* * *\r\n* * *b", ["a\n", "* * *b"]),
         ("", "a\nb\n\n\nc", ["a\nb\n", "c"]),
         (r"\n\n", "a\nb\r\n\r\n\r\nc\n", ["a\nb", "c\n"]),
+        (r"\r\n\r\n", "a\n\nb\r\n\r\n", ["a", "b"]),
         ("###", "none of it", ["none of it"]),
     ],
 )
@@ -205,17 +206,19 @@ def test_a_separator_cuts_a_text_file_wherever_its_pieces_end(
     assert ("no text file has --separator '###'" in capsys.readouterr().err) == (len(rows) == 1)
 
 
-@pytest.mark.parametrize("mark", ["<|endoftext|>", "=====", "[SEP]", "* * *", "%"])
+@pytest.mark.parametrize("mark", ["<|endoftext|>", "<|im_end|>", "=====", "[SEP]", "* * *"])
 def test_a_mark_that_stands_on_many_lines_is_named_once_with_the_flag(tmp_path, capsys, mark):
     for name in ("a.txt", "b.txt"):
-        (tmp_path / name).write_text(f"A story.\n{mark}\r\n" * 40)
+        line_break = "" if mark == "<|im_end|>" else "\r\n"
+        (tmp_path / name).write_text(f"A story.{line_break}{mark}{line_break}" * 40)
     (tmp_path / "c.py").write_text("-----\n" * 40)
-    (tmp_path / "d.txt").write_text("one\n-----\n* item\n" * 9)
-    read(tmp_path / "c.py", tmp_path / "d.txt")
+    for name in ("d.txt", "e.txt"):  # a line below each of a few titles
+        (tmp_path / name).write_text("one\n-----\n* item\n" * 9)
+    read(*(tmp_path / name for name in ("c.py", "d.txt", "e.txt")))
     assert capsys.readouterr().err == ""
     read(*sorted(tmp_path.iterdir()))
     said = capsys.readouterr().err
-    assert f"note: {mark} stands alone on many lines of {tmp_path}/a.txt" in said
+    assert f"note: {mark} occurs often in {tmp_path}/a.txt" in said
     assert f"--separator {shlex.quote(mark)}\n" in said and said.count("note") == 1
 
 
