@@ -180,26 +180,22 @@ def tokenize(
     of a validation document gets into train.
     """
     text_hash = hashlib.blake2b(digest_size=8)
-    chunk_ids: list[np.ndarray] = []  # of a text in memory
-    token_file = TokenFile(folder) if isinstance(text, LongText) else None
+    token_file = TokenFile(folder)
     lost: Counter[str] = Counter()
     encode = tokenizer.encode_document  # for the first chunk: start_ids, then the text
     for chunk in split_text(tokenizer, text):
         text_hash.update(chunk.encode())
         ids = encode(chunk)  # uint32 (n,)
-        if token_file is None:
-            chunk_ids.append(ids)
-        else:
-            token_file.append(ids)
+        token_file.append(ids)
         lost.update(tokenizer.lost_text(chunk, ids))  # "" for gpt2 and bytes
         encode = tokenizer.encode_continuation
-    tokens = np.concatenate(chunk_ids) if token_file is None else token_file
+    num_tokens = token_file.num_tokens
     # 64 bits of the hash as a number in [0, 1)
     is_val = int.from_bytes(text_hash.digest(), "big") / 2**64 < val_fraction
     return Document(
-        tokens=Tokens([(tokens, 0, len(tokens))]),
+        tokens=Tokens([(token_file, 0, num_tokens)]),
         num_start=len(tokenizer.start_ids),
-        num_train=0 if is_val else len(tokens),  # all tokens are in one split
+        num_train=0 if is_val else num_tokens,  # all tokens are in one split
         num_bytes=size_of(text),
         lost=lost,
     )

@@ -43,11 +43,10 @@ TOKENS_AT_ONCE = 2**20  # tokens of a document that are in memory while they are
 
 
 class TokenFile:
-    """Token ids of a long text, uint32, in a file on disk without a name. Slices are read from the
-    file: `token_file[start:end]` is an array."""
+    """Token ids of a text, uint32, in memory; those of a long text in a file without a name."""
 
     def __init__(self, folder: Path) -> None:
-        self.file = tempfile.TemporaryFile(dir=folder)
+        self.file = tempfile.SpooledTemporaryFile(4 * TOKENS_AT_ONCE, dir=folder)
         self.num_tokens = 0
 
     def append(self, ids: np.ndarray) -> None:
@@ -55,21 +54,19 @@ class TokenFile:
         self.file.write(ids.tobytes())
         self.num_tokens += len(ids)
 
-    def __len__(self) -> int:
-        return self.num_tokens
-
-    def __getitem__(self, span: slice) -> np.ndarray:
-        self.file.seek(span.start * 4)  # bytes; also writes what append left in Python's buffer
-        return np.frombuffer(self.file.read((span.stop - span.start) * 4), np.uint32)
+    def read(self, start: int, end: int) -> np.ndarray:
+        """Return tokens [start, end), uint32 (n,)."""
+        self.file.seek(start * 4)  # bytes; also writes what append left in Python's buffer
+        return np.frombuffer(self.file.read((end - start) * 4), np.uint32)
 
 
 class Tokens:
-    """Token ids in sections: parts of arrays in memory, or of files on disk. Cutting and joining
-    copies no tokens, so that a text which is larger than memory can be divided."""
+    """Token ids in sections of token files. Cutting and joining copies no tokens, so that a text
+    which is larger than memory can be divided."""
 
-    def __init__(self, sections: list[tuple[np.ndarray | TokenFile, int, int]]) -> None:
+    def __init__(self, sections: list[tuple[TokenFile, int, int]]) -> None:
         self.sections = sections
-        """Each: ids, and the first and the end index of the section in them."""
+        """Each: a file, and the first and the end index of the section in it."""
 
     def __len__(self) -> int:
         return sum(end - start for _, start, end in self.sections)
@@ -78,17 +75,17 @@ class Tokens:
         """Return tokens [first, last)."""
         sections = []
         position = 0  # index of a section's first token in all sections
-        for ids, start, end in self.sections:
+        for file, start, end in self.sections:
             section_start = max(start, start + first - position)
             section_end = min(end, start + last - position)
             if section_start < section_end:
-                sections.append((ids, section_start, section_end))
+                sections.append((file, section_start, section_end))
             position += end - start
         return Tokens(sections)
 
     def read(self) -> np.ndarray:
         """Return the ids, uint32 (n,), in memory."""
-        return np.concatenate([ids[start:end] for ids, start, end in self.sections])
+        return np.concatenate([file.read(start, end) for file, start, end in self.sections])
 
 
 def join_tokens(parts: list[Tokens]) -> Tokens:
