@@ -46,7 +46,7 @@ class TokenFile:
     """Token ids of a text, uint32, in memory; those of a long text in a file without a name."""
 
     def __init__(self, folder: Path) -> None:
-        self.file = tempfile.SpooledTemporaryFile(4 * TOKENS_AT_ONCE, dir=folder)
+        self.file = tempfile.SpooledTemporaryFile(4 * TOKENS_AT_ONCE, dir=str(folder))
         self.num_tokens = 0
 
     def append(self, ids: np.ndarray) -> None:
@@ -322,7 +322,7 @@ class Sharder:
         of the same name, which an earlier run may have listed in `end`."""
         entry = self.writers.pop(split).finish()
         other_entries = [other for other in self.manifest.shards if other.file != entry.file]
-        self.manifest.shards = [*other_entries, entry]
+        self.manifest.shards = other_entries + [entry]
 
     def hold_back(self, documents: Iterator[Document]) -> Iterator[Document]:
         """Yield the documents to write. Hold back the last documents until the end of the source:
