@@ -258,7 +258,8 @@ def call_and_exit(
     warnings.filterwarnings("ignore", "\nOnline softmax is disabled")
     # A notebook or a terminal of Windows may write another encoding than UTF-8, which lacks most
     # characters: write their escapes, as Python does on standard error.
-    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+    if isinstance(sys.stdout, io.TextIOWrapper):  # `%run` of a notebook has another object there
+        sys.stdout.reconfigure(errors="backslashreplace")
     label = "error"
     message = None  # the sentence to print after an error
     exit_code = 0
