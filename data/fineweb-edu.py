@@ -128,7 +128,8 @@ def split_text(tokenizer: Tokenizer, text: str | LongText) -> Iterator[str]:
             if len(chunk) == MANY_CHUNKS:
                 print_memory(tokenizer, text)
             continue
-        yield "".join([*chunk, piece[:end]])
+        chunk.append(piece[:end])
+        yield "".join(chunk)
         chunk = [piece[end:]]
     yield "".join(chunk)
 

@@ -240,7 +240,7 @@ class Mixture:
         if len(set(self.names)) < len(self.names):  # e.g. a/shards and b/shards
             self.names = [str(folder.path) for folder in first_folders]
         sizes = [len(sequences) for sequences in self.corpus_sequences]
-        self.starts = np.cumsum([0, *sizes])
+        self.starts = np.cumsum([0] + sizes)
         """Id of the first sequence of each corpus, and at the end the number of all sequences."""
         # the smallest number of positions in which each corpus has a whole number of places
         self.period = math.lcm(*(corpus.weight.denominator for corpus in corpora))

@@ -294,7 +294,7 @@ class TokenStream:
                 "may train on the validation text of another; shard them alike"
             )
         sizes = [shard.num_tokens for shard in self.shards]
-        self.starts = np.cumsum([0, *sizes])
+        self.starts = np.cumsum([0] + sizes)
         """Index in the stream of the first token of each shard, and at the end the length of the
         stream: int64 (shards + 1,)."""
 

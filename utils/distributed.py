@@ -418,7 +418,7 @@ def join(launch: Launch, device: torch.device) -> None:
         # it may be alone, as one whose variables are left over from an earlier launch.
         with announce_wait(waiting, seconds=0 if launch.rank == 0 else 10):
             # the store through which init_process_group would connect the processes by itself
-            store, *_ = next(dist.rendezvous("env://", timeout=TIMEOUT))
+            store = next(dist.rendezvous("env://", timeout=TIMEOUT))[0]
             store.set(f"device of {launch.rank}", device.type)
             names = [f"device of {rank}" for rank in range(launch.world_size)]
             device_types = [name.decode() for name in store.multi_get(names)]  # waits for all
