@@ -69,7 +69,7 @@ def shorten(labels: list[str], width: int = 41) -> list[str]:
     folder = os.path.commonprefix(labels).rpartition("/")[0]
     short_labels = []
     for label in labels:
-        if len(labels) > 1 and len(label) > width:
+        if folder and len(labels) > 1 and len(label) > width:
             label = "…" + label.removeprefix(folder)
         if len(label) > width:  # both ends stay: the folder, and a sweep's options and seed
             label = f"{label[: width // 2]}…{label[-(width // 2) :]}"

@@ -194,6 +194,7 @@ def test_a_picture_that_cannot_be_written_is_a_sentence(tmp_path):
         ([f"/{x}/{'long' * 20}/recipe=modern seed=1" for x in "ab"], None),
         ([f"runs/{'max_lr=2e-3 ' * 3}warmup={x} {'beta2=0.95 ' * 3}" for x in (5, 6)], None),
         (["/home/user/" + "long" * 20], ["/home/user/longlongl…longlonglonglonglong"]),
+        (["a/" + "long" * 20, "b"], ["a/longlonglonglonglo…longlonglonglonglong", "b"]),
     ],
 )
 def test_different_runs_have_different_names_in_a_legend(labels, expected):
