@@ -517,22 +517,20 @@ def encoding_advice(name: str, counts: FileCounts) -> str:
         return f"; it is {encoding}: iconv -f {encoding} -t utf-8 OLD > NEW"
     if NOT_UTF8.reason not in counts.skipped:
         return ""
-    bad_byte: re.Match[str] | None = None  # the first one
-    num_before = 3 if beginning.startswith(codecs.BOM_UTF8) else 0  # bytes before it
-    num_other = 0  # characters up to it that are UTF-8 beyond ASCII
+    num_before = 3 if beginning.startswith(codecs.BOM_UTF8) else 0  # bytes before the bad one
     with open_text(UntilDamage(name)) as file:
         for piece in iter(partial(file.read, PIECE), ""):
             bad_byte = BAD_BYTES.search(piece)
-            before = piece[: bad_byte.start()] if bad_byte else piece
-            num_before += len(before.encode())
-            num_other += len(before.encode()) - len(before)
             if bad_byte:
                 break
-    if bad_byte is None:  # half of a surrogate pair, as JSON writes it
-        return ""
-    value = bad_byte[0].encode("utf-8", SURROGATES)[0]
-    advice = f"; its byte {num_before + 1:,} is 0x{value:02x}, not UTF-8: "
+            num_before += len(piece.encode())
+        else:  # half of a surrogate pair, as JSON writes it
+            return ""
+    num_before += len(piece[: bad_byte.start()].encode())
     bad_bytes = "".join(BAD_BYTES.findall(piece)).encode("utf-8", SURROGATES)
+    advice = f"; its byte {num_before + 1:,} is 0x{bad_bytes[0]:02x}, not UTF-8: "
+    # characters beside the bad bytes that are UTF-8 beyond ASCII
+    num_other = len(re.findall(r"[^\x00-\x7f]", piece)) - len(bad_bytes)
     if num_other < len(bad_bytes):  # else a text of UTF-8 with some bad bytes
         # Windows-1252 lacks five bytes. Texts of other alphabets have many bad bytes.
         num_windows = len(bad_bytes.decode("cp1252", "ignore"))
@@ -641,8 +639,9 @@ class Source:
                     for portion in portions(rows):
                         count_rows(counts, portion)
                         self.note_controls(name, portion)
-                        first_row += len(portion)
-                        yield RowBatch(batch_position, portion, first_row - len(portion))
+                        num_rows = len(portion)  # the caller empties the list
+                        yield RowBatch(batch_position, portion, first_row)
+                        first_row += num_rows
             except Exception as error:  # a reader's own error, without the file's name
                 # the message of a UserError names the source already; LongText fills a disk
                 if isinstance(error, UserError) or is_full_disk(error):
@@ -654,10 +653,10 @@ class Source:
                 raise UserError(message) from error
             warn_if_suspect(name, counts)
             position = SourcePosition()  # the next file is read from its beginning
-        text_files = [name for name in self.ledger if suffix_of(name) not in READERS]
-        if self.separator is not None and not any(
-            self.ledger[name].rows > 1 for name in text_files
-        ):
+        rows_of_text_files = [
+            counts.rows for name, counts in self.ledger.items() if suffix_of(name) not in READERS
+        ]
+        if self.separator is not None and max(rows_of_text_files, default=0) < 2:
             print(f"note: no text file has --separator {self.separator!r}", file=sys.stderr)
         # The ledger counts texts of earlier runs, too: this run may have begun at the very end.
         if not any(counts.texts for counts in self.ledger.values()):
