@@ -20,7 +20,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Literal
@@ -212,7 +212,7 @@ def read_documents(
         """Return the documents of a batch from row `point.first_row` on. The shards already hold
         earlier rows, and the first `point.tokens` tokens of the first document."""
         documents: list[Document] = []
-        for row, text in enumerate(row_batch.rows, row_batch.first_row):
+        for row, text in enumerate(row_batch.rows):
             # a Skipped row is only counted
             if row >= point.first_row and not isinstance(text, Skipped):
                 document = tokenize(tokenizer, options.val_fraction, text, sharder.folder)
@@ -236,12 +236,13 @@ def read_documents(
         point = sharder.manifest.state
         # point.source is a SourcePosition as JSON; None: from the beginning
         for row_batch in source.batches(point.source):
-            last_row = row_batch.first_row + len(row_batch.rows) - 1
+            rows_left = point.first_row - len(row_batch.rows)  # to skip, behind this batch
             num_bytes = sum(size_of(row) for row in row_batch.rows if not isinstance(row, Skipped))
             pending.append((workers.submit(tokenize_batch, row_batch, point), num_bytes))
             pending_bytes += num_bytes
-            if last_row >= point.first_row:
-                point = ResumePoint()  # the shards hold nothing of the next batches
+            # After the first batch the shards hold nothing, unless a run of an older version, with
+            # larger batches, has saved the resume point.
+            point = replace(point, documents=rows_left) if rows_left >= 0 else ResumePoint()
             # Three batches per thread keep all threads busy, and memory small. Long texts are on
             # disk, and so are their tokens.
             while len(pending) > 3 * options.num_workers or (

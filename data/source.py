@@ -34,9 +34,7 @@ from data.manifest import FileCounts, sha256, time_of_change
 from utils.errors import UserError
 from utils.network import DOWNLOAD_SECONDS, HUB, ask
 
-# A manifest counts rows within a batch (ResumePoint.first_row). With smaller batches a later run
-# would continue at the wrong row.
-ROWS_PER_BATCH = 100
+ROWS_PER_BATCH = 100  # at most
 LONG = 2**20  # characters; a longer text is kept on disk
 PIECE = 2**18  # characters; a text file is read, and a long text written, in such pieces
 # Usual marks between texts: <|endoftext|> anywhere, and lines such as [SEP], --- and * * *. A text
@@ -125,14 +123,11 @@ class SourcePosition:
 
 
 class RowBatch(NamedTuple):
-    """Consecutive rows of a file or dataset: a batch, or a part of one whose texts are long."""
+    """Consecutive rows of a file or dataset, and the position of the first."""
 
     position: SourcePosition
-    """Position of the batch."""
     rows: list[str | LongText | Skipped]
     """Text of each row, or Skipped with the reason."""
-    first_row: int = 0
-    """Index of the first of `rows` in the batch."""
 
 
 # Files: what to read, and how to open it
@@ -461,24 +456,20 @@ def quote(error: Exception) -> str:
 # The source
 
 
-# position of up to ROWS_PER_BATCH consecutive rows, and these rows as they are read
-Batch = tuple[SourcePosition, Iterator[str | LongText | Skipped]]
-
-
-def portions(rows: Iterator[str | LongText | Skipped]) -> Iterator[list[str | LongText | Skipped]]:
-    """Yield consecutive rows in lists, each with little more than PIECE characters: a hundred long
-    texts are too much for memory, and for a disk."""
-    portion: list[str | LongText | Skipped] = []
+def divide(rows: Iterator[str | LongText | Skipped]) -> Iterator[list[str | LongText | Skipped]]:
+    """Yield up to ROWS_PER_BATCH consecutive rows at a time, with little more than PIECE
+    characters: a hundred long texts are too much for memory, and for a disk."""
+    batch: list[str | LongText | Skipped] = []
     num_characters = 0
     for row in rows:
-        portion.append(row)
+        batch.append(row)
         if not isinstance(row, Skipped):
             num_characters += LONG if isinstance(row, LongText) else len(row)
-        if num_characters > PIECE:
-            yield portion
-            portion, num_characters = [], 0
-    if portion:
-        yield portion
+        if num_characters > PIECE or len(batch) == ROWS_PER_BATCH:
+            yield batch
+            batch, num_characters = [], 0
+    if batch:
+        yield batch
 
 
 def count_rows(counts: FileCounts, rows: list[str | LongText | Skipped]) -> None:
@@ -635,13 +626,9 @@ class Source:
                     # asdict copies the counts of the rows before this batch; after that,
                     # count_rows adds the rows of this batch.
                     batch_position = replace(batch_position, file=index, counts=asdict(counts))
-                    first_row = 0
-                    for portion in portions(rows):
-                        count_rows(counts, portion)
-                        self.note_controls(name, portion)
-                        num_rows = len(portion)  # the caller empties the list
-                        yield RowBatch(batch_position, portion, first_row)
-                        first_row += num_rows
+                    count_rows(counts, rows)
+                    self.note_controls(name, rows)
+                    yield RowBatch(batch_position, rows)
             except Exception as error:  # a reader's own error, without the file's name
                 # the message of a UserError names the source already; LongText fills a disk
                 if isinstance(error, UserError) or is_full_disk(error):
@@ -664,14 +651,14 @@ class Source:
             worker = f" for worker {self.worker_index}" if self.worker_count > 1 else ""
             raise UserError(f"{names:.300} holds no text{worker}")
 
-    def read_batches(self, name: str, position: SourcePosition) -> Iterator[Batch]:
+    def read_batches(self, name: str, position: SourcePosition) -> Iterator[RowBatch]:
         """Yield the batches of a file from a position in it on, with empty positions, which
-        `batches` fills in. Each batch has to be read to its end before the next one."""
+        `batches` fills in."""
         # Most formats have no index of rows: earlier rows are read again and dropped.
         first_row = position.counts.get("rows", 0)  # number of rows that earlier runs have sharded
         rows_left = islice(self.read_texts(name), first_row, None)
-        for row in rows_left:  # the first row of a batch
-            yield SourcePosition(), chain([row], islice(rows_left, ROWS_PER_BATCH - 1))
+        for rows in divide(rows_left):
+            yield RowBatch(SourcePosition(), rows)
 
     def read_texts(self, name: str) -> Iterator[str | LongText | Skipped]:
         """Yield the text of each row of a file, or Skipped with the reason. If the file is damaged,
@@ -759,7 +746,7 @@ class Source:
                         file=sys.stderr,
                     )
 
-    def read_dataset(self, name: str, position: SourcePosition) -> Iterator[Batch]:
+    def read_dataset(self, name: str, position: SourcePosition) -> Iterator[RowBatch]:
         """Yield the batches of the hub's dataset `name` from a position on, with positions that
         have only `revision` and `stream`; `batches` fills in the rest."""
         import datasets  # slow to import; only the hub needs these
@@ -792,6 +779,6 @@ class Source:
                 reason = without_column(self.column, columns).reason
                 raise UserError(f"{name} is {reason}; name the column of its texts")
             batch_position = SourcePosition(revision=revision, stream=stream_state)
-            to_text = partial(as_text, errors=self.errors)
-            yield batch_position, map(to_text, columns[self.column])
+            rows = [as_text(value, self.errors) for value in columns[self.column]]
+            yield RowBatch(batch_position, rows)
             stream_state = stream.state_dict()
