@@ -607,7 +607,7 @@ class Source:
         """Yield batches of rows from a position on: a SourcePosition as JSON, ResumePoint.source of
         a manifest; None for the beginning. Prints a warning about each suspect file. Raises
         UserError for a source that cannot be read, and at the end if no row was a text. `datasets`
-        itself retries downloads for some minutes."""
+        retries downloads, for DOWNLOAD_SECONDS a batch."""
         position = SourcePosition(**(position_json or {}))
         # both yield the batches of a file or dataset, from a position in it on
         read = self.read_batches if self.sizes else self.read_dataset
