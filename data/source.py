@@ -40,7 +40,7 @@ PIECE = 2**18  # characters; a text file is read, and a long text written, in su
 # Usual marks between texts: <|endoftext|> anywhere, and lines such as [SEP], --- and * * *. A text
 # file with MANY_MARKS of one kind may hold several texts.
 BRACKETS = re.compile(r"<[^<>\s]{1,30}>|\[[A-Z]{2,9}\]")
-MARK_LINES = rf"^(?:{BRACKETS.pattern}|[-=*_~%#]{{1,99}}|\*(?: \*)+)(?=\r?$)"
+MARK_LINES = rf"^(?:{BRACKETS.pattern}|[-=*_~%#]{{1,99}}|\*(?: \*)+)(?=[ \t]{{0,2}}\r?$)"
 MARKS = re.compile(rf"{MARK_LINES}|<\|\w{{1,30}}\|>", re.M)
 MANY_MARKS = 10
 # Suffixes of the files that are read of a folder: the first of these groups that it has. Others,
@@ -304,19 +304,19 @@ def join_pieces(pieces: Iterable[str], folder: Path | None) -> str | LongText | 
 def separator_pattern(separator: str) -> re.Pattern[str]:
     """Return the expression of --separator. A mark in brackets, <|endoftext|>, separates texts
     anywhere, and so does a separator with a line break. Another one, such as "---", has to stand
-    alone on a line. The line break behind a separator belongs to it."""
+    alone on a line. The blanks and the line break behind a separator belong to it."""
     lines = separator.replace("\\r", "").replace("\\n", "\n").split("\n")
     text = r"\r?\n".join(map(re.escape, lines))
     if len(lines) > 1 or BRACKETS.fullmatch(separator):
         return re.compile(text + r"(?:\r?\n)?")
-    return re.compile(rf"(?<=\n){text}(?:\r?\n|\Z)")
+    return re.compile(rf"(?<=\n){text}[ \t]{{0,2}}(?:\r?\n|\Z)")
 
 
 def number_pieces(pieces: Iterable[str], separator: str) -> Iterator[tuple[int, str]]:
     """Yield the pieces of several texts with a separator between them, each with the index of its
     text. Leaves out the separators, and texts without a character."""
     pattern = separator_pattern(separator)
-    max_length = 2 * len(separator) + 2  # of a match: each \n may be \r\n
+    max_length = 2 * len(separator) + 4  # of a match: each \n may be \r\n
     index = 0  # of the text
     rest = "\n"  # a character for (?<=\n), then the characters that are not yielded yet
     for piece in chain(pieces, [""]):  # "": the end

@@ -190,6 +190,7 @@ def test_text_of_windows_that_was_read_as_latin1_gets_one_warning(tmp_path, caps
         ("%", "%\n50% %\n%\n%%\n%", ["50% %\n", "%%\n"]),
         ("* * *", "a\n* * *\n* * *\r\n* * *b", ["a\n", "* * *b"]),
         ("", "a\nb\n\n\nc", ["a\nb\n", "c"]),
+        ("##", "a\n## \nb\n## \t\r\n## c\n##  ", ["a\n", "b\n", "## c\n"]),
         (r"\n\n", "a\nb\r\n\r\n\r\nc\n", ["a\nb", "c\n"]),
         (r"\r\n\r\n", "a\n\nb\r\n\r\n", ["a", "b"]),
         ("###", "none of it", ["none of it"]),
@@ -209,7 +210,7 @@ def test_a_separator_cuts_a_text_file_wherever_its_pieces_end(
 @pytest.mark.parametrize("mark", ["<|endoftext|>", "<|im_end|>", "=====", "[SEP]", "* * *"])
 def test_a_mark_that_stands_on_many_lines_is_named_once_with_the_flag(tmp_path, capsys, mark):
     for name in ("a.txt", "b.txt"):
-        line_break = "" if mark == "<|im_end|>" else "\r\n"
+        line_break = "" if mark == "<|im_end|>" else " \r\n"
         (tmp_path / name).write_text(f"A story.{line_break}{mark}{line_break}" * 40)
     (tmp_path / "c.py").write_text("-----\n" * 40)
     for name in ("d.txt", "e.txt"):  # a line below each of a few titles
