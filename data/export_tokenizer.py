@@ -73,7 +73,7 @@ def save_tokenizer(
     if isinstance(tokenizer, FileTokenizer):
         tokenizer_json = tokenizer.tokenizer_json
         # tokens by their names in transformers; template_tokens may have another eos_token
-        special_tokens = {"eos_token": tokenizer.end_of_text, **tokenizer.template_tokens}
+        special_tokens = {"eos_token": tokenizer.end_of_text} | tokenizer.template_tokens
         if not tokenizer.chat_template:  # a chat template needs the bos_token of its model
             bos_token = tokenizer.backend.id_to_token(tokenizer.start_ids[0])
             special_tokens["bos_token"] = str(bos_token)  # never None: it is an id of this file
