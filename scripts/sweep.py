@@ -103,7 +103,7 @@ def train(options: SweepOptions, name: str, *more_flags: str) -> None:
     print(f"--- {name}", flush=True)  # before the output of train.py
     # "auto" resumes the newest checkpoint, or begins a new run if there is none.
     folder_flags = ["--resume", "auto", "--run_dir", str(folder)]
-    command = [sys.executable, str(TRAIN), *flags, *folder_flags, *more_flags]
+    command = [sys.executable, str(TRAIN)] + flags + folder_flags + list(more_flags)
     # Not subprocess.run, which would kill the run at Ctrl-C: the terminal signals the run, and it
     # saves.
     exit_code = subprocess.Popen(command).wait()
