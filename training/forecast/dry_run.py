@@ -160,9 +160,9 @@ def describe_next(options: ResolvedTrainOptions, fits: bool, has_shards: bool) -
         launch = plan[1]
         command = "the same command of train.py without --dry_run and --device, on such a machine"
         if launch.world_size > 1:
-            num_machines = launch.world_size // launch.per_machine
-            command += f", by torchrun --nproc_per_node={launch.per_machine}"
-            command += f" --nnodes={num_machines} (docs/SCALING.md)"
+            per_machine = launch.per_machine
+            num_machines = launch.world_size // per_machine
+            command += f", by torchrun --nproc_per_node={per_machine} --nnodes={num_machines}"
         return command
     command = "the same command of train.py without --dry_run"
     if has_shards:
