@@ -66,8 +66,10 @@ def test_wandb_gets_every_number_also_of_steps_that_are_done_again(tmp_path, mon
 
 
 def test_wandb_writes_where_it_is_told_and_its_silence_ends(tmp_path, monkeypatch, capsys, wandb):
-    short = lambda url, request, limit: ask(url, request, limit=0.1)  # noqa: E731
-    monkeypatch.setattr("training.weights_and_biases.ask", short)
+    def ask_briefly(url, request, limit):
+        return ask(url, request, limit=0.1)
+
+    monkeypatch.setattr("training.weights_and_biases.ask", ask_briefly)
     monkeypatch.setenv("WANDB_DIR", "elsewhere")
     monkeypatch.setenv("WANDB_BASE_URL", "https://own.server/api")
     wandb.init.side_effect = lambda **options: time.sleep(5)
