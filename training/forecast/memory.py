@@ -2,8 +2,9 @@
 
 Weights, gradients and optimizer state are counted exactly (but not NorMuon's state, which has one
 number per row). What the blocks keep is measured (training/forecast/blocks.py); head, logits and
-gathered weights are formulas. docs/SCALING.md gives the errors. Nothing is allocated: models here
-are on the device "meta". training/forecast/step_time.py forecasts communication, and
+gathered weights are formulas. docs/SCALING.md gives the errors. tests/training/test_counts.py and
+test_graphs.py compare with PyTorch's own counts. Nothing is allocated: models here are on the
+device "meta". training/forecast/step_time.py forecasts communication, and
 training/forecast/advice.py finds what fits.
 """
 

@@ -1,6 +1,18 @@
 """Forecast of the time of a step: the compute of each GPU, and the bytes that it sends to others.
 
-docs/SCALING.md derives the formulas, for ring algorithms and without latencies.
+Formulas are those of ring algorithms, without latencies. A step of `a` micro-steps and N parameters
+sends these bytes from each of the W GPUs of a machine, times (W - 1) / W:
+
+    none    8 N          one all-reduce of float32 gradients, which counts twice
+    zero1   6 N          one all-gather of bfloat16 weights, one reduce-scatter of gradients
+    zero2   4 N a + 2 N  a reduce-scatter in each micro-step
+    zero3   8 N a        also two all-gathers in each micro-step
+
+Between M machines each GPU then sends 8 N / W * (M - 1) / M. Sending is hidden if compute takes
+longer. With F FLOP/s and S bytes/s of a GPU, "none" hides behind one backward pass of 4 N FLOPs per
+token: 8 N / S < 4 N tokens / F, so a micro-batch needs 2 F / S tokens, under "zero2" F / S, under
+"zero3" 4 F / 3 S. The gradients that are ready last cannot be hidden: of 124M, the 154 MB of the
+tied embedding, 0.6 ms by NVLink.
 """
 
 from dataclasses import dataclass
