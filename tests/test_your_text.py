@@ -70,6 +70,8 @@ def test_one_book_then_scores_plot_export_and_other_files_beside_it(home):
     assert "left out: 1 .jpg" in sharded and "documents: 202" in sharded
     (verified,) = run("Several corpora", home)
     assert verified.count("tokens of bytes, intact") == 4
+    _, shards, trained = run("Your own tokenizer", home)
+    assert "tokenizer: tokenizer-" in shards and "3 steps of 1,024 tokens" in trained
 
 
 @pytest.mark.parametrize(
@@ -77,7 +79,6 @@ def test_one_book_then_scores_plot_export_and_other_files_beside_it(home):
     [
         ("A parquet file with another column", ["documents: 300"]),
         ("A compressed crawl", ["documents: 600", "\nnothing to do"]),
-        ("Your own tokenizer", ["tokenizer: tokenizer-", "documents: 1"]),
     ],
 )
 def test_sharding(home, title, expected):
