@@ -155,7 +155,8 @@ def parse_corpora(data_dir: Sequence[Path | str]) -> list[Corpus]:
     """Return the corpora of --data_dir; their weights add up to 1.
 
     Each FOLDER:WEIGHT is a corpus; folders without weights together are one corpus. Raises
-    UserError if only some of the folders have a weight, or if a folder is named twice.
+    UserError if only some of the folders have a weight, if a weight has too many digits, or if a
+    folder is named twice, whose text would count twice.
     """
     corpora: list[Corpus] = []
     for name in data_dir:
@@ -166,15 +167,22 @@ def parse_corpora(data_dir: Sequence[Path | str]) -> list[Corpus]:
             corpora.append(Corpus([Path(match[1])], Fraction(match[2])))
     if not corpora:  # no folder has a weight
         corpora = [Corpus([Path(name) for name in data_dir], Fraction(1))]
-    folders = [folder for corpus in corpora for folder in corpus.folders]
-    if len(set(folders)) < len(folders):
-        raise UserError("data_dir names a folder twice, whose text would count twice")
-    # fewer folders than names: the loop above has left out names without a weight
-    if len(folders) < len(data_dir) or min(corpus.weight for corpus in corpora) == 0:
-        raise UserError("data_dir: give each folder a weight above 0, as FOLDER:0.7, or none")
     # fractions, not floats: each corpus needs a whole number of places in a period
     total = sum(corpus.weight for corpus in corpora)
-    return [Corpus(corpus.folders, corpus.weight / total) for corpus in corpora]
+    corpora = [Corpus(corpus.folders, corpus.weight / total) for corpus in corpora]
+    # fewer than the names: a folder is named twice, or has no weight, so that the loop left it out
+    folders = {folder for corpus in corpora for folder in corpus.folders}
+    if len(folders) < len(data_dir) or period_of(corpora) > LONGEST_PERIOD:
+        raise UserError(
+            "data_dir: name each folder once, all of them with a weight of at most six digits, as "
+            "FOLDER:0.7, or none with a weight"
+        )
+    return corpora
+
+
+def period_of(corpora: list[Corpus]) -> int:
+    """Return the smallest number of positions in which each corpus has a whole number of places."""
+    return math.lcm(*(corpus.weight.denominator for corpus in corpora))
 
 
 def assign_places(places_per_period: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
@@ -242,16 +250,10 @@ class Mixture:
         sizes = [len(sequences) for sequences in self.corpus_sequences]
         self.starts = np.cumsum([0] + sizes)
         """Id of the first sequence of each corpus, and at the end the number of all sequences."""
-        # the smallest number of positions in which each corpus has a whole number of places
-        self.period = math.lcm(*(corpus.weight.denominator for corpus in corpora))
+        self.period = period_of(corpora)
         """Positions after which the places of the corpora repeat."""
         self.places_per_period = [int(corpus.weight * self.period) for corpus in corpora]
         """Places of each corpus in a period."""
-        if self.period > LONGEST_PERIOD:
-            raise UserError(
-                "data_dir: give weights of at most six digits, or whole numbers that add up to "
-                f"at most {LONGEST_PERIOD:,}"
-            )
         # corpus and turn of each place of a period, (period,) each
         self.corpus_of_place, self.turn_of_place = assign_places(self.places_per_period)
 

@@ -326,7 +326,7 @@ def test_a_dry_run_names_flags_where_a_run_does_not_fit_or_waits_for_the_network
     "flags, message",
     [
         ("--run_dir RUN", "holds the checkpoints of another run"),
-        ("--data_dir SHARDS SHARDS", "names a folder twice"),
+        ("--data_dir SHARDS SHARDS", "name each folder once"),
         ("--init_from RUN --n_layer 3", "holds a model of another architecture"),
         ("--resume RUN --max_steps 30 --init_from RUN", "does not hold the weights"),
         ("--hellaswag_every 1 --hellaswag_data README.md", "cannot score hellaswag"),
