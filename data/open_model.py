@@ -31,15 +31,12 @@ def open_pretrained(name: str | Path) -> tuple[GPT, str]:
     else:
         tokenizer_spec = pretrained_tokenizer(path, num_rows)
     num_tokens = count_tokens(tokenizer_spec)
-    if num_tokens > num_rows:
-        raise UserError(
-            f"{name} has a tokenizer of {num_tokens:,} tokens, its model only {num_rows:,}"
-        )
     # nanoGPT does not pad a vocabulary of characters. Fewer characters mean that its prepare.py has
     # read another text since the training.
-    if num_tokens < num_rows and tokenizer_path is not None and tokenizer_path.suffix == ".pkl":
+    is_padded = tokenizer_path is None or tokenizer_path.suffix != ".pkl"
+    if num_tokens > num_rows or (num_tokens < num_rows and not is_padded):
         raise UserError(
-            f"{tokenizer_path} has {num_tokens:,} characters, the model of {name} {num_rows:,}"
+            f"{tokenizer_path or name} has {num_tokens:,} tokens, the model of {name} {num_rows:,}"
         )
     # Cut off rows of padding, because sampling could draw their ids: some models have 50,304 rows
     # for 50,257 tokens.

@@ -182,55 +182,52 @@ def open_folder(folder: Path, split: str) -> ShardFolder:
     """Open a split, "train" or "val", of a folder: the shards that the manifest lists, in its
     order; without a manifest, all files of the split in name order. A folder may lack the split.
 
-    Raises UserError if the folder has no shards of any split, or if their tokenizer is unknown. A
-    shard that is missing, damaged or not as the manifest lists it raises an error at its first
-    read. Without a manifest all shards are inspected now.
+    Raises UserError if the tokenizer of the shards is unknown. A shard that is missing, damaged or
+    not as the manifest lists it raises an error at its first read. Without a manifest all shards
+    are inspected now.
     """
     manifest = read_manifest(folder)
-    paths = shard_paths(folder)  # files of all splits
     shards: list[Shard] = []
     if manifest:
-        # not `paths`: while sharding goes on, some files are not in the manifest yet
+        # not shard_paths: while sharding goes on, some files are not in the manifest yet
         for entry in manifest.shards:
             if entry.split == split:
                 shards.append(Shard(folder / entry.file, entry.tokens, entry.sha256))
     else:  # made by another project
-        for path in paths:
+        for path in shard_paths(folder):
             # the last "train" or "val" in the name counts, as in retrieval_train_000001.npy
             if re.findall("train|val", path.stem.lower())[-1:] == [split]:
                 shards.append(Shard(path, inspect_shard(path).num_tokens))
-    if not paths and not shards:  # no split at all: a mistyped folder
-        raise missing_shards_error([folder], split)
     tokenizer = find_tokenizer_spec(folder, manifest, shards)
     return ShardFolder(folder, split, shards, tokenizer, manifest)
 
 
 def open_folders(paths: list[Path], split: str) -> list[ShardFolder]:
     """Open a split, "train" or "val", of folders that form one stream. Skip folders without this
-    split: only some workers may have written validation text. Raises UserError if no folder has
-    the split."""
+    split: only some workers may have written validation text. Raises MissingShards, which says how
+    to make shards, if no folder has the split, or if a folder has no shards of any split."""
     folders = [open_folder(path, split) for path in paths]
     folders_with_split = [folder for folder in folders if folder.shards]
-    if not folders_with_split:
-        raise missing_shards_error(paths, split)
+    # a mistyped folder
+    empty = [x.path for x in folders if not x.shards and not shard_paths(x.path)]
+    if empty or not folders_with_split:
+        missing = empty or paths
+        problem = (
+            f"holds no {split} shards (.npy, .bin, .ds); let the sharding end, or begin it with a "
+            "val_fraction above 0"
+        )
+        if not missing[0].is_dir():
+            problem = "is no folder; to make it of your text"
+        raise MissingShards(
+            f"data_dir {' '.join(map(str, missing))} {problem}: "
+            f"python data/fineweb-edu.py --input YOUR_TEXT --local_dir {missing[0]}"
+        )
     return folders_with_split
-
-
-def missing_shards_error(paths: list[Path], split: str) -> MissingShards:
-    """Return the error for folders without shards of a split; its text says how to make them."""
-    names = " ".join(map(str, paths))
-    command = f"python data/fineweb-edu.py --input YOUR_TEXT --local_dir {paths[0]}"
-    if len(paths) == 1 and not paths[0].is_dir():
-        return MissingShards(f"data_dir {names} is no folder; to make it of your text: {command}")
-    return MissingShards(
-        f"data_dir {names} holds no {split} shards (.npy, .bin, .ds); let the sharding end, or "
-        f"begin it: {command}, with a val_fraction above 0"
-    )
 
 
 def find_tokenizer_spec(folder: Path, manifest: Manifest | None, shards: list[Shard]) -> str:
     """Return the spec of the tokenizer of a folder's shards. Raise UserError if the tokenizer.json
-    is missing, or is not the tokenizer that the manifest names."""
+    is not the tokenizer that the manifest names."""
     path = folder / TOKENIZER_FILE
     if manifest is None:  # made by another project
         if path.exists():
@@ -247,9 +244,7 @@ def find_tokenizer_spec(folder: Path, manifest: Manifest | None, shards: list[Sh
     if manifest.tokenizer in TOKENIZERS:  # "gpt2" or "bytes", which is also the spec
         return manifest.tokenizer
     # else "tokenizer-" and a checksum of the tokenizer.json that data/fineweb-edu.py copied here
-    if not path.exists():
-        raise UserError(f"{path}, the tokenizer of these shards, is missing")
-    spec = read_tokenizer(path, manifest.end_of_text)
+    spec = read_tokenizer(path, manifest.end_of_text)  # FileNotFoundError if it is missing
     # Compare the checksum in FileTokenizer.name: with another file, the ids would be other tokens.
     # Manifests of earlier versions have a checksum of the whole file instead.
     content = json.dumps(json.loads(path.read_text(encoding="utf-8")), sort_keys=True)
@@ -279,20 +274,18 @@ class TokenStream:
         for folder in folders:
             self.shards += folder.shards
         # The spec changes with the order of the keys in tokenizer.json, the identity does not.
-        identities = sorted({tokenizer_identity(folder.tokenizer) for folder in folders})
-        if len(identities) > 1:
-            raise UserError(f"the folders of data_dir have several tokenizers: {identities}")
-        self.tokenizer_identity = identities[0]
-        fractions: set[float] = set()
-        for folder in folders:
-            # unknown for folders of other projects and of older versions
-            if folder.manifest and folder.manifest.val_fraction is not None:
-                fractions.add(folder.manifest.val_fraction)
-        if len(fractions) > 1:
-            raise UserError(
-                f"the folders of data_dir have several val_fractions, {sorted(fractions)}: one "
-                "may train on the validation text of another; shard them alike"
-            )
+        identities = {tokenizer_identity(folder.tokenizer) for folder in folders}
+        self.tokenizer_identity = tokenizer_identity(self.tokenizer)
+        # None for folders of older versions, which do not know it
+        fractions = {x.manifest.val_fraction for x in folders if x.manifest} - {None}
+        # with several rules of the split, one folder may train on the validation text of another
+        settings: dict[str, set] = {"tokenizers": identities, "val_fractions": fractions}
+        for setting, values in settings.items():
+            if len(values) > 1:
+                raise UserError(
+                    f"the folders of data_dir have several {setting}, {sorted(values)}: shard "
+                    "them alike"
+                )
         sizes = [shard.num_tokens for shard in self.shards]
         self.starts = np.cumsum([0] + sizes)
         """Index in the stream of the first token of each shard, and at the end the length of the

@@ -119,7 +119,7 @@ def test_folders_whose_splits_contradict_each_other_are_not_opened_together(
     Mixture(names, "val", 32)
     manifest.val_fraction = 0.2
     write_manifest(tmp_path / "c", manifest)
-    with user_error(r"several val_fractions, \[0.1, 0.2\]: one may train"):
+    with user_error(r"several val_fractions, \[0.1, 0.2\]: shard them alike"):
         Mixture(names, "val", 32)
     manifest.val_fraction, manifest.bytes = None, {"train": 0, "val": 0}
     write_manifest(tmp_path / "c", manifest)

@@ -166,7 +166,7 @@ def test_tokens_that_the_tokenizer_lacks_are_never_sampled_or_scored(fields, tmp
     idx = torch.randint(0, 257, (2, 16))
     assert (model(idx) == padded(idx)[..., :257]).all()
     save_pretrained(random_ours((1, 1, 8, 16, 256), **fields), tmp_path, eot=256)
-    with user_error("has a tokenizer of 257 tokens, its model only 256"):
+    with user_error("has 257 tokens, the model of .* 256"):
         open_model(tmp_path)
 
 

@@ -188,8 +188,8 @@ def test_a_meta_pkl_that_cannot_be_used_is_a_sentence(tmp_path):
         ({"stoi": ids, "itos": Path("x")}, f"{damaged}it holds a pathlib.*Path, not only dicts"),
         ({"stoi": np.zeros(len(ids))}, f"{damaged}it holds a numpy"),
         ({"itos": {}}, f"{damaged}KeyError: 'stoi'"),
-        ({"stoi": ids | {"x": len(ids)}}, "has a tokenizer of 14 tokens, its model only 13"),
-        ({"stoi": {"a": 0, "b": 1}}, "meta.pkl has 2 characters, the model of .*ckpt.pt 13"),
+        ({"stoi": ids | {"x": len(ids)}}, "has 14 tokens, the model of .*ckpt.pt 13"),
+        ({"stoi": {"a": 0, "b": 1}}, "meta.pkl has 2 tokens, the model of .*ckpt.pt 13"),
     ):
         meta.write_bytes(pickle.dumps(content))
         with user_error(message):
