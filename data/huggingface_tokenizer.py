@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from data.named_tokenizer import END_OF_TEXT, TOKENIZER_FILE, ChatTemplate
+from data.named_tokenizer import END_OF_TEXT, ChatTemplate
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -36,14 +36,12 @@ def read_folder(folder: Path, num_rows: int) -> tuple[str, ModelTokens]:
     """Return the tokenizer of a folder, as transformers reads it: the content of a tokenizer.json,
     with the added tokens of all files, and the other statements about tokens. Leaves out tokens
     beyond the `num_rows` rows of the embedding, which classes of transformers add to any
-    vocabulary. Raise ValueError for a tokenizer without a tokenizer.json, and any error of
-    transformers for other unusable folders."""
-    from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
+    vocabulary. Raise any error of transformers for unusable folders."""
+    from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
     # trust_remote_code=False: never run the code of a folder
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    if not isinstance(tokenizer, PreTrainedTokenizerFast):
-        raise ValueError(f"a {type(tokenizer).__name__} has no {TOKENIZER_FILE}")
+    # AttributeError for a tokenizer that cannot be written as a tokenizer.json, such as ByT5's
     content = json.loads(tokenizer.backend_tokenizer.to_str())
     added_tokens = [entry for entry in content["added_tokens"] if entry["id"] < num_rows]
     without_row = [x["content"] for x in content["added_tokens"] if x["id"] >= num_rows]
