@@ -309,17 +309,6 @@ def continue_sharding(options: ShardOptions, folder: Path) -> tuple[Manifest, in
         except NoEndOfText as error:
             raise UserError(f"{error}; name it by --end_of_text TOKEN") from error
     tokenizer = load_tokenizer(tokenizer_spec)
-    source = Source(
-        sizes=sizes,
-        dataset=options.dataset,
-        remote_name=options.remote_name,
-        column=options.text_column,
-        separator=options.separator,
-        replace_bad_bytes=options.replace_bad_bytes,
-        worker_index=options.worker_index,
-        worker_count=options.worker_count,
-        folder=folder,
-    )
     # the tokens depend on these: Sharder refuses a folder with shards of other settings
     settings = Settings(
         tokenizer=tokenizer.name,
@@ -340,6 +329,7 @@ def continue_sharding(options: ShardOptions, folder: Path) -> tuple[Manifest, in
     )
     if isinstance(tokenizer, FileTokenizer):
         settings.end_of_text = tokenizer.end_of_text
+    source = Source(settings, folder)
     # Two processes would overwrite each other's shards. The lock is a file descriptor. Raises
     # UserError if another process holds the lock.
     lock = lock_folder(folder, "sharding into")

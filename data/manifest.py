@@ -75,7 +75,29 @@ class ResumePoint:
 
 
 @dataclass(kw_only=True)
-class Settings:
+class SourceSettings:
+    """Settings that say which texts data/source.py reads."""
+
+    files: list[str] = field(default_factory=list)
+    """Names of all files, other workers' files included; [] to read `dataset`."""
+    sizes: list[int] = field(default_factory=list)
+    """Bytes of each of `files`."""
+    dataset: str = "HuggingFaceFW/fineweb-edu"
+    """Name of the dataset on the hub."""
+    remote_name: str | None = None
+    """Configuration of the hub's dataset, such as "sample-10BT"."""
+    text_column: str = "text"
+    """Column that holds the texts."""
+    separator: str | None = None
+    """Text between the documents of a text file; None: a text file is one document."""
+    replace_bad_bytes: bool = False
+    """Read U+FFFD for bytes of files that are not UTF-8, instead of skipping their rows."""
+    worker_index: int = 0
+    worker_count: int = 1
+
+
+@dataclass(kw_only=True)
+class Settings(SourceSettings):
     """Settings on which the tokens of a folder depend. A run with other settings is refused: its
     shards would not continue the folder's. Manifests of other versions may lack a setting that has
     a default."""
@@ -93,19 +115,6 @@ class Settings:
     """"npy" or "bin", the suffix of the shards."""
     val_fraction: float | None = None
     """Share of documents for validation, 0 to 1; None in manifests of older versions."""
-    dataset: str = "HuggingFaceFW/fineweb-edu"
-    remote_name: str | None = None
-    """Configuration of the hub's dataset, such as "sample-10BT"."""
-    text_column: str | None = None
-    separator: str | None = None
-    """Text between the documents of a text file; None: a text file is one document."""
-    replace_bad_bytes: bool = False
-    worker_index: int = 0
-    worker_count: int = 1
-    files: list[str] = field(default_factory=list)
-    """Names of all files, other workers' files included; [] for a dataset."""
-    sizes: list[int] = field(default_factory=list)
-    """Bytes of each of `files`."""
 
 
 @dataclass(kw_only=True)

@@ -30,7 +30,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from data.manifest import FileCounts, sha256, time_of_change
+from data.manifest import FileCounts, SourceSettings, sha256, time_of_change
 from utils.errors import UserError
 from utils.network import DOWNLOAD_SECONDS, HUB, ask
 
@@ -77,10 +77,9 @@ WITH_NUL = Skipped("with U+0000")
 
 class LongText:
     """Text in a file on disk, because it may be larger than memory. The file has no name, so that a
-    killed run leaves nothing behind; `folder` gives the disk, None: the system's for temporary
-    files."""
+    killed run leaves nothing behind; `folder` gives the disk."""
 
-    def __init__(self, folder: Path | None) -> None:
+    def __init__(self, folder: Path) -> None:
         # newline="" keeps \r\n
         self.file = tempfile.TemporaryFile("w+", encoding="utf-8", newline="", dir=folder)
         self.num_bytes = 0
@@ -273,7 +272,7 @@ def list_files(inputs: tuple[str, ...]) -> dict[str, int]:
 # Readers: each yields the rows of an open text file: dicts by column, texts, or Skipped
 
 
-def join_pieces(pieces: Iterable[str], folder: Path | None) -> str | LongText | Skipped:
+def join_pieces(pieces: Iterable[str], folder: Path) -> str | LongText | Skipped:
     """Return the text that pieces form, or Skipped if it is no usable text; a long text is written
     to a file in `folder`. Reads all pieces, because another text may follow them."""
     beginning: list[str] = []
@@ -560,22 +559,8 @@ class Source:
     """Rows of files or, without files, of a dataset on the hub. Worker i of n reads every n-th
     file, beginning with file i."""
 
-    sizes: dict[str, int] = field(default_factory=dict)
-    """Bytes of each file by its name, in the order of reading, other workers' files included; {} to
-    read `dataset`."""
-    dataset: str = ""
-    """Name of the dataset on the hub."""
-    remote_name: str = ""
-    """Configuration of the dataset, such as sample-10BT."""
-    column: str = "text"
-    """Column that holds the texts."""
-    worker_index: int = 0
-    worker_count: int = 1
-    separator: str | None = None
-    """Text between the texts of a text file; None: a text file is one text."""
-    replace_bad_bytes: bool = False
-    """Read U+FFFD for bytes of files that are not UTF-8, instead of skipping their rows."""
-    folder: Path | None = None
+    settings: SourceSettings
+    folder: Path
     """Folder for long texts, which `batches` keeps on disk."""
     has_noted_marks: bool = False
     has_noted_controls: bool = False
@@ -586,14 +571,14 @@ class Source:
     @cached_property
     def names(self) -> list[str]:
         """Files of this worker in the order of reading; without files, the dataset's name."""
-        if self.sizes:
-            return list(self.sizes)[self.worker_index :: self.worker_count]
-        return [self.dataset]
+        if self.settings.files:
+            return self.settings.files[self.settings.worker_index :: self.settings.worker_count]
+        return [self.settings.dataset]
 
     @property
     def errors(self) -> str:
         """The argument `errors` of bytes.decode: what becomes of a byte that is not UTF-8."""
-        return "replace" if self.replace_bad_bytes else SURROGATES
+        return "replace" if self.settings.replace_bad_bytes else SURROGATES
 
     def ledger_at(self, position: SourcePosition) -> dict[str, FileCounts]:
         """Return the ledger up to a position, for the manifest. `self.ledger` is ahead of the
@@ -610,11 +595,12 @@ class Source:
         retries downloads, for DOWNLOAD_SECONDS a batch."""
         position = SourcePosition(**(position_json or {}))
         # both yield the batches of a file or dataset, from a position in it on
-        read = self.read_batches if self.sizes else self.read_dataset
+        read = self.read_batches if self.settings.files else self.read_dataset
+        sizes = dict(zip(self.settings.files, self.settings.sizes, strict=True))
         for index in range(position.file, len(self.names)):
             name = self.names[index]
             # The counts begin with the rows that an earlier run has sharded.
-            counts = FileCounts(**(position.counts or {"size": self.sizes.get(name, 0)}))
+            counts = FileCounts(**(position.counts or {"size": sizes.get(name, 0)}))
             self.ledger[name] = counts  # updated in place by count_rows
             try:
                 # a pipe can be read only once
@@ -634,7 +620,7 @@ class Source:
                 if isinstance(error, UserError) or is_full_disk(error):
                     raise
                 advice = ""
-                if not self.sizes:
+                if not self.settings.files:
                     advice = "; check name and network, or shard files of your own"
                 message = f"{name:.300} cannot be read {quote(error)}{advice}"
                 raise UserError(message) from error
@@ -643,13 +629,14 @@ class Source:
         rows_of_text_files = [
             counts.rows for name, counts in self.ledger.items() if suffix_of(name) not in READERS
         ]
-        if self.separator is not None and max(rows_of_text_files, default=0) < 2:
-            print(f"note: no text file has --separator {self.separator!r}", file=sys.stderr)
+        separator = self.settings.separator
+        if separator is not None and max(rows_of_text_files, default=0) < 2:
+            print(f"note: no text file has --separator {separator!r}", file=sys.stderr)
         # The ledger counts texts of earlier runs, too: this run may have begun at the very end.
         if not any(counts.texts for counts in self.ledger.values()):
-            names = " ".join(self.names) or "the input"  # a worker may have no file
-            worker = f" for worker {self.worker_index}" if self.worker_count > 1 else ""
-            raise UserError(f"{names:.300} holds no text{worker}")
+            # a worker may have no file
+            names = " ".join(self.names) or f"the input of worker {self.settings.worker_index}"
+            raise UserError(f"{names:.300} holds no text")
 
     def read_batches(self, name: str, position: SourcePosition) -> Iterator[RowBatch]:
         """Yield the batches of a file from a position in it on, with empty positions, which
@@ -666,14 +653,15 @@ class Source:
         # One Skipped for all rows that lack the column. Its reason lists the columns of the first
         # such row: if rows differ in their columns, the ledger still gets one key.
         skipped_without_column: Skipped | None = None
+        column = self.settings.text_column
         try:
             for row in self.read_rows(name):
                 value = row  # a text, a JSON value, or Skipped
                 if isinstance(row, dict):
-                    value = row.get(self.column)
-                    if self.column not in row:
+                    value = row.get(column)
+                    if column not in row:
                         if skipped_without_column is None:
-                            skipped_without_column = without_column(self.column, row)
+                            skipped_without_column = without_column(column, row)
                         value = skipped_without_column
                 if isinstance(value, str) and len(value) > LONG:
                     value = join_pieces(pieces_of(value, PIECE), self.folder)
@@ -687,7 +675,7 @@ class Source:
         """Yield the rows of a file: dicts by column, texts, or Skipped. For a damaged file, raises
         its error after the rows before the damage."""
         if suffix_of(name) == ".parquet":  # pyarrow opens files by name
-            yield from read_parquet(name, self.column)
+            yield from read_parquet(name, self.settings.text_column)
             return
         content = UntilDamage(name)
         with open_text(content, self.errors) as file:
@@ -699,11 +687,11 @@ class Source:
             raise content.error
 
     def read_documents(self, name: str, file: IO[str]) -> Iterator[object]:
-        """Yield the texts of a text file, which `separator` separates; without a separator, the
+        """Yield the texts of a text file, which a separator separates; without a separator, the
         whole text as one row. Yields nothing for an empty file (many __init__.py)."""
         pieces = iter(partial(file.read, PIECE), "")
-        if self.separator is not None:
-            numbered = number_pieces(pieces, self.separator)
+        if self.settings.separator is not None:
+            numbered = number_pieces(pieces, self.settings.separator)
         else:
             numbered = ((0, piece) for piece in self.note_marks(name, pieces))
         with_characters = (pair for pair in numbered if pair[1])
@@ -753,6 +741,8 @@ class Source:
         from fsspec.compression import register_compression
         from huggingface_hub import HfApi
 
+        settings = self.settings
+        column = settings.text_column
         datasets.disable_progress_bars()  # else one bar for each file
         # For zstd, fsspec would need another package, which reads the first frame only.
         # force: replace fsspec's own opener, if it has one.
@@ -761,24 +751,24 @@ class Source:
         revision = position.revision or ask(HUB, lambda: HfApi().dataset_info(name).sha)
         # an IterableDataset, which downloads a file when its rows are read
         load = partial(datasets.load_dataset, split="train", revision=revision, streaming=True)
-        stream = ask(HUB, lambda: load(name, self.remote_name))
-        if self.worker_index >= stream.num_shards:
+        stream = ask(HUB, lambda: load(name, settings.remote_name))
+        if settings.worker_index >= stream.num_shards:
             raise UserError(
-                f"{name} has {stream.num_shards} files, none for worker {self.worker_index} of "
-                f"{self.worker_count}"
+                f"{name} has {stream.num_shards} files, none for worker {settings.worker_index} of "
+                f"{settings.worker_count}"
             )
         # contiguous=False: every n-th file, as in `names`
-        stream = stream.shard(self.worker_count, self.worker_index, contiguous=False)
+        stream = stream.shard(settings.worker_count, settings.worker_index, contiguous=False)
         stream_state = position.stream  # where the next batch begins; None: at the beginning
         if stream_state:
             stream.load_state_dict(stream_state)
         batches = iter(stream.iter(ROWS_PER_BATCH))
         next_batch = partial(ask, HUB, partial(next, batches, None), DOWNLOAD_SECONDS)
         for columns in iter(next_batch, None):  # a dict of lists, by column; None: the end
-            if self.column not in columns:  # fail now, not after hours without a text
-                reason = without_column(self.column, columns).reason
+            if column not in columns:  # fail now, not after hours without a text
+                reason = without_column(column, columns).reason
                 raise UserError(f"{name} is {reason}; name the column of its texts")
             batch_position = SourcePosition(revision=revision, stream=stream_state)
-            rows = [as_text(value, self.errors) for value in columns[self.column]]
+            rows = [as_text(value, self.errors) for value in columns[column]]
             yield RowBatch(batch_position, rows)
             stream_state = stream.state_dict()

@@ -20,6 +20,7 @@ import utils.environment  # noqa: F401 (first: it says what to type without PyTo
 from tokenizers import models, pre_tokenizers, trainers
 
 from data.export_tokenizer import byte_level
+from data.manifest import SourceSettings
 from data.named_tokenizer import END_OF_TEXT
 from data.source import Skipped, Source, list_files, pieces_of
 from utils.cli import start_script
@@ -70,13 +71,14 @@ def read_passages(source: Source, share: float) -> Iterator[str]:
 def main(options: TokenizerOptions) -> None:
     sizes = list_files(options.input)  # bytes of each file, by its name
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    source = Source(
-        sizes,
-        column=options.text_column,
+    settings = SourceSettings(
+        files=list(sizes),
+        sizes=list(sizes.values()),
+        text_column=options.text_column,
         separator=options.separator,
         replace_bad_bytes=options.replace_bad_bytes,
-        folder=options.out.parent,
     )
+    source = Source(settings, options.out.parent)
     # Share of the text to train on; above 1 if the files are smaller than --sample_mb. The sizes
     # are sizes on disk, so that compressed files give more text.
     share = options.sample_mb * 1e6 / max(1, sum(sizes.values()))

@@ -11,6 +11,8 @@ import shlex
 import subprocess
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
+from tempfile import gettempdir
 
 import pyarrow as pa
 import pytest
@@ -18,6 +20,7 @@ from conftest import documents, user_error
 from pyarrow import parquet
 
 from data import source
+from data.manifest import SourceSettings
 from data.source import Skipped, Source, list_files
 from utils.errors import UserError
 
@@ -31,11 +34,16 @@ COMPRESS = {
 }
 
 
+def open_source(*files, **settings):
+    sizes = [file.stat().st_size for file in files]
+    settings = SourceSettings(files=list(map(str, files)), sizes=sizes, **settings)
+    return Source(settings, Path(gettempdir()))
+
+
 def batches(*files, position=None):
     found = []
     try:
-        sizes = {str(file): file.stat().st_size for file in files}
-        for batch in Source(sizes).batches(position):
+        for batch in open_source(*files).batches(position):
             found.append(batch)
     except UserError as error:  # at the end, where no row is a text
         if "holds no text" not in str(error):
@@ -167,8 +175,7 @@ def test_a_bad_byte_in_a_utf8_text_is_named_and_replaced_where_that_is_asked_for
     assert read(*files) == [BAD, "fine", BAD]
     said = capsys.readouterr().err
     assert f"its byte {len(text.encode()) + 1:,} is 0x81" in said and "--replace_bad_bytes" in said
-    sizes = dict.fromkeys(map(str, files), 9)
-    batches = Source(sizes, replace_bad_bytes=True).batches()
+    batches = open_source(*files, replace_bad_bytes=True).batches()
     expected = text + "\ufffd \ufffd end"
     assert [row for batch in batches for row in batch.rows] == [expected, "fine", expected]
 
@@ -202,7 +209,7 @@ def test_a_separator_cuts_a_text_file_wherever_its_pieces_end(
 ):
     monkeypatch.setattr(source, "PIECE", piece)
     (tmp_path / "a.txt").write_bytes(content.encode())
-    texts = Source({str(tmp_path / "a.txt"): 9}, separator=separator)
+    texts = open_source(tmp_path / "a.txt", separator=separator)
     assert [row for batch in texts.batches() for row in batch.rows] == rows
     assert ("no text file has --separator '###'" in capsys.readouterr().err) == (len(rows) == 1)
 
@@ -225,12 +232,12 @@ def test_a_mark_that_stands_on_many_lines_is_named_once_with_the_flag(tmp_path, 
 
 def test_a_dataset_is_read_as_files_are_and_a_missing_column_ends_the_run(tmp_path):
     (tmp_path / "a.jsonl").write_text(objects("one\r\n", None, "\ufefftwo", " "))
-    dataset = Source(dataset=str(tmp_path), remote_name="default")  # a folder, as from the hub
+    dataset = open_source(dataset=str(tmp_path), remote_name="default")  # a folder, not the hub
     position = {"revision": "main"}
     (batch,) = dataset.batches(position)
     assert batch.rows == read(tmp_path / "a.jsonl")
     assert batch.rows == ["one\r\n", NO_TEXT, "\ufefftwo", EMPTY]
-    dataset.column = "x"
+    dataset.settings.text_column = "x"
     with user_error("is without a column 'x', but 'text'; name the column"):
         next(dataset.batches(position))
 
