@@ -20,7 +20,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Literal
@@ -48,7 +48,7 @@ from data.source import (
     pieces_of,
     size_of,
 )
-from data.tokenizer import FileTokenizer, NoEndOfText, load_tokenizer, read_tokenizer
+from data.tokenizer import FileTokenizer, load_tokenizer, read_tokenizer
 from utils.cli import start_script
 from utils.errors import UserError
 from utils.files import atomic_write, lock_folder, printable
@@ -236,13 +236,10 @@ def read_documents(
         point = sharder.manifest.state
         # point.source is a SourcePosition as JSON; None: from the beginning
         for row_batch in source.batches(point.source):
-            rows_left = point.first_row - len(row_batch.rows)  # to skip, behind this batch
             num_bytes = sum(size_of(row) for row in row_batch.rows if not isinstance(row, Skipped))
             pending.append((workers.submit(tokenize_batch, row_batch, point), num_bytes))
             pending_bytes += num_bytes
-            # After the first batch the shards hold nothing, unless a run of an older version, with
-            # larger batches, has saved the resume point.
-            point = replace(point, documents=rows_left) if rows_left >= 0 else ResumePoint()
+            point = ResumePoint()  # the shards hold nothing of later batches
             # Three batches per thread keep all threads busy, and memory small. Long texts are on
             # disk, and so are their tokens.
             while len(pending) > 3 * options.num_workers or (
@@ -297,17 +294,14 @@ def continue_sharding(options: ShardOptions, folder: Path) -> tuple[Manifest, in
     # bytes of each file by its name, other workers' files included; {} to read the dataset
     sizes = list_files(options.input) if options.input else {}
     tokenizer_spec = options.tokenizer
-    is_file = Path(tokenizer_spec).is_file()  # a tokenizer.json of any name, or meta.pkl
-    if tokenizer_spec not in TOKENIZERS and not is_file:
-        raise UserError(
-            f"--tokenizer {tokenizer_spec} is neither {' nor '.join(TOKENIZERS)}, nor a file: "
-            "data/train_tokenizer.py makes a tokenizer.json for your text"
-        )
-    if is_file:
-        try:
-            tokenizer_spec = read_tokenizer(Path(options.tokenizer), options.end_of_text)
-        except NoEndOfText as error:
-            raise UserError(f"{error}; name it by --end_of_text TOKEN") from error
+    if tokenizer_spec not in TOKENIZERS:
+        path = Path(tokenizer_spec)  # a tokenizer.json of any name, or meta.pkl
+        if not path.is_file():
+            raise UserError(
+                f"--tokenizer {path} is neither {' nor '.join(TOKENIZERS)}, nor a file: "
+                "data/train_tokenizer.py makes a tokenizer.json for your text"
+            )
+        tokenizer_spec = read_tokenizer(path, options.end_of_text)
     tokenizer = load_tokenizer(tokenizer_spec)
     # the tokens depend on these: Sharder refuses a folder with shards of other settings
     settings = Settings(

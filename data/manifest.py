@@ -24,7 +24,7 @@ class FileCounts:
     size: int
     """Bytes of the file on disk; 0 for a dataset."""
     changed: int = 0
-    """time_of_change of the file; 0 for a dataset, and in manifests of older versions."""
+    """time_of_change of the file; 0 for a dataset, and for a pipe."""
     sha256: str = ""
     """SHA-256 of the file; "" where `changed` is 0."""
     rows: int = 0
@@ -66,7 +66,7 @@ class ResumePoint:
     """Tokens of each shard that is not full, by split. After a killed run its file may hold more
     tokens."""
     checksums: dict[str, int] = field(default_factory=dict)
-    """CRC-32 of the tokens that `open` counts, by split; {} in manifests of other versions."""
+    """CRC-32 of the tokens that `open` counts, by split."""
 
     @property
     def first_row(self) -> int:

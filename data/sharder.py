@@ -181,7 +181,6 @@ class ShardWriter:
         self.num_tokens = num_written
         self.write_header()  # leaves the file at the first token
         tokens = np.fromfile(self.file, self.dtype, num_written)  # leaves it after the last token
-        self.num_tokens = len(tokens)  # below `num_written` if the file is an older copy
         # CRC-32 of all tokens; the manifest's state keeps it, and Sharder.reopen compares it
         self.checksum = zlib.crc32(tokens.tobytes())
         self.file.truncate()  # what the earlier run wrote after its last resume point
@@ -225,6 +224,27 @@ class ShardWriter:
         return ShardEntry(self.path.name, self.split, self.num_tokens, digest)
 
 
+def describe_difference(folder: Path, manifest: Manifest | None, settings: Settings) -> str | None:
+    """Return in what the shards of a folder differ from those that a run with `settings` writes,
+    such as "of shard_size 1000"; None if the run can continue them, or if there are none."""
+    if manifest is None:
+        return "without a manifest" if shard_paths(folder) else None
+    if not manifest.shards:
+        return None
+    for setting, value in vars(settings).items():
+        # Manifest inherits the fields of Settings
+        value_of_shards = getattr(manifest, setting)
+        if value_of_shards != value:
+            return f"of {setting} {value_of_shards!r:.99}"
+    for name, counts in manifest.ledger.items():
+        # "" for a dataset, and for a pipe
+        if counts.sha256 and counts.changed != time_of_change(name):
+            # copied, touched or renamed; or edited to the same size
+            if counts.sha256 != sha256(name):
+                return f"of {name}, which has changed since then"
+    return None
+
+
 class Sharder:
     """Appends documents to the train and val shards of a folder, up to `max_shards` full train
     shards (None: no limit).
@@ -252,25 +272,13 @@ class Sharder:
         """Tokens of each split in the folder: in the full shards, and after `reopen` also in the
         open shard. (ShardWriter.num_tokens counts the open shard alone.)"""
         manifest = read_manifest(folder)
-        if manifest is None and shard_paths(folder):
-            raise UserError(f"{folder} holds shards without a manifest; {ADVICE}")
+        difference = describe_difference(folder, manifest, settings)
+        if difference is not None:
+            raise UserError(f"{folder} holds shards {difference}; {ADVICE}")
         # a run that was killed before its first shard was full has left nothing to continue from
         if manifest is None or not manifest.shards:
             manifest = Manifest(**vars(settings), shards=[])
             write_manifest(folder, manifest)
-        for setting, value in vars(settings).items():
-            # Manifest inherits the fields of Settings
-            value_of_shards = getattr(manifest, setting)
-            if value_of_shards != value:
-                raise UserError(
-                    f"{folder} holds shards of {setting} {value_of_shards!r:.99}; {ADVICE}"
-                )
-        for name, counts in manifest.ledger.items():
-            # "" for a dataset, and in manifests of older versions
-            if counts.sha256 and counts.changed != time_of_change(name):
-                # copied, touched or renamed; or edited to the same size
-                if counts.sha256 != sha256(name):
-                    raise UserError(f"{name} has changed since {folder} was made of it; {ADVICE}")
         self.manifest = manifest
         for entry in manifest.shards:
             # `layout` reads the header: it raises an error if the file is missing, cut, or another
@@ -298,11 +306,9 @@ class Sharder:
         for split, num_tokens in self.manifest.state.open.items():
             self.open_shard(split, num_tokens)
             self.num_tokens[split] += num_tokens
-            # The file may have been replaced, for example from a backup. State of an older version
-            # has no checksum: then only the number of tokens is compared.
+            # The file may have been replaced, for example from a backup.
             writer = self.writers[split]
-            checksum = self.manifest.state.checksums.get(split, writer.checksum)
-            if (num_tokens, checksum) != (writer.num_tokens, writer.checksum):
+            if writer.checksum != self.manifest.state.checksums[split]:
                 if writer.is_copy:  # the next run would take it for the file of a killed run
                     writer.temporary.unlink()
                 raise UserError(

@@ -383,10 +383,6 @@ def definition_checksum(content: dict) -> str:
     return f"{zlib.crc32(definition.encode()):08x}"
 
 
-class NoEndOfText(UserError):
-    """Error for a tokenizer without a known end-of-text token."""
-
-
 def has_characters_alone(backend: Backend) -> bool:
     """Return True for a vocabulary of characters, like nanoGPT's, which has no end of text."""
     # with a pre-tokenizer, the characters may stand for bytes
@@ -403,11 +399,13 @@ def usual_ends(backend: Backend) -> Iterable[str]:
 
 def find_end_of_text(path: Path, backend: Backend, candidates: Iterable[str | None]) -> str:
     """Return the first candidate that is a token of the backend; skip candidates that are None.
-    Raise NoEndOfText, which names `path`, if no candidate is a token."""
+    Raise UserError, which names `path`, if no candidate is a token."""
     for token in candidates:
         if token is not None and backend.token_to_id(token) is not None:
             return token
-    raise NoEndOfText(f"{path} has no token that ends a text")
+    raise UserError(
+        f"{path} has no token that ends a text (data/fineweb-edu.py: name it by --end_of_text)"
+    )
 
 
 def make_spec(backend: Backend, end_of_text: str, model_tokens: ModelTokens) -> str:
@@ -454,8 +452,8 @@ def character_backend(path: Path) -> Backend:
 
 def read_tokenizer(path: Path, end_of_text: str | None = None) -> str:
     """Return the spec of a tokenizer.json, or of nanoGPT's meta.pkl. Raise UserError if the file
-    cannot be used, and NoEndOfText if it lacks the token `end_of_text` or, if `end_of_text` is
-    None, all of usual_ends."""
+    cannot be used, or lacks the token `end_of_text` or, if `end_of_text` is None, all of
+    usual_ends."""
     with reading(path, "a tokenizer that can be used"):
         if path.suffix == ".pkl":
             backend = character_backend(path)
