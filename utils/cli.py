@@ -70,14 +70,14 @@ def parse(options_class: type[Options], args: list[str] | None = None) -> Option
     for word in args:
         if not os.path.exists(word):  # the name of a file may hold any bytes
             check_text(word, "an argument")
+    corrections: list[str] = []
     # nanoGPT's `train.py config/FILE.py`
     if args and not args[0].startswith("-"):
+        correction = f"{args[0]} stands without a flag"
         flags_of_paths = [name for name in FLAGS_OF_PATHS if name in defaults]
-        advice = "--help lists the flags"
         if flags_of_paths and os.path.exists(args[0]):
-            advice = f"perhaps --{flags_of_paths[0]} {args[0]}"
-        raise UserError(f"{args[0]} stands without a flag; {advice}")
-    corrections: list[str] = []
+            correction += f"; perhaps --{flags_of_paths[0]} {args[0]}"
+        corrections.append(correction)
     given_names: set[str] = set()
     for name, value in named_flags(args):
         flag = FLAGS_BY_NANOGPT_NAME.get(name, name)

@@ -103,9 +103,9 @@ def test_a_flag_of_nanogpt_is_answered_by_its_name_here():
             parse(SampleOptions if flag == "prompt" else TrainOptions, [f"--{name}=1"])
     with user_error("but --max_lr; .*--no_use_torch_compile; --help"):
         parse(TrainOptions, ["--learning_rate=1", "--compile=False"])
-    with user_error("config/x.py stands without a flag; --help lists"):
+    with user_error("config/x.py stands without a flag; --help says"):
         parse(TrainOptions, ["config/x.py"])
-    with user_error("without a flag; perhaps --checkpoint .*conftest.py$"):
+    with user_error("without a flag; perhaps --checkpoint .*conftest.py; --help"):
         parse(SampleOptions, [str(ROOT / "tests/conftest.py")])
 
 
