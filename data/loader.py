@@ -206,17 +206,6 @@ def assign_places(places_per_period: Sequence[int]) -> tuple[np.ndarray, np.ndar
     return corpus_ids[by_time], turns[by_time]
 
 
-def short_names(names: Sequence[str]) -> list[str]:
-    """Return names or paths of folders, shortened to their last parts: as few parts as tell them
-    apart, ["a/shards", "b/shards"] for ["data/a/shards", "data/b/shards"]."""
-    split_names = [Path(name).parts for name in names]
-    for count in range(1, max(map(len, split_names))):
-        shortened = [str(Path(*split_name[-count:])) for split_name in split_names]
-        if len(set(shortened)) == len(names):
-            return shortened
-    return list(names)
-
-
 class Mixture:
     """One split of the corpora of --data_dir, cut into sequences. Sequence ids count through the
     corpora one after the other. A position is an index in the data order, a place is an index
@@ -299,7 +288,7 @@ class Mixture:
             return self.names[0]
         return ", ".join(
             f"{100 * weight:.4g} % of {name}"
-            for weight, name in zip(self.corpus_weights, short_names(self.names), strict=True)
+            for weight, name in zip(self.corpus_weights, self.names, strict=True)
         )
 
     def describe_epochs(self, num_tokens: int) -> str:
