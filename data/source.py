@@ -535,18 +535,15 @@ def encoding_advice(name: str, counts: FileCounts) -> str:
 def unicode_encoding(beginning: bytes) -> str | None:
     """Return the encoding of a file of UTF-16 or UTF-32, as iconv names it, by its first bytes: a
     byte order mark, or many bytes 0. None for any other file."""
-    if beginning.startswith((codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)):
-        return "utf-32"
-    if beginning.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        return "utf-16"
-    # the high bytes of Latin letters are 0
-    for encoding, high_bytes, low_bytes in (
-        ("utf-16le", beginning[1::2], beginning[::2]),
-        ("utf-16be", beginning[::2], beginning[1::2]),
-    ):
-        if high_bytes.count(0) > len(high_bytes) // 2 and low_bytes.count(0) == 0:
-            return encoding
-    return None
+    encoding = json.detect_encoding(beginning)
+    if encoding in ("utf-16", "utf-32"):  # by a byte order mark
+        return encoding
+    # The high bytes of Latin letters are 0. json.detect_encoding looks at two letters only, and the
+    # first one may be a quotation mark.
+    num_even, num_odd = beginning[::2].count(0), beginning[1::2].count(0)
+    if min(num_even, num_odd) > 0 or max(num_even, num_odd) <= len(beginning) // 4:
+        return None
+    return "utf-16be" if num_even else "utf-16le"
 
 
 def join_reasons(skipped: dict[str, int]) -> str:
