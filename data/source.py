@@ -91,6 +91,9 @@ class LongText:
         self.num_bytes += len(piece.encode())
 
 
+Row = str | LongText | Skipped  # text of a row, or Skipped with the reason
+
+
 def size_of(text: str | LongText) -> int:
     """Return the size of a text in bytes of UTF-8."""
     return text.num_bytes if isinstance(text, LongText) else len(text.encode())
@@ -125,8 +128,7 @@ class RowBatch(NamedTuple):
     """Consecutive rows of a file or dataset, and the position of the first."""
 
     position: SourcePosition
-    rows: list[str | LongText | Skipped]
-    """Text of each row, or Skipped with the reason."""
+    rows: list[Row]
 
 
 # Files: what to read, and how to open it
@@ -272,7 +274,7 @@ def list_files(inputs: tuple[str, ...]) -> dict[str, int]:
 # Readers: each yields the rows of an open text file: dicts by column, texts, or Skipped
 
 
-def join_pieces(pieces: Iterable[str], folder: Path) -> str | LongText | Skipped:
+def join_pieces(pieces: Iterable[str], folder: Path) -> Row:
     """Return the text that pieces form, or Skipped if it is no usable text; a long text is written
     to a file in `folder`. Reads all pieces, because another text may follow them."""
     beginning: list[str] = []
@@ -426,7 +428,7 @@ def without_column(column: str, names: Iterable[str]) -> Skipped:
     return Skipped(f"without a column {column!r}, but {', '.join(names)!r:.200}")
 
 
-def as_text(value: object, errors: str = SURROGATES) -> str | LongText | Skipped:
+def as_text(value: object, errors: str = SURROGATES) -> Row:
     """Return the text of a row, or Skipped if the value that its reader gave is no usable text.
     `errors` says what becomes of bad bytes, as in Source.errors."""
     if isinstance(value, bytes):  # a binary column of parquet, or a string with bad bytes
@@ -455,10 +457,10 @@ def quote(error: Exception) -> str:
 # The source
 
 
-def divide(rows: Iterator[str | LongText | Skipped]) -> Iterator[list[str | LongText | Skipped]]:
+def divide(rows: Iterator[Row]) -> Iterator[list[Row]]:
     """Yield up to ROWS_PER_BATCH consecutive rows at a time, with little more than PIECE
     characters: a hundred long texts are too much for memory, and for a disk."""
-    batch: list[str | LongText | Skipped] = []
+    batch: list[Row] = []
     num_characters = 0
     for row in rows:
         batch.append(row)
@@ -471,7 +473,7 @@ def divide(rows: Iterator[str | LongText | Skipped]) -> Iterator[list[str | Long
         yield batch
 
 
-def count_rows(counts: FileCounts, rows: list[str | LongText | Skipped]) -> None:
+def count_rows(counts: FileCounts, rows: list[Row]) -> None:
     """Add rows to the counts of their file, in place."""
     counts.rows += len(rows)
     for row in rows:
@@ -644,7 +646,7 @@ class Source:
         for rows in divide(rows_left):
             yield RowBatch(SourcePosition(), rows)
 
-    def read_texts(self, name: str) -> Iterator[str | LongText | Skipped]:
+    def read_texts(self, name: str) -> Iterator[Row]:
         """Yield the text of each row of a file, or Skipped with the reason. If the file is damaged,
         the last item is a Skipped that says so."""
         # One Skipped for all rows that lack the column. Its reason lists the columns of the first
@@ -695,7 +697,7 @@ class Source:
         for _, text in groupby(with_characters, itemgetter(0)):  # the pieces of one text
             yield join_pieces(map(itemgetter(1), text), self.folder)
 
-    def note_controls(self, name: str, rows: list[str | LongText | Skipped]) -> None:
+    def note_controls(self, name: str, rows: list[Row]) -> None:
         """Print a warning, once in a run, if a text has control characters of Latin-1."""
         for row in rows:
             if self.has_noted_controls or isinstance(row, Skipped):

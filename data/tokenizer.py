@@ -164,9 +164,7 @@ class FileTokenizer(Tokenizer):
     @cached_property
     def continuing_backend(self) -> Backend:
         """Backend that puts no space, and no mark for a space, before a text."""
-        # json.loads calls the hook for each object, however deep in a sequence of components
-        content = json.loads(self.tokenizer_json, object_hook=without_prefix)
-        return make_backend(json.dumps(content))
+        return make_continuing_backend(self.tokenizer_json)
 
     def encode(self, text: str) -> np.ndarray:
         return encode_with(self.backend, text)
@@ -182,8 +180,7 @@ class FileTokenizer(Tokenizer):
             # make_backend reads special tokens as text, and other added tokens as tokens
             token["special"] &= token["id"] == self.eot
         prompt_json = json.dumps(content)
-        following = json.loads(prompt_json, object_hook=without_prefix)
-        return [make_backend(prompt_json), make_backend(json.dumps(following))]
+        return [make_backend(prompt_json), make_continuing_backend(prompt_json)]
 
     def encode_prompt(self, text: str, *, follows: bool = False) -> np.ndarray:
         return encode_with(self.prompt_backends[follows], text)
@@ -293,6 +290,13 @@ def make_backend(tokenizer_json: str) -> Backend:
         backend.model.dropout = None
     backend.encode_special_tokens = True  # the library's name for "as text"
     return backend
+
+
+def make_continuing_backend(tokenizer_json: str) -> Backend:
+    """Return the Backend that puts no space, and no mark for a space, before a text."""
+    # json.loads calls the hook for each object, however deep in a sequence of components
+    content = json.loads(tokenizer_json, object_hook=without_prefix)
+    return make_backend(json.dumps(content))
 
 
 def encode_with(backend: Backend, text: str) -> np.ndarray:
