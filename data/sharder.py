@@ -10,7 +10,6 @@ data/source.py decides where the documents come from, and in which order.
 """
 
 import os
-import shutil
 import tempfile
 import zlib
 from collections import Counter
@@ -33,7 +32,7 @@ from data.manifest import (
 from data.shards import Shard, bin_header, shard_paths
 from data.source import Source, SourcePosition
 from utils.errors import UserError
-from utils.files import atomic_write, replace_file
+from utils.files import copy_file, replace_file
 
 # number of spans of the last text, if it is divided: validation gets the end of each span
 HELD_OUT_SPANS = 10
@@ -172,10 +171,8 @@ class ShardWriter:
         self.is_copy = num_written > 0 and not self.temporary.exists()
         if self.is_copy:
             # The earlier run ended before the shard was full, or was killed between the rename and
-            # the save of the manifest. Copy the shard, because training may be reading it. The copy
-            # is atomic, so that a kill leaves no half copy.
-            with open(path, "rb") as shard, atomic_write(self.temporary) as temporary_file:
-                shutil.copyfileobj(shard, temporary_file, 2**20)  # in chunks of 1 MiB
+            # the save of the manifest. Copy the shard, because training may be reading it.
+            copy_file(path, self.temporary)
         # "r+b" keeps the tokens of the earlier run, "w+b" empties the file
         self.file = open(self.temporary, "r+b" if num_written else "w+b")
         self.num_tokens = num_written

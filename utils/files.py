@@ -66,12 +66,17 @@ def link_or_copy(existing: Path, new_name: Path) -> None:
     try:
         os.link(existing, temporary)
     except OSError:
-        with open(existing, "rb") as file, atomic_write(new_name) as new_file:
-            shutil.copyfileobj(file, new_file, 2**20)  # 1 MiB at a time
+        copy_file(existing, new_name)
     else:
         os.replace(temporary, new_name)
         # os.replace does nothing if both names belong to the same file
         temporary.unlink(missing_ok=True)
+
+
+def copy_file(existing: Path, new_name: Path) -> None:
+    """Copy a file atomically, so that a kill leaves no half copy."""
+    with open(existing, "rb") as file, atomic_write(new_name) as new_file:
+        shutil.copyfileobj(file, new_file, 2**20)  # 1 MiB at a time
 
 
 def lock_folder(folder: Path, activity: str) -> int:
