@@ -195,44 +195,32 @@ def test_where_no_text_is_hashed_into_a_split_spans_of_the_last_are_held_out(tmp
     assert manifest.bytes == whole.bytes
 
 
-def test_of_short_texts_the_last_ones_give_validation_one_sequence(tmp_path):
-    notes = tmp_path / "notes"
-    notes.mkdir()
-    for i, text in enumerate(documents()[:300]):
-        (notes / f"{i:03}.txt").write_text(text[:100])
-    options = {"val_fraction": 0.003, "shard_size": 4_500}
-    whole = shard(notes, tmp_path / "whole", **options)
-    sizes = {"train": 0, "val": 0}
-    for entry in whole.shards:
-        sizes[entry.split] += entry.tokens
-    assert 1_025 <= sizes["val"] < 2_000 and sizes["train"] > 20_000
-    assert sum(whole.bytes.values()) == sum(min(100, len(text)) for text in documents()[:300])
-    assert whole.documents == 300
-    # whole texts, and no part of one
-    texts = [text[:100] for text in documents()[:300]]
-    train, val = (texts_in(tmp_path / "whole", split) for split in ("train", "val"))
-    assert sorted(train + val) == sorted(texts) and set(texts[-9:]) <= set(val)
-    for max_shards in (2, 5, None):
-        manifest = shard(
-            notes, tmp_path / "stopped", max_shards=max_shards, num_workers=3, **options
-        )
-    assert manifest == whole and digests(tmp_path / "stopped") == digests(tmp_path / "whole")
-    # a book, and a note after it
-    files = [tmp_path / "book.txt", notes / "001.txt"]
-    files[0].write_text("\n".join(documents()))
-    both = shard(files, tmp_path / "both", **OPTIONS | {"shard_size": 10**6, "val_fraction": 1e-9})
-    assert both.bytes["val"] > 1_000
-
-
-@pytest.mark.parametrize("sizes, num_val", [([90] * 40, 12), ([700, 20, 900, 300], 2)])
-def test_rows_are_held_out_whole_where_they_make_up_what_validation_needs(tmp_path, sizes, num_val):
+@pytest.mark.parametrize(
+    "sizes, val_fraction, num_held_out",
+    [([90] * 40, 1e-9, 12), ([700, 20, 900, 300], 1e-9, 2), ([100] * 300, 0.02, 10)],
+)
+def test_rows_are_held_out_whole_where_they_make_up_what_validation_needs(
+    tmp_path, sizes, val_fraction, num_held_out
+):
+    """Also where hashes give validation some rows, and for a run that was stopped."""
     texts = [f"{i} {'word ' * 200}"[:size] for i, size in enumerate(sizes)]
-    write_rows(tmp_path / "a.jsonl", [{"text": text} for text in texts])
-    options = {"val_fraction": 1e-9, "shard_size": 4_100}
-    manifest = shard(tmp_path / "a.jsonl", tmp_path / "x", **options)
-    val = texts_in(tmp_path / "x", "val")
-    assert val == texts[-num_val:] and texts_in(tmp_path / "x", "train") == texts[:-num_val]
-    assert manifest.held_out == sum(map(len, val)) + num_val
+    rows = write_rows(tmp_path / "a.jsonl", [{"text": text} for text in texts])
+    options = {"val_fraction": val_fraction, "shard_size": 4_100}
+    whole = shard(rows, tmp_path / "x", **options)
+    train, val = (texts_in(tmp_path / "x", split) for split in ("train", "val"))
+    assert set(texts[-num_held_out:]) <= set(val) and sorted(train + val) == sorted(texts)
+    assert whole.held_out == sum(sizes[-num_held_out:]) + num_held_out
+    assert whole.documents == len(texts) and sum(whole.bytes.values()) == sum(sizes)
+    for max_shards in (2, 5, None):
+        stopped = shard(rows, tmp_path / "y", max_shards=max_shards, num_workers=3, **options)
+    assert stopped == whole and digests(tmp_path / "y") == digests(tmp_path / "x")
+
+
+def test_a_short_text_after_a_book_leaves_the_book_enough_for_validation(tmp_path):
+    files = [tmp_path / "book.txt", tmp_path / "note.txt"]
+    files[0].write_text("\n".join(documents()))
+    files[1].write_text(documents()[1][:100])
+    assert shard(files, tmp_path / "x", shard_size=10**6, val_fraction=1e-9).bytes["val"] > 1_000
 
 
 def test_workers_take_every_nth_file_and_need_all_names_to_stay(tmp_path):
