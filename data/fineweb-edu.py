@@ -34,7 +34,7 @@ from tqdm import tqdm
 
 from data.manifest import Manifest, ResumePoint, Settings
 from data.named_tokenizer import TOKENIZER_FILE, TOKENIZERS, ByteTokenizer, Tokenizer
-from data.sharder import HELD_OUT_SPANS, MIN_VAL_TOKENS, Document, Sharder, TokenFile, Tokens
+from data.sharder import HELD_OUT_SPANS, MIN_VAL_TOKENS, Document, Sharder, TokenFile
 from data.shards import MAX_BIN_TOKENS
 from data.source import (
     LongText,
@@ -194,7 +194,8 @@ def tokenize(
     # 64 bits of the hash as a number in [0, 1)
     is_val = int.from_bytes(text_hash.digest(), "big") / 2**64 < val_fraction
     return Document(
-        tokens=Tokens([(token_file, 0, num_tokens)]),
+        token_file=token_file,
+        ranges=[range(num_tokens)],
         num_start=len(tokenizer.start_ids),
         num_train=0 if is_val else num_tokens,  # all tokens are in one split
         num_bytes=size_of(text),
@@ -279,7 +280,7 @@ def write_shards(
                 f"{tokenizer.name} loses {document.lost.total():,} characters of a text, such as "
                 f"{characters[:20]!r}; take another --tokenizer, or accept the loss by --allow_loss"
             )
-        bar.update(len(document.tokens) - document.num_written)
+        bar.update(document.num_tokens - document.num_written)
         if not sharder.write(document):  # max_shards are full, and the resume point is saved
             return False
     sharder.save_resume_point(SourcePosition(len(source.names)))  # after the last file

@@ -50,54 +50,25 @@ class TokenFile:
 
     def append(self, ids: np.ndarray) -> None:
         """Append token ids, uint32 (n,)."""
+        self.file.seek(4 * self.num_tokens)  # bytes
         self.file.write(ids.tobytes())
         self.num_tokens += len(ids)
 
     def read(self, start: int, end: int) -> np.ndarray:
         """Return tokens [start, end), uint32 (n,)."""
-        self.file.seek(start * 4)  # bytes; also writes what append left in Python's buffer
-        return np.frombuffer(self.file.read((end - start) * 4), np.uint32)
-
-
-class Tokens:
-    """Token ids in sections of token files. Cutting and joining copies no tokens, so that a text
-    which is larger than memory can be divided."""
-
-    def __init__(self, sections: list[tuple[TokenFile, int, int]]) -> None:
-        self.sections = sections
-        """Each: a file, and the first and the end index of the section in it."""
-
-    def __len__(self) -> int:
-        return sum(end - start for _, start, end in self.sections)
-
-    def cut(self, first: int, last: int) -> "Tokens":
-        """Return tokens [first, last)."""
-        sections = []
-        position = 0  # index of a section's first token in all sections
-        for file, start, end in self.sections:
-            section_start = max(start, start + first - position)
-            section_end = min(end, start + last - position)
-            if section_start < section_end:
-                sections.append((file, section_start, section_end))
-            position += end - start
-        return Tokens(sections)
-
-    def read(self) -> np.ndarray:
-        """Return the ids, uint32 (n,), in memory."""
-        return np.concatenate([file.read(start, end) for file, start, end in self.sections])
-
-
-def join_tokens(parts: list[Tokens]) -> Tokens:
-    """Return the tokens of all parts, one part after another."""
-    return Tokens([section for part in parts for section in part.sections])
+        self.file.seek(4 * start)  # also writes what append left in Python's buffer
+        return np.frombuffer(self.file.read(4 * (end - start)), np.uint32)
 
 
 @dataclass
 class Document:
     """Tokens of a text, as the shards hold them, and the position of the text in the source."""
 
-    tokens: Tokens
+    token_file: TokenFile
     """Token ids, Tokenizer.start_ids first."""
+    ranges: list[range]
+    """Indices in `token_file`, in the order in which the shards hold these tokens: only
+    range(num_tokens), except for a text with a held-out part."""
     num_start: int
     """Number of start_ids, which stand before the text."""
     num_train: int
@@ -117,13 +88,30 @@ class Document:
     num_texts: int = 1
     """Number of texts in the document: several if divide_last has joined the last short texts."""
 
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens in the shards."""
+        return sum(map(len, self.ranges))
+
+    def read(self, first: int, last: int) -> np.ndarray:
+        """Return tokens [first, last) of all ranges, one after another: uint32 (n,)."""
+        parts = []
+        position = 0  # number of tokens in earlier ranges
+        for indices in self.ranges:
+            # a slice of a range is a range
+            part = indices[max(0, first - position) : max(0, last - position)]
+            if part:
+                parts.append(self.token_file.read(part.start, part.stop))
+            position += len(indices)
+        return np.concatenate(parts)
+
 
 def last_texts(documents: list[Document], num_held_out: int) -> int:
     """Return how many of the last documents have `num_held_out` tokens together, or a few more; 0
     if their number would be twice as large, or if no document would be left for training."""
     num_tokens = 0
     for count in range(1, len(documents)):
-        num_tokens += len(documents[-count].tokens)
+        num_tokens += documents[-count].num_tokens
         if num_tokens >= num_held_out:
             return count if num_tokens <= 2 * num_held_out else 0
     return 0
@@ -134,27 +122,22 @@ def hold_out(document: Document, num_held_out: int) -> Document:
     HELD_OUT_SPANS equal spans, so that both splits get a part of each chapter, which may be in
     another language. start_ids precede the beginning of each span, and its held-out end.
     `num_held_out` counts tokens: at least 1, at most half of the document's tokens."""
-    start_ids = document.tokens.cut(0, document.num_start)
-    text_ids = document.tokens.cut(document.num_start, len(document.tokens))
+    start_ids = range(document.num_start)
     # at most as many spans as held-out tokens, so that each span has an end
     num_spans = min(HELD_OUT_SPANS, num_held_out)
     # tokens at the end of each span; training gets the remainder of the division
     end_size = num_held_out // num_spans
-    train: list[Tokens] = []  # start_ids and the beginning of a span in turn
-    val: list[Tokens] = []  # start_ids and the end of a span in turn
-    span_size, num_longer = divmod(len(text_ids), num_spans)
-    span_start = 0
+    train: list[range] = []  # start_ids and the beginning of a span in turn
+    val: list[range] = []  # start_ids and the end of a span in turn
+    span_size, num_longer = divmod(document.num_tokens - document.num_start, num_spans)
+    span_start = document.num_start
     for i in range(num_spans):
         span_end = span_start + span_size + (i < num_longer)  # the first spans take the remainder
-        train += [start_ids, text_ids.cut(span_start, span_end - end_size)]
-        val += [start_ids, text_ids.cut(span_end - end_size, span_end)]
+        train += [start_ids, range(span_start, span_end - end_size)]
+        val += [start_ids, range(span_end - end_size, span_end)]
         span_start = span_end
     # All train tokens come first: Sharder.write needs one border between train and validation.
-    return replace(
-        document,
-        tokens=join_tokens(train + val),
-        num_train=sum(map(len, train)),
-    )
+    return replace(document, ranges=train + val, num_train=sum(map(len, train)))
 
 
 class ShardWriter:
@@ -334,11 +317,11 @@ class Sharder:
         num_tokens = 0  # sum over `held_back`
         for document in documents:
             held_back.append(document)
-            num_tokens += len(document.tokens)
+            num_tokens += document.num_tokens
             # Keep just enough documents for twice the tokens that validation needs, because
             # divide_last holds out at most half of the tokens.
-            while num_tokens - len(held_back[0].tokens) >= 2 * self.min_val_tokens:
-                num_tokens -= len(held_back[0].tokens)
+            while num_tokens - held_back[0].num_tokens >= 2 * self.min_val_tokens:
+                num_tokens -= held_back[0].num_tokens
                 yield held_back.pop(0)
         # One of several workers may have no validation text: other workers may have some.
         if held_back and self.manifest.val_fraction and self.manifest.worker_count == 1:
@@ -356,10 +339,10 @@ class Sharder:
         to_divide = [document for document in documents if document.num_train]
         in_val = [document for document in documents if not document.num_train]
         # validation tokens that are written so far or in `documents`
-        num_val = self.num_tokens["val"] + sum(len(document.tokens) for document in in_val)
+        num_val = self.num_tokens["val"] + sum(document.num_tokens for document in in_val)
         if not to_divide:  # hashes put all of these documents into validation
             to_divide, in_val = in_val, []
-        tokens = join_tokens([document.tokens for document in to_divide])
+        num_tokens = sum(document.num_tokens for document in to_divide)
         # If an earlier run has written a part of these tokens, keep its manifest.held_out: a new
         # result would differ, because self.num_tokens has grown since.
         if documents[0].num_written == 0:
@@ -367,25 +350,29 @@ class Sharder:
             # False if hashes put every text of the source into validation
             has_train = to_divide[0].num_train > 0 or self.num_tokens["train"] > 0
             if num_val < self.min_val_tokens or not has_train:
-                # val_fraction of all tokens: those written so far and `tokens`
-                num_by_fraction = int(val_fraction * (sum(self.num_tokens.values()) + len(tokens)))
-                num_held_out = max(self.min_val_tokens, len(tokens) // 10, num_by_fraction)
-                self.manifest.held_out = min(num_held_out, len(tokens) // 2)
+                # val_fraction of all tokens: those written so far and those of `to_divide`
+                num_by_fraction = int(val_fraction * (sum(self.num_tokens.values()) + num_tokens))
+                num_held_out = max(self.min_val_tokens, num_tokens // 10, num_by_fraction)
+                self.manifest.held_out = min(num_held_out, num_tokens // 2)
         if self.manifest.held_out == 0:  # both splits have enough
             return documents
+        token_file = to_divide[0].token_file
+        for document in to_divide[1:]:  # short ones, see hold_back
+            token_file.append(document.read(0, document.num_tokens))
         joined = replace(
             documents[0],  # its position: a later run reads all of `documents` again from there
-            tokens=tokens,
+            token_file=token_file,
+            ranges=[range(num_tokens)],
             num_bytes=sum(document.num_bytes for document in to_divide),
             lost=sum((document.lost for document in to_divide), Counter()),
             num_texts=len(to_divide),
         )
         num_texts = last_texts(to_divide, self.manifest.held_out)
         if num_texts > 0:
-            held_out = join_tokens([document.tokens for document in to_divide[-num_texts:]])
-            joined.num_train = len(tokens) - len(held_out)
+            num_held_out = sum(document.num_tokens for document in to_divide[-num_texts:])
+            joined.num_train = num_tokens - num_held_out
             # a later run finds the same texts by their number of tokens
-            self.manifest.held_out = len(held_out)
+            self.manifest.held_out = num_held_out
         else:
             joined = hold_out(joined, self.manifest.held_out)
         # The joined document comes first: after a kill within it, the next run reads all of
@@ -396,7 +383,7 @@ class Sharder:
         """Append the tokens of a document that no earlier run has written. Return False once
         `max_shards` train shards are full, else True. Saves the manifest each time a shard gets
         full."""
-        num_tokens = len(document.tokens)  # of this document; self.num_tokens counts by split
+        num_tokens = document.num_tokens  # of this document; self.num_tokens counts by split
         # tokens [start, num_tokens) are not written yet
         start = document.num_written  # by an earlier run (ResumePoint.tokens); usually 0
         if start == 0:  # else an earlier run has counted the document
@@ -414,7 +401,7 @@ class Sharder:
             # Write what fits: the document may go on in the next shard, or in the other split.
             end = min(split_end, start + self.shard_size - writer.num_tokens)
             end = min(end, start + TOKENS_AT_ONCE)
-            writer.append(document.tokens.cut(start, end).read())
+            writer.append(document.read(start, end))
             self.num_tokens[split] += end - start
             # A part of a text counts bytes in proportion to its tokens, because a normalizer may
             # have changed the text. Differences of rounded sums add up to exactly num_bytes.

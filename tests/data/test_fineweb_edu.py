@@ -483,5 +483,8 @@ def test_chunks_of_a_long_text_have_the_ids_of_the_whole(tmp_path, monkeypatch, 
         tokenizer = load_tokenizer(read_tokenizer(tmp_path / "tokenizer.json"))
         num_chunks.append(len(list(fineweb_edu.split_text(tokenizer, text))))
         document = fineweb_edu.tokenize(tokenizer, 0.5, text, tmp_path)
-        assert document.tokens.read().tolist() == tokenizer.encode_document(text).tolist()
+        assert (
+            document.read(0, document.num_tokens).tolist()
+            == tokenizer.encode_document(text).tolist()
+        )
     assert max(num_chunks) > 20

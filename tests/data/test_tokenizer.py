@@ -202,14 +202,16 @@ def test_what_a_tokenizer_writes_before_a_text_stands_there_for_all_and_in_expor
     bos = [backend.token_to_id(token) for token in before]
     start, ids = bos or [tokenizer.eot], tokenizer.encode(text).tolist()
     document = fineweb_edu.tokenize(tokenizer, 0, text, folder)
-    tokens = document.tokens.read().tolist()
+    tokens = document.read(0, document.num_tokens).tolist()
     writer = Writer(SimpleNamespace(config=GPTConfig()), tokenizer, SampleOptions())
     question = TextEncoder(tokenizer, False, 99).question({"prompt": text}, 1, has_answer=False)
     for prompt in (tokens, writer.prompt_ids(text, []), question.prompt_ids):
         assert prompt == [*start, *ids]
     whole = encode_completion("", text, tokenizer, chat=False)  # a completion without a prompt
     assert whole.tokens.tolist() == [*start, *ids, tokenizer.eot]
-    assert hold_out(document, 1).tokens.read().tolist() == [*start, *ids[:-1], *start, ids[-1]]
+    divided = hold_out(document, 1)
+    divided_tokens = divided.read(0, divided.num_tokens).tolist()
+    assert divided_tokens == [*start, *ids[:-1], *start, ids[-1]]
     assert tokenizer.decode_bytes(start) == b"" and tokenizer.end_ids == {tokenizer.eot, start[0]}
 
     save_tokenizer(tokenizer, folder, 8, CHAT_TEMPLATE)
