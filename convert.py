@@ -134,7 +134,7 @@ def to_nanogpt(model: GPT) -> dict:
     weights = model.state_dict()  # its parameter names are the same as nanoGPT's
     refuse_other_weights(weights)
     # transformers' GPT-2 computes the same as nanoGPT's with the GELU of the model
-    refuse_another_architecture(type(model), model_config)  # type: ignore[arg-type]  # hashable
+    refuse_another_architecture(model)
     # Drop the padding of the vocabulary: nanoGPT would sample these ids.
     weights[EMBEDDING] = weights[EMBEDDING][: model_config.vocab_size]
     weights[HEAD] = weights[EMBEDDING]  # tied: one tensor under both names

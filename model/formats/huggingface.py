@@ -70,8 +70,7 @@ def save_pretrained(
         x = x.cpu().contiguous()
         hf_weights[hf_name] = x.clone() if x.data_ptr() in addresses else x
         addresses.add(x.data_ptr())
-    refuse_another_architecture(type(model), model.config)  # type: ignore[arg-type]  # hashable
-    compare_with_transformers(model, hf_weights, TOKENS)
+    refuse_another_architecture(model)
 
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(hf_config, indent=1), encoding="utf-8")
@@ -82,19 +81,25 @@ def save_pretrained(
     path.chmod(0o644)  # safetensors makes files that other users cannot read
 
 
+def refuse_another_architecture(model: GPT) -> None:
+    """Raise UserError if the model computes something else than the model of transformers that its
+    export names. A narrow copy shows it for texts up to the context, the model itself for some
+    tokens."""
+    is_same = narrow_copy_agrees(type(model), model.config)  # type: ignore[arg-type]  # hashable
+    if not (is_same and agrees_with_transformers(model, TOKENS)):
+        (class_name,) = config_to_hf(model.config)["architectures"]  # "LlamaForCausalLM"
+        raise UserError(
+            f"this model is not the {class_name} of transformers: its logits differ, and nothing "
+            "was written"
+        )
+
+
 @cache
-def refuse_another_architecture(model_class: type[GPT], config: GPTConfig) -> None:
-    """Raise UserError if models of this class and config compute something else than the model of
-    transformers that their export names. A narrow copy shows it for texts up to the context."""
-
-    def compare(narrow: GPT) -> None:
-        hf_weights = weights_to_hf(narrow.state_dict(), narrow.config)
-        compare_with_transformers(narrow, hf_weights, NARROW_TOKENS)
-
+def narrow_copy_agrees(model_class: type[GPT], config: GPTConfig) -> bool:
+    """Return whether transformers computes the same logits as a narrow copy of a model of this
+    class and config. Raise UserError if the copy cannot be compared."""
     try:
-        on_narrow_copy(compare, model_class, config)
-    except UserError:
-        raise
+        return on_narrow_copy(agrees_with_transformers, model_class, config)
     except Exception as error:  # an edited model may raise anything
         raise UserError(
             "this model cannot be compared with transformers, so nothing was written: "
@@ -103,20 +108,25 @@ def refuse_another_architecture(model_class: type[GPT], config: GPTConfig) -> No
 
 
 @torch.no_grad()
-def compare_with_transformers(model: GPT, hf_weights: dict[str, Tensor], num_tokens: int) -> None:
-    """Raise UserError if transformers computes other logits with `hf_weights`, the weights of
-    `model`, for a text of `num_tokens` tokens or of the whole context."""
+def agrees_with_transformers(model: GPT, num_tokens: int = NARROW_TOKENS) -> bool:
+    """Return whether transformers computes the same logits with the exported weights of a model,
+    for a text of `num_tokens` tokens or of the whole context."""
     import transformers  # here, because it takes seconds
 
     hf_fields = config_to_hf(model.config)
-    (class_name,) = hf_fields["architectures"]  # "LlamaForCausalLM"
+    (class_name,) = hf_fields["architectures"]
     # generation_config.json has the ids of special tokens; here they only must exist
     special_ids = {"bos_token_id": 0, "eos_token_id": 0}
     hf_config = transformers.AutoConfig.for_model(**hf_fields | special_ids)
+    # on the CPU, as transformers computes there
+    weights = {name: x.cpu() for name, x in model.state_dict().items()}
     transformers.utils.logging.disable_progress_bar()
     # shares the memory of the weights
     hf_model = getattr(transformers, class_name).from_pretrained(
-        None, config=hf_config, state_dict=hf_weights, dtype=torch.float32
+        None,
+        config=hf_config,
+        state_dict=weights_to_hf(weights, model.config),
+        dtype=torch.float32,
     )
     transformers.utils.logging.enable_progress_bar()
 
@@ -125,13 +135,8 @@ def compare_with_transformers(model: GPT, hf_weights: dict[str, Tensor], num_tok
     num_tokens = min(num_tokens, model.config.block_size)
     generator = torch.Generator("cpu").manual_seed(0)
     idx = torch.randint(model.config.vocab_size, (1, num_tokens), generator=generator)
-    ours = model(idx.to(model.head_weight.device)).cpu().float()  # (1, T, V)
+    ours = model(idx.to(model.head_weight.device)).cpu()  # (1, T, V)
     model.train(was_training)
     theirs = hf_model.eval()(idx).logits  # (1, T, V)
     # A run that diverged may have NaN in its weights, and then both have NaN.
-    if not agrees(ours.nan_to_num(), theirs.nan_to_num(), model.head_weight.dtype):
-        difference = (ours - theirs).abs().max()
-        raise UserError(
-            f"this model is not the {class_name} of transformers: its logits differ by up to "
-            f"{difference:.2g}, and nothing was written"
-        )
+    return agrees(ours.nan_to_num(), theirs.nan_to_num(), model.head_weight.dtype)

@@ -143,7 +143,7 @@ def test_a_model_of_the_hub_is_downloaded_and_used(exported, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "model_class, message", [(SoftCapped, "logits differ by up to"), (WithGate, "h.0.gate.weight")]
+    "model_class, message", [(SoftCapped, "logits differ"), (WithGate, "h.0.gate.weight")]
 )
 def test_nanogpt_gets_no_edited_model(model_class, message):
     config = GPTConfig(64, 257, n_layer=1, n_head=2, n_embd=32)

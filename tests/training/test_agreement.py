@@ -62,7 +62,7 @@ evaluation/figure.py draw 1 one process: before the others join, or in a script
 evaluation/tasks.py Benchmark.read 2 raised again
 model/execution.py check_compiler 1 raised again
 model/formats/checkpoint.py find_checkpoint 1 prints only
-model/formats/huggingface.py refuse_another_architecture 2 raised again
+model/formats/huggingface.py narrow_copy_agrees 1 raised again
 model/formats/huggingface_weights.py config_from_hf 1 raised again
 model/formats/huggingface_weights.py find_folder 1 raised again
 model/proof.py prove 1 all_agree in scoring.py; no other collective depends on the result

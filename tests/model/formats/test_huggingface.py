@@ -261,12 +261,12 @@ def test_a_model_that_transformers_has_no_class_for_is_named(tmp_path):
 @pytest.mark.parametrize("model_class", [SoftCapped, PostNorm, *READERS])
 def test_a_model_with_other_logits_is_no_model_of_transformers(fields, model_class, tmp_path):
     model = model_class(random_ours(SHAPES[2], **fields).config)
-    with user_error("is not the (GPT2LMHeadModel|Qwen3ForCausalLM) of .*differ by up to [0-9]"):
+    with user_error("is not the (GPT2LMHeadModel|Qwen3ForCausalLM) of .*: its logits differ"):
         save_pretrained(model, tmp_path / "out")
     model = random_ours(SHAPES[2], **fields)
     activate = model.transformer.h[1].mlp.activate
     model.transformer.h[1].mlp.activate = lambda x: 2 * activate(x)  # only this model
-    with user_error("logits differ by up to [0-9.]+, and nothing was written"):
+    with user_error("logits differ, and nothing was written"):
         save_pretrained(model, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
