@@ -62,12 +62,13 @@ class ConvertOptions:
     """Model to import: a Hugging Face name (gpt2) or folder, or a checkpoint of nanoGPT,
     build-nanogpt or llm.c."""
     format: Literal["huggingface", "nanogpt"] = "huggingface"
-    """Format of the export. huggingface: a folder for transformers; nanogpt: a ckpt.pt."""
+    """Format of the export. huggingface: a folder for transformers; nanogpt: a ckpt.pt, of --model,
+    too."""
 
 
-def export_checkpoint(checkpoint_path: Path, out: Path, is_for_nanogpt: bool) -> None:
-    """Write a checkpoint of this project for other programs: as a folder for transformers, with
-    weights, tokenizer and model card, or as a ckpt.pt for nanoGPT."""
+def export_checkpoint(checkpoint_path: Path, out: Path) -> None:
+    """Write a checkpoint of this project as a folder for transformers, with weights, tokenizer and
+    model card."""
     path = find_checkpoint(checkpoint_path)
     if path is None:
         raise UserError(
@@ -75,11 +76,6 @@ def export_checkpoint(checkpoint_path: Path, out: Path, is_for_nanogpt: bool) ->
         )
     # float32=True reads all bits of the weights; the default reads only their bfloat16 half.
     model, tokenizer_spec, checkpoint = open_model(path, float32=True)
-    if is_for_nanogpt:
-        nanogpt_checkpoint = to_nanogpt(model)
-        with writing(out), atomic_write(out) as file:  # raises UserError if the disk is full
-            torch.save(nanogpt_checkpoint, file)
-        return
     tokenizer = load_tokenizer(tokenizer_spec)
 
     # end_ids go to generation_config.json: transformers' `generate` stops at them. config.json
@@ -163,21 +159,24 @@ def import_model(model_name: str, out: Path) -> None:
 
 
 def main(options: ConvertOptions) -> None:
-    if (options.checkpoint is None) == (options.model is None):  # both or neither
+    model_name = options.model or options.checkpoint
+    if model_name is None or (options.model and options.checkpoint):
         raise UserError("give either --checkpoint (to export it) or --model (to import it)")
-    is_import = options.model is not None
     is_for_nanogpt = options.format == "nanogpt"
-    if is_import and is_for_nanogpt:
-        raise UserError("--format nanogpt exports a --checkpoint: import the --model first")
-    if (is_import or is_for_nanogpt) and options.out.suffix != ".pt":
+    if (options.model or is_for_nanogpt) and options.out.suffix != ".pt":
         raise UserError(f"--out {options.out} must end in .pt: the output is a file")
     if options.out.exists():
         raise UserError(f"--out {options.out} exists already; choose another path")
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    if options.model is not None:
+    if is_for_nanogpt:
+        model, _, _ = open_model(model_name, float32=True)
+        nanogpt_checkpoint = to_nanogpt(model)
+        with writing(options.out), atomic_write(options.out) as file:  # the disk may be full
+            torch.save(nanogpt_checkpoint, file)
+    elif options.model is not None:
         import_model(options.model, options.out)
-    elif options.checkpoint is not None:  # always true: one of the two was given
-        export_checkpoint(options.checkpoint, options.out, is_for_nanogpt)
+    else:
+        export_checkpoint(Path(model_name), options.out)
     print(f"wrote {options.out}")
 
 

@@ -14,7 +14,7 @@ from conftest import bad, losses, script, train_args, user_error
 from transformers import AutoTokenizer
 
 import __main__
-from convert import to_nanogpt
+from convert import ConvertOptions, main, to_nanogpt
 from data.open_model import open_model
 from data.tokenizer import load_tokenizer
 from model.config import SIZED, GPTConfig
@@ -114,10 +114,13 @@ def test_scripts_begin_from_a_checkpoint_of_nanogpt_and_write_one(shards, tmp_pa
     torch.testing.assert_close(
         load_pretrained(tmp_path / "hf").eval()(idx), logits, rtol=0, atol=1e-5
     )
-    script("convert.py", "--checkpoint", own, "--out", back, "--format", "nanogpt")
-    ours, theirs = torch.load(back), torch.load(ckpt)
-    assert ours["model_args"] == theirs["model_args"]
-    torch.testing.assert_close(dict(ours["model"]), theirs["model"], rtol=0, atol=0)
+    theirs = torch.load(ckpt)
+    for given in ({"checkpoint": own}, {"model": str(ckpt)}):
+        main(ConvertOptions(back, **given, format="nanogpt"))
+        ours = torch.load(back)
+        back.unlink()
+        assert ours["model_args"] == theirs["model_args"]
+        torch.testing.assert_close(dict(ours["model"]), theirs["model"], rtol=0, atol=0)
     recipe = ["--n_embd", 8, "--recipe", "gpt2,bias=False,activation=gelu_exact"]
     script(*train_args(shards, tmp_path, 2, "--init_from", ckpt, *recipe))
     assert len(losses(tmp_path)) == 2
