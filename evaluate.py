@@ -62,8 +62,8 @@ class EvalOptions:
     """Checkpoint of train.py, or a folder: its best checkpoint, else the newest; default:
     checkpoints."""
     model: str | None = None
-    """Score another model instead: a Hugging Face name (gpt2, gpt2-medium, ...) or folder, or a
-    checkpoint of nanoGPT, build-nanogpt or llm.c."""
+    """Model to score in place of --checkpoint: a Hugging Face name (gpt2, gpt2-medium, ...) or
+    folder, or a checkpoint of nanoGPT, build-nanogpt or llm.c."""
     tasks: tuple[str, ...] = ("hellaswag", "lambada")
     """Benchmarks, val for the validation loss, .jsonl files of questions (prompt and answer), or
     folders of tasks in the layout of CORE."""
@@ -100,8 +100,6 @@ class EvalOptions:
 def check(options: EvalOptions) -> dict[str, Path]:
     """Return the path of --data for each benchmark by its name, {} without --data. Raise UserError
     for a wrong option, before the script reads or scores anything."""
-    if options.checkpoint and options.model:
-        raise UserError("give --checkpoint (of train.py) or --model (of others), not both")
     # a/sums.jsonl and b/sums.jsonl would both write CHECKPOINT_sums.json
     if len({Path(task_name).stem for task_name in options.tasks}) < len(options.tasks):
         raise UserError(
@@ -138,21 +136,6 @@ def is_path(task_name: str) -> bool:
     """Return True if an entry of --tasks is a file of questions or a folder of tasks. A path takes
     precedence over a benchmark with the same name."""
     return Path(task_name).is_file() or Path(task_name, "core.yaml").is_file()
-
-
-def output_paths(
-    options: EvalOptions, model_name: str, checkpoint_path: Path | None
-) -> dict[str, Path]:
-    """Return the JSON file for the results of each task by the task's name. It is --out, else a
-    file beside the checkpoint, or in logs if the model `model_name` is of another project
-    (`checkpoint_path` is None)."""
-    if options.out:
-        return dict.fromkeys(options.tasks, options.out)
-    # `resolve` gives "." and ".." a name
-    stem = Path("logs", Path(model_name).resolve().name)
-    if checkpoint_path:
-        stem = checkpoint_path.with_suffix("")
-    return {task_name: Path(f"{stem}_{Path(task_name).stem}.json") for task_name in options.tasks}
 
 
 def open_validation(options: EvalOptions, block_size: int, tokenizer: Tokenizer) -> Mixture:
@@ -206,16 +189,15 @@ def open_task(
         refuse_other_data(scorer.process, task_name, questions)
         name = Path(task_name).stem
         return partial(score_questions, name, questions, encoder, options.max_new_tokens, scorer)
-    if task_name == "val" and not is_path(task_name):
+    benchmark: Benchmark | None = BENCHMARKS.get(task_name)
+    if is_path(task_name):  # a folder of the user's own tasks
+        path = Path(task_name)
+        benchmark = FewShotTasks(path.resolve().name)
+    if benchmark is None:  # val
         with scorer.process.together():
             val = open_validation(options, block_size, tokenizer)
         refuse_other_data(scorer.process, task_name, val.checksum)
         return partial(score_validation, val, options.val_tokens, scorer)
-    if is_path(task_name):  # a folder of the user's own tasks
-        path = Path(task_name)
-        benchmark: Benchmark = FewShotTasks(path.resolve().name)
-    else:
-        benchmark = BENCHMARKS[task_name]
     protocols = benchmark.protocols
     return open_benchmark(benchmark, path, options.limit, scorer, tokenizer, protocols)
 
@@ -236,12 +218,8 @@ def main(options: EvalOptions) -> None:
     # float32 keeps all bits of the weights, so that training has the same validation loss.
     # `checkpoint` is the content of the file, {} for a model of another project.
     model, tokenizer_spec, checkpoint = open_model(checkpoint_path or model_name, float32=True)
-    # A run that diverged can have such weights. The loss would be NaN, which JSON lacks.
-    if not all(weights.isfinite().all() for weights in model.parameters()):
-        raise UserError(f"{checkpoint_path or model_name} has weights that are NaN or infinite")
-    # prepare_for_inference changes the model in place. On a CPU oneDNN's layers may replace the
-    # linear ones. Their weights are no parameters, so the check above must come first.
     model.to(process.device)
+    # in place: on a CPU oneDNN's layers may replace the linear ones
     prepare_for_inference(model, process.device, process.dtype, num_tokens=EXPECTED_ROWS)
 
     # folders of training shards; () if finetune.py, convert.py or another project made the model
@@ -258,7 +236,11 @@ def main(options: EvalOptions) -> None:
     # the scorer calls bar.update with the number of rows of each forward pass
     scorer = Scorer(model, process, options.batch_size, bar.update)
 
-    outputs = output_paths(options, model_name, checkpoint_path)
+    # Without --out the results stand beside the checkpoint, those of a model of another project in
+    # logs. `resolve` gives "." and ".." a name.
+    stem = Path("logs", Path(model_name).resolve().name)
+    if checkpoint_path is not None:
+        stem = checkpoint_path.with_suffix("")
     header = {
         "step": checkpoint.get("step"),  # None for a model of another project
         "model": model_name,
@@ -291,12 +273,13 @@ def main(options: EvalOptions) -> None:
             # print before writing, because the disk may be full
             print(format_table(task_results, openai_model_type(model.config)), flush=True)
             # --out gets all tasks so far; without --out each task has its own file
+            out = options.out or Path(f"{stem}_{Path(task_name).stem}.json")
             results_to_write = results if options.out else task_results
             content = {**header, "results": [asdict(result) for result in results_to_write]}
-            write_file(outputs[task_name], to_json(content, indent=1))
+            write_file(out, to_json(content, indent=1))
             if options.dump:
                 write_file(options.dump, "".join(f"{to_json(row)}\n" for row in dump_rows))
-            print(f"wrote {outputs[task_name]}", flush=True)
+            print(f"wrote {out}", flush=True)
     bar.close()
     distributed.stop()
     if failed_tasks:

@@ -208,7 +208,7 @@ def score_items(
     scorer: Scorer, tokenizer: Tokenizer, items: list[Item], task: Task
 ) -> list[list[Prediction]]:
     """Return a Prediction for each choice of each item. `task` encodes the items. Raise UserError
-    if a log-probability is NaN. Every process must call this function."""
+    if a log-probability is not finite. Every process must call this function."""
     scorer.model.eval()  # no dropout
     # Ids for Prediction.is_greedy_filtered. A banned word of several tokens cannot be banned by its
     # first token, which other words have, too.
@@ -236,9 +236,9 @@ def score_items(
     for batch_predictions in scorer.process.map(partial(score_batch, scorer, banned_ids), batches):
         predictions |= batch_predictions
     scorer.model.train()  # dropout again: a training step may follow
-    # All comparisons with NaN are false, so no choice would be the best one.
-    if any(math.isnan(prediction.logprob) for prediction in predictions.values()):
-        raise UserError("the model gives NaN (not a number) instead of a probability")
+    # The weights are of a run that diverged. Comparisons with NaN are false: no choice would win.
+    if not all(math.isfinite(prediction.logprob) for prediction in predictions.values()):
+        raise UserError("the model gives NaN or infinity instead of log-probabilities")
 
     # restore the order of the items, as rows were sorted by length
     predictions_of_items: list[list[Prediction]] = []
