@@ -7,7 +7,7 @@ This file is not about options: config.py lets the user choose a recipe and over
 
 import math
 from dataclasses import dataclass, field, fields, replace
-from typing import Literal
+from typing import Any, Literal
 
 from model.config import SIZED, GPTConfig
 from utils.errors import UserError
@@ -90,34 +90,32 @@ def parse_recipe(text: str) -> Recipe:
     if name not in RECIPES:
         raise UserError(f"there is no recipe {name!r}; there are {', '.join(RECIPES)}")
     recipe = RECIPES[name]
-    recipe_names = [f.name for f in fields(Recipe) if f.name != "model"]
+    # the defaults, by name, of the fields that a change may name: they tell the type of its value
+    recipe_defaults = {f.name: f.default for f in fields(Recipe) if f.name != "model"}
     # SIZED: the fields of GPTConfig that options or the tokenizer set, such as n_layer
-    model_names = [f.name for f in fields(GPTConfig) if f.name not in SIZED]
+    model_defaults = {f.name: f.default for f in fields(GPTConfig) if f.name not in SIZED}
+    defaults: dict[str, Any] = recipe_defaults | model_defaults
     for change in changes:
         field_name, _, value_text = change.strip().partition("=")  # "qk_norm", "=", "False"
-        if field_name in recipe_names:
-            # the class attribute is the default of the field, which tells the type of the value
-            value = parse_value(field_name, value_text, getattr(Recipe, field_name))
+        try:
+            value = parse_value(value_text, defaults[field_name])
+        except (KeyError, ValueError) as error:
+            of_gpt2 = ", ".join(f"{name}={default}" for name, default in defaults.items())
+            raise UserError(
+                f"a recipe has no {change.strip()!r}; its fields, as in the recipe gpt2: {of_gpt2}"
+            ) from error
+        if field_name in recipe_defaults:
             recipe = replace(recipe, **{field_name: value})  # type: ignore[arg-type]  # any field
-        elif field_name in model_names:
-            value = parse_value(field_name, value_text, getattr(GPTConfig, field_name))
-            # GPTConfig checks the value later, when the model is built
+        else:  # GPTConfig checks the value later, when the model is built
             recipe = replace(recipe, model=recipe.model | {field_name: value})
-        else:
-            names = ", ".join(recipe_names + model_names)
-            raise UserError(f"a recipe has no {field_name!r}, but {names}")
     return recipe
 
 
-def parse_value(name: str, text: str, default: float | str | None) -> float | str:
-    """Convert a text to the type of the field's default, or to int if the default is None. Raises
-    UserError, which gives the `name` of the field, if the text has another type."""
+def parse_value(text: str, default: float | str | None) -> float | str:
+    """Convert a text to the type of a field's default, or to int if the default is None. Raises
+    KeyError or ValueError if the text has another type."""
+    if isinstance(default, bool):
+        return {"True": True, "False": False}[text]  # bool("False") would be True
     # the fields whose default is None, n_kv_head and n_inner, are integers
     value_type = int if default is None else type(default)
-    try:
-        if value_type is bool:
-            return {"True": True, "False": False}[text]  # bool("False") would be True
-        return value_type(text)
-    except (ValueError, KeyError) as error:
-        expected = "True or False" if value_type is bool else value_type.__name__
-        raise UserError(f"{name}={text} in a recipe must be {expected}") from error
+    return value_type(text)

@@ -34,9 +34,10 @@ def test_a_recipe_is_changed_field_by_field_and_read_back_from_a_checkpoint():
     "text, message",
     [
         ("modren", "there are gpt2, modern, llama"),
-        ("modern,qk_nrom=True", "a recipe has no 'qk_nrom', but"),
-        ("modern,n_embd=8", "has no 'n_embd'"),
-        ("modern,max_lr=fast", "must be float"),
+        ("modern,qk_nrom=True", "has no 'qk_nrom=True'; its fields, .* qk_norm=False"),
+        ("modern, n_embd=8", "has no 'n_embd=8'"),
+        ("modern,max_lr=fast", "has no 'max_lr=fast'; .* max_lr=0.0006"),
+        ("modern,tied=0", "has no 'tied=0'; .* tied=True"),
         ("modern,normuon=2", "normuon 2.0 must be at least 0 and below 1"),
     ],
 )
