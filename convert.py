@@ -128,7 +128,7 @@ def to_nanogpt(model: GPT) -> dict:
     if misfits:
         raise UserError(f"nanoGPT has no model that differs from GPT-2 in {', '.join(misfits)}")
     weights = model.state_dict()  # its parameter names are the same as nanoGPT's
-    refuse_other_weights(weights)
+    refuse_other_weights(weights, model_config)
     # transformers' GPT-2 computes the same as nanoGPT's with the GELU of the model
     refuse_another_architecture(model)
     # Drop the padding of the vocabulary: nanoGPT would sample these ids.

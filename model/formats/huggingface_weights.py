@@ -309,21 +309,24 @@ def weight_to_hf(
         fused_rows = [config.n_embd, kv_rows, kv_rows]  # queries, keys, values
     elif module == "mlp.c_fc":
         fused_rows = [config.inner, config.inner]  # gate, input
-    if module not in LLAMA_WEIGHTS:  # such as lm_head.bias
-        raise UserError(f"LLaMA has no place for the weight {name}")
-    hf_modules = zip(LLAMA_WEIGHTS[module], x.split(fused_rows), strict=True)
+    # An edited model may have others: they keep their name, which refuse_other_weights refuses in
+    # an export, and which no file has.
+    hf_modules = zip(LLAMA_WEIGHTS.get(module, [module]), x.split(fused_rows), strict=True)
     return {f"{prefix}{hf_module}.weight": hf_x for hf_module, hf_x in hf_modules}
 
 
-def refuse_other_weights(weights: Iterable[str]) -> None:
+def refuse_other_weights(weights: Iterable[str], config: GPTConfig) -> None:
     """Raise UserError if a model has weights that no GPT-2 or LLaMA has, and name them."""
     known = {"transformer.wpe", *LLAMA_WEIGHTS}
+    parameters = ["weight"]
+    if has_gpt2_names(config):
+        parameters.append("bias")
     others: list[str] = []
     for name in weights:
         module, _, parameter = name.rpartition(".")  # "transformer.h.3.mlp.c_fc", "weight"
         if module.startswith("transformer.h."):
             module = module.split(".", 3)[-1]  # "mlp.c_fc"
-        if module not in known or parameter not in ("weight", "bias"):
+        if module not in known or parameter not in parameters:
             others.append(name)
     if others:
         raise UserError(f"no other program has a place for the weights {', '.join(others)}")
@@ -332,7 +335,7 @@ def refuse_other_weights(weights: Iterable[str]) -> None:
 def weights_to_hf(weights: dict[str, Tensor], config: GPTConfig) -> dict[str, Tensor]:
     """Return the state dict of transformers' GPT2LMHeadModel, LlamaForCausalLM or Qwen3ForCausalLM,
     without the padded vocabulary. Raise UserError for weights that none of them has."""
-    refuse_other_weights(weights)
+    refuse_other_weights(weights, config)
     hf_weights: dict[str, Tensor] = {}
     for name, x in weights.items():
         hf_weights |= weight_to_hf(name, x, config)
