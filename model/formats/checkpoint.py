@@ -222,13 +222,11 @@ def load_checkpoint(path: Path) -> Checkpoint:
         # weights_only refuses pickled code; with mmap, tensors are read when they are used
         checkpoint: Checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         version = checkpoint["format_version"]
-        if version == 6:
-            raise UserError(
-                f"{path} has format 6 of an earlier version of this project, which had n-grams "
-                "(recipe speedrun): open it with that version, commit 67fa719"
-            )
         if version != FORMAT_VERSION:
-            raise ValueError(f"its format is {version}, not {FORMAT_VERSION}")
+            # format 6 had n-grams
+            raise ValueError(
+                f"its format is {version}, not {FORMAT_VERSION}; commit 67fa719 opens format 6"
+            )
     return checkpoint
 
 
@@ -241,10 +239,11 @@ def check_head(path: Path, checkpoint: Checkpoint, is_reward_model: bool) -> Non
     """Raise UserError for a reward model unless `is_reward_model`, and for any other model if
     `is_reward_model`."""
     has_reward_head = REWARD_HEAD in checkpoint["model"]
-    if has_reward_head and not is_reward_model:
-        raise UserError(f"{path} is a reward model, which rates text and cannot write it")
-    if is_reward_model and not has_reward_head:
-        raise UserError(f"{path} is no reward model; finetune.py --method reward trains one")
+    description = "no reward model; finetune.py --method reward trains one"
+    if has_reward_head:
+        description = "a reward model, which rates text and cannot write it"
+    if has_reward_head != is_reward_model:
+        raise UserError(f"{path} is {description}")
 
 
 def open_weights(

@@ -77,8 +77,7 @@ def test_damaged_and_foreign_files_are_named_and_no_code_in_them_is_run(trained,
         (checkpoint | {"model": Code(tmp_path / "ran")}, damaged),
         (checkpoint | {"model": without_norm}, damaged),
         (checkpoint | {"model_config": other_size}, damaged),
-        (checkpoint | {"format_version": 2}, f"{damaged}.* its format is 2, not 7"),
-        (checkpoint | {"format_version": 6}, r"has format 6 .* n-grams .*, commit 67fa719$"),
+        (checkpoint | {"format_version": 6}, f"{damaged}.* its format is 6, not 7; commit 67fa719"),
     ):
         if isinstance(file_content, bytes):
             path.write_bytes(file_content)
