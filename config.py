@@ -367,13 +367,12 @@ class ResolvedOptions(MachineOptions, SaveOptions, OptimizerOptions, RunOptions,
             # A resumed run has the flags that it was begun with.
             origin = "" if self.resumed is None else f", one of which is of the run {self.resumed}"
             raise UserError(f"--min_lr {self.min_lr} is above --max_lr {self.max_lr}{origin}")
-        if self.tensor_parallel > 1 and self.sharding == "none":
-            raise UserError(
-                f"--tensor_parallel {self.tensor_parallel} needs --sharding zero1, zero2 or zero3"
-            )
         # DDP divides no state. A resumed run may have the flag from a checkpoint with sharding.
-        if self.shard_across is not None and self.sharding == "none" and self.resumed is None:
-            raise UserError("--shard_across needs --sharding zero1, zero2 or zero3")
+        is_divided = self.shard_across is not None and self.resumed is None
+        if self.sharding == "none" and (is_divided or self.tensor_parallel > 1):
+            raise UserError(
+                "--tensor_parallel and --shard_across need --sharding zero1, zero2 or zero3"
+            )
 
     @property
     @abstractmethod

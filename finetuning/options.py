@@ -102,11 +102,12 @@ class FinetuneOptions(MachineOptions, SaveOptions, MethodOptions, BatchOptions, 
 
     def __post_init__(self) -> None:
         # Required, although their default is None: with --resume the checkpoint provides them.
-        for name in ("method", "init_from", "data"):
+        required = ["method", "init_from", "data"]
+        if self.method == "grpo":
+            required.append("reward")
+        for name in required:
             if getattr(self, name) is None:
                 raise UserError(f"give --{name}; --help says what it takes")
-        if self.method == "grpo" and self.reward is None:
-            raise UserError("--method grpo needs --reward: exact, FILE.py:FUNCTION or a checkpoint")
 
     @classmethod
     def checkpoint_folder(cls, flags: list[str]) -> Path:

@@ -255,7 +255,7 @@ def refuse(monkeypatch):
         ("", "give --method"),
         ("--method sft --data {base}/none.jsonl", "No such file or directory: .*none.jsonl"),
         ("--method grpo --reward exact --data {base}/bad.jsonl", 'line 1: there is no "answer"'),
-        ("--method grpo", "needs --reward"),
+        ("--method grpo", "give --reward"),
         ("--method grpo --reward {base}/letters.py:none", "cannot be loaded: AttributeError"),
         ("--method grpo --reward {base}/letters.py", "is none of exact, FILE.py:FUNCTION"),
         ("--method grpo --reward exakt", "exakt is none of exact, FILE.py:FUNCTION, and a check"),

@@ -52,7 +52,7 @@ def test_shards_that_do_not_divide_are_a_sentence_before_processes_connect(
     for name, value in {**launch, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}.items():
         monkeypatch.setenv(name, str(value))
     args = train_args(shards, tmp_path, 2, "--shard_across")
-    bad([*args, 4], "--shard_across needs --sharding zero1, zero2 or zero3")
+    bad([*args, 4], "--shard_across need --sharding zero1, zero2 or zero3")
     message = "must divide the 8 processes and be a multiple of the 2 processes of a machine"
     for more in ((), ("--dry_run",)):
         bad([*args, 3, "--sharding", "zero2", *more], message)

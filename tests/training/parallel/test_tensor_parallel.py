@@ -148,7 +148,7 @@ def test_what_does_not_divide_is_a_sentence(shards, tmp_path):
     def args(*flags):
         return train_args(shards, tmp_path, 2, *flags)
 
-    bad(args("--tensor_parallel", 2), "needs --sharding zero1, zero2 or zero3", tmp_path)
+    bad(args("--tensor_parallel", 2), "need --sharding zero1, zero2 or zero3", tmp_path)
     bad(args(*tensor_parallel(2)), "does not divide the processes of a machine, 1", tmp_path)
     # --n_head 2; a dry run asks before processes connect
     said = script(*args(*tensor_parallel(3), "--dry_run", "--device", "3xt4"), code=2).stderr
