@@ -256,7 +256,8 @@ def main(options: EvalOptions) -> None:
         try:
             path = data_paths.get(task_name)
             score = open_task(task_name, path, options, scorer, tokenizer)
-        except UserError as error:  # on every process, such as a failed download: all go on
+        # on every process, such as a failed download or a missing file: all go on
+        except (UserError, OSError) as error:
             if len(options.tasks) == 1:
                 raise
             bar.clear()

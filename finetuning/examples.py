@@ -20,7 +20,6 @@ from data.named_tokenizer import Tokenizer
 from evaluation.tasks import get_field
 from finetuning.chat import (
     ROLES,
-    Message,
     Messages,
     Tools,
     as_messages,
@@ -31,7 +30,7 @@ from finetuning.chat import (
 )
 from finetuning.template import find_answer, is_learned
 from utils.distributed import Process
-from utils.errors import UserError
+from utils.errors import UserError, reading
 
 # model/loss.py ignores targets of this value.
 NO_TARGET = -1
@@ -94,11 +93,9 @@ def encode_completion(
 def read_lines(path: Path) -> list[tuple[int, str]]:
     """Return the non-empty lines of a UTF-8 file as (line number from 1, line), so that errors can
     name a line."""
-    try:
+    with reading(path, "a text in UTF-8"):
         # utf-8-sig drops a byte order mark (Windows). splitlines would also split at U+2028.
         lines = path.read_text(encoding="utf-8-sig").split("\n")
-    except (OSError, UnicodeError) as error:
-        raise UserError(f"{path} cannot be read: {error}") from error
     return [(line_number, line) for line_number, line in enumerate(lines, 1) if line.strip()]
 
 
@@ -127,13 +124,6 @@ def read_examples(path: Path, to_example: Callable[[dict], Any]) -> list:
     if not examples:
         raise UserError(f"{path} holds no rows; give one JSON object per line")
     return examples
-
-
-def check_message(message: Message) -> None:
-    """Raise ValueError if the project's own format cannot write a role or a field of a message."""
-    fields = [name for name, value in message.items() if value]  # ignores "tool_calls": null
-    if message["role"] not in ROLES or not set(fields) <= {"role", "content", "weight"}:
-        raise ValueError(f"a chat has no such role or field: {message!r:.200}")
 
 
 @dataclass
@@ -220,14 +210,19 @@ class TextEncoder:
         value = get_field(row, name, str, list)
         if isinstance(value, list):
             for message in value:
-                get_field(message, "role", str)  # raises ValueError without it
+                role = get_field(message, "role", str)  # raises ValueError without it
                 texts_of(message)  # raises ValueError for entries without text
-                if message.get("weight") not in (None, 0, 1):
-                    raise ValueError(f'"weight" is 0 or 1: {message!r:.200}')
-                # only a chat template reads further fields of a message
+                is_supported = message.get("weight") in (None, 0, 1)
+                # only a chat template reads other roles, and further fields of a message
                 if not self.tokenizer.chat_template:
                     get_field(message, "content", str)
-                    check_message(message)
+                    fields = {field for field in message if message[field]}  # no null, no []
+                    is_supported &= role in ROLES and fields <= {"role", "content", "weight"}
+                if not is_supported:
+                    raise ValueError(
+                        f"a chat has no such role or field, or a weight besides 0 and 1: "
+                        f"{message!r:.200}"
+                    )
         return value
 
 

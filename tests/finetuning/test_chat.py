@@ -96,7 +96,7 @@ def ask(row):
         (
             '{"messages": [{"role": "assistant", "content": "a", "weight": 0.5}]}',
             CHAT.dialog,
-            '"weight" is 0 or 1',
+            "a weight besides 0 and 1",
         ),
         ('{"prompt": "a", "completion": "b", "tools": [1]}', PLAIN.dialog, '"tools" is not supp'),
         ('{"messages": [{"role": "user", "content": "a"}]}', CHAT.dialog, "row has no answer in"),

@@ -53,7 +53,6 @@ training/trial.py has_memory 1 all_agree; no collectives within
 training/writer.py write_together 5 together; main renames after the last collective
 training/writer.py sum_written_rows 1 within together
 finetuning/examples.py read_examples 1 raised again
-finetuning/examples.py read_lines 1 raised again
 finetuning/grpo.py GroupRelativePolicy.reward 1 within together
 finetuning/rewards.py load_reward_function 1 raised again
 finetuning/rewards.py rewards_by_function 1 within together
