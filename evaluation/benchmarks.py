@@ -70,19 +70,15 @@ class HellaSwag(Task):
         """Return the log-probability of an ending as "acc", and its mean per token as "acc_norm".
         lm-eval takes the mean per character instead, and as "acc_bytes" the mean per byte."""
         # logprob is a sum over all tokens in nats, so it is lower for longer endings
-        if protocol == "build-nanogpt":
-            return {
-                "acc": prediction.logprob,
-                "acc_norm": prediction.logprob / prediction.num_tokens,
-            }
-        ending = choice[1:]  # the harness does not count the space in front
-        if not ending:  # it had only WikiHow's marks: never chosen, as in the harness
-            return {"acc": prediction.logprob, "acc_norm": -math.inf, "acc_bytes": -math.inf}
-        return {
-            "acc": prediction.logprob,
-            "acc_norm": prediction.logprob / len(ending),
-            "acc_bytes": prediction.logprob / len(ending.encode()),
-        }
+        lengths = {"acc_norm": prediction.num_tokens}
+        if protocol != "build-nanogpt":
+            ending = choice[1:]  # the harness does not count the space in front
+            lengths = {"acc_norm": len(ending), "acc_bytes": len(ending.encode())}
+        value_by_metric = {"acc": prediction.logprob}
+        for metric, length in lengths.items():
+            # 0 if the ending had only WikiHow's marks: never chosen, as in the harness
+            value_by_metric[metric] = prediction.logprob / length if length else -math.inf
+        return value_by_metric
 
     def score(
         self, rows: list[dict], score_items: ScoreItems, protocols: Sequence[str]
