@@ -13,7 +13,6 @@ import sys
 import zlib
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 
 import utils.environment  # noqa: F401 (first: it says what to type without PyTorch)
 
@@ -36,7 +35,6 @@ from finetuning.options import FinetuneOptions, ResolvedFinetuneOptions, resolve
 from finetuning.rewards import (
     RewardError,
     RewardModel,
-    find_reward,
     load_reward_function,
     reward_checksum,
 )
@@ -193,8 +191,8 @@ def resolve_on_device(
     # another project, such as "gpt2", which keeps its name.
     init_from = str(find_checkpoint(options.init_from) or options.init_from)
     reward = options.reward
-    if reward is not None and Path(reward).is_dir():
-        reward = str(find_reward(reward))
+    if reward is not None:  # "exact" and FILE.py:FUNCTION keep their names, too
+        reward = str(find_checkpoint(reward) or reward)
     return replace(options, init_from=init_from, reward=reward)
 
 
