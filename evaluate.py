@@ -58,9 +58,9 @@ EXPECTED_ROWS = 2048
 class EvalOptions:
     """Score a model."""
 
-    checkpoint: Path | None = None
-    """Checkpoint of train.py, or a folder: its best checkpoint, else the newest; default:
-    checkpoints."""
+    checkpoint: Path = Path("checkpoints")
+    """Checkpoint of train.py or finetune.py, or a folder: takes its best checkpoint, else its
+    newest."""
     model: str | None = None
     """Model to score in place of --checkpoint: a Hugging Face name (gpt2, gpt2-medium, ...) or
     folder, or a checkpoint of nanoGPT, build-nanogpt or llm.c."""
@@ -213,7 +213,7 @@ def main(options: EvalOptions) -> None:
     process = distributed.start(options.device, options.dtype)
 
     # a path, or a name on the Hugging Face hub
-    model_name = str(options.model or options.checkpoint or "checkpoints")
+    model_name = str(options.model or options.checkpoint)
     checkpoint_path = find_checkpoint(model_name)  # None for a model of another project
     # float32 keeps all bits of the weights, so that training has the same validation loss.
     # `checkpoint` is the content of the file, {} for a model of another project.

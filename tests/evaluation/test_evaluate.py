@@ -256,7 +256,7 @@ def test_bad_settings_are_sentences(trained, exported, tmp_path):
     model = load_pretrained(exported)
     model.transformer.wte.weight.data[0] = torch.inf
     save_pretrained(model, tmp_path / "nan")
-    of_nan = {"checkpoint": None, "model": str(tmp_path / "nan"), "out": tmp_path / "e.json"}
+    of_nan = {"model": str(tmp_path / "nan"), "out": tmp_path / "e.json"}
     for options, message in (
         (
             {"tasks": ("hellaswagg",)},
@@ -269,7 +269,7 @@ def test_bad_settings_are_sentences(trained, exported, tmp_path):
         ({"dump": tmp_path / "l.jsonl", "data": (tmp_path / "x/../l.jsonl",)}, "not be a file of"),
         ({"data": (tmp_path / "none",)}, "lambada cannot use"),
         ({"data": (tmp_path, tmp_path)}, "2 files for 1 benchmarks"),
-        ({"model": str(exported), "tasks": ("val",), "checkpoint": None}, "needs --data_dir"),
+        ({"model": str(exported), "tasks": ("val",)}, "needs --data_dir"),
         ({**of_nan, "data": (exported / "l.jsonl",)}, "gives NaN or infinity"),
     ):
         config = evaluate.EvalOptions(trained / "checkpoints", tasks=("lambada",), device="cpu")
