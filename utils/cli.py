@@ -271,7 +271,6 @@ def call_and_exit(
     except SystemExit as end:  # from tyro (--help, a wrong flag), or a run after a signal
         exit_code = int(end.code or 0)  # the code of sys.exit() is None
     except BrokenPipeError:  # the program that read standard output, such as `head`, has ended
-        sys.stdout = open(os.devnull, "w")  # the flush below would raise again
         exit_code = 128 + signal.SIGPIPE
     except KeyboardInterrupt:
         message = "interrupted"
@@ -285,14 +284,23 @@ def call_and_exit(
         if message is None:  # neither has a sentence: a bug
             traceback.print_exc()
             exit_code = 1
+    flush_output()  # earlier output comes first, also in a file or a pipe
     if message:
-        sys.stdout.flush()  # earlier output comes first, also in a file or a pipe
         print(f"{label}: {message}", file=sys.stderr)
     before_exit()  # a training run waits here until its checkpoints are written
-    sys.stdout.flush()  # os._exit does not flush buffers
+    flush_output()  # os._exit does not flush buffers
     # Skip the interpreter's shutdown: reader threads of `datasets` can block the shutdown forever,
     # and gloo aborts in it if a gloo thread waits for the interpreter lock to release a tensor.
     os._exit(exit_code)
+
+
+def flush_output() -> None:
+    """Write what is printed so far. If the program that reads it has ended, drop it, and whatever
+    is printed later."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        sys.stdout = open(os.devnull, "w")
 
 
 def user_message(error: Exception) -> str | None:

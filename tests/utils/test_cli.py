@@ -156,3 +156,18 @@ def test_a_notebook_or_another_encoding_ends_no_script(encoding, printed):
     command = [sys.executable, "-c", program]
     finished = subprocess.run(command, env=env, cwd=ROOT, capture_output=True)
     assert (finished.stdout, finished.returncode) == (printed, 0), finished.stderr
+
+
+@pytest.mark.parametrize("program", ["print('x')", "print('x'); raise UserError('wrong')"])
+def test_a_reader_that_has_ended_causes_no_traceback(program):
+    """As in `train.py --help | head`: the buffer is written when nobody reads the pipe any more."""
+    imports = "from utils.cli import call_and_exit; from utils.errors import UserError;"
+    source = f"{imports} call_and_exit(lambda: exec({program!r}))"
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    finished = subprocess.run(
+        [sys.executable, "-c", source], env=env, cwd=ROOT, stdout=write_end, stderr=subprocess.PIPE
+    )
+    os.close(write_end)
+    assert (finished.stderr, finished.returncode) in ((b"", 0), (b"error: wrong\n", 2))
