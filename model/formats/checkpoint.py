@@ -296,17 +296,21 @@ def numbered_checkpoints(folder: Path) -> list[Path]:
 
 
 def newest_first(folder: Path) -> list[Path]:
-    """Return the checkpoints of a folder in the order in which a run tries to resume them: the
-    last, the numbered ones, the best."""
-    # BEST comes at the end, because it may be much older than the others
+    """Return the checkpoints of a folder: the last, the numbered ones, the best, which may be much
+    older than the others."""
     paths = [folder / LAST, *numbered_checkpoints(folder), folder / BEST]
     return [path for path in paths if path.exists()]
 
 
+def step_of(path: Path) -> int:
+    """Return the step of the checkpoint in a file."""
+    return load_checkpoint(path)["step"]
+
+
 def find_newest(folder: Path) -> Path | None:
-    """Return the checkpoint to resume from a folder, or None if the folder has no checkpoint."""
-    paths = newest_first(folder)
-    return paths[0] if paths else None
+    """Return the checkpoint to resume from a folder, or None if the folder has no checkpoint. It is
+    the one of the latest step: after a kill, that may be the best one."""
+    return max(newest_first(folder), key=step_of, default=None)  # of equal steps the first file
 
 
 def find_checkpoint_folder(path: Path) -> Path:
@@ -346,8 +350,8 @@ def find_checkpoint(model_name: str | Path) -> Path | None:
         if file.exists() and is_own(file):
             # Only the main process prints; it prints to stderr, because stdout is for results.
             if is_main_process():
-                step = load_checkpoint(file)["step"]  # 0 for a run that has just begun
-                print(f"reading {file}, of step {step:,}", file=sys.stderr)
+                # step 0: a run that has just begun
+                print(f"reading {file}, of step {step_of(file):,}", file=sys.stderr)
             return file
     # This config.json is of Hugging Face: a run has its config.json in logs/.
     if (path / "config.json").exists():

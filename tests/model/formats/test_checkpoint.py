@@ -9,9 +9,10 @@ from conftest import bad, train_args, user_error
 
 from data.shards import inspect_shard
 from model.config import GPTConfig
-from model.formats import huggingface_weights
+from model.formats import checkpoint, huggingface_weights
 from model.formats.checkpoint import (
     BEST,
+    LAST,
     NUMBERED,
     find_newest,
     join_float32,
@@ -146,9 +147,14 @@ def test_a_numbered_checkpoint_has_one_exact_name(tmp_path):
     assert [path.name for path in numbered_checkpoints(tmp_path)] == own
 
 
-def test_newest_is_the_last_else_the_highest_number_else_the_best(tmp_path):
+def test_newest_has_the_latest_step_and_of_equal_ones_the_last(tmp_path, monkeypatch):
     assert find_newest(tmp_path) is None
-    own = ("model_step_000020.pt", "model_step_999999.pt")
-    for name in (BEST, *own, "model_last.pt"):
+    step_of = {BEST: 700, NUMBERED.format(650): 650, NUMBERED.format(700): 700, LAST: 673}
+    monkeypatch.setattr(checkpoint, "step_of", lambda path: step_of[path.name])
+    for name in (BEST, NUMBERED.format(650), LAST):
         (tmp_path / name).touch()
-        assert find_newest(tmp_path).name == name
+        assert find_newest(tmp_path).name == BEST
+    (tmp_path / NUMBERED.format(700)).touch()
+    assert find_newest(tmp_path).name == NUMBERED.format(700)
+    step_of[LAST] = 700
+    assert find_newest(tmp_path).name == LAST
