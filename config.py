@@ -41,9 +41,6 @@ DERIVED = (
     "use_torch_compile",
 )
 
-# end of each error message that refuses to write over another run
-OTHER_RUN_REMEDY = "continue that run by --resume, give another --run_dir, or --overwrite it"
-
 Resolved = TypeVar("Resolved", bound="ResolvedOptions")
 
 
@@ -63,8 +60,8 @@ class RunOptions:
     """File of options: a .toml file (see configs/) or a run's config.json. The command line
     overrides its options; default: none."""
     resume: str | None = None
-    """Run to continue: a checkpoint or the folder of a run; auto: the run in --run_dir or
-    --checkpoint_dir, or a new run if there is none. Default: a new run."""
+    """Run to continue: a checkpoint or the folder of a run; auto, or no value: the run in --run_dir
+    or --checkpoint_dir, or a new run if there is none. Default: a new run."""
     init_from: str | None = None
     """Weights to start from: a checkpoint of this project or its folder, a checkpoint of nanoGPT,
     build-nanogpt or llm.c, or a Hugging Face name (gpt2) or folder; train.py's default: random

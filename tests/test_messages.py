@@ -24,6 +24,7 @@ SCRIPTS = [
 OPTIONS_FILES = {
     "config.py": ["train.py", "finetune.py"],
     "training/options.py": ["train.py", "finetune.py"],
+    "training/run.py": ["train.py", "finetune.py"],
     "training/saver.py": ["train.py", "finetune.py"],
     "training/start.py": ["train.py", "finetune.py"],
     "finetuning/options.py": ["finetune.py"],

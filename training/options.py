@@ -60,7 +60,7 @@ def read_options(
     """
     # The parser takes the last of equal flags. So flags of the resumed run come first, then those
     # of --config, then the command line.
-    flags = expand_run_dir(command_line)  # ["--max_lr", "6e-4", ...]
+    flags = expand_run_dir(name_resumed(command_line))  # ["--max_lr", "6e-4", ...]
     config_file = flag_value(flags, "config")
     if config_file is not None:
         flags = expand_run_dir(to_flags(read_options_file(Path(config_file)))) + flags
@@ -142,6 +142,16 @@ def saved_options(checkpoint: Checkpoint, folder: Path) -> dict:
     is_moved = folder.resolve() != Path(saved["checkpoint_dir"]).resolve()
     options["log_dir"] = None if is_moved else saved["log_dir"]
     return options
+
+
+def name_resumed(words: list[str]) -> list[str]:
+    """Return the words of a command line with "auto" behind a --resume without a value."""
+    named: list[str] = []
+    for word, next_word in zip(words, [*words[1:], "--"], strict=True):
+        named.append(word)
+        if word == "--resume" and next_word.startswith("--"):
+            named.append("auto")
+    return named
 
 
 def expand_run_dir(words: list[str]) -> list[str]:

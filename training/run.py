@@ -24,7 +24,7 @@ import torch
 from torch import nn
 from torch.amp import GradScaler
 
-from config import OTHER_RUN_REMEDY, MachineOptions, ResolvedOptions
+from config import MachineOptions, ResolvedOptions
 from data.tokenizer import tokenizer_identity
 from model.config import GPTConfig
 from model.formats.checkpoint import (
@@ -179,11 +179,13 @@ def refuse_overwriting(options: ResolvedOptions, checkpoint: Checkpoint | None) 
         run_id = checkpoint["run_id"]
         step = checkpoint["step"]
 
+    remedy = "give another --run_dir, or --overwrite it"
+    continue_or = f"continue it by: {resume_command(options.checkpoint_dir)}; or {remedy}"
     existing = [load_checkpoint(path) for path in newest_first(options.checkpoint_dir)]
     for existing_checkpoint in existing:
         if existing_checkpoint["run_id"] != run_id:
             raise UserError(
-                f"{options.checkpoint_dir} holds the checkpoints of another run; {OTHER_RUN_REMEDY}"
+                f"{options.checkpoint_dir} holds the checkpoints of another run; {continue_or}"
             )
     # A run that resumes an earlier file would mix its new checkpoints with later ones. Only the
     # first file, model_last.pt, counts: after a kill model_best.pt may be of a later step, which
@@ -191,7 +193,7 @@ def refuse_overwriting(options: ResolvedOptions, checkpoint: Checkpoint | None) 
     if existing and existing[0]["step"] > step:
         raise UserError(
             f"{options.checkpoint_dir} holds a checkpoint of step {existing[0]['step']}, after "
-            f"step {step}; {OTHER_RUN_REMEDY}"
+            f"step {step}; {continue_or}"
         )
 
     # content of config.json: None without a log, {} if it cannot be read
@@ -202,7 +204,12 @@ def refuse_overwriting(options: ResolvedOptions, checkpoint: Checkpoint | None) 
             return
     # The default is "", because None would equal the run_id of a new run.
     if logged_config is not None and logged_config.get("run_id", "") != run_id:
-        raise UserError(f"{options.log_dir} holds the log of another run; {OTHER_RUN_REMEDY}")
+        raise UserError(f"{options.log_dir} holds the log of another run; {remedy}")
+
+
+def resume_command(path: Path) -> str:
+    """Return the command that continues the run of a checkpoint or of a folder of checkpoints."""
+    return f"{distributed.launcher()} {sys.argv[0]} --resume {shlex.quote(str(path))}"
 
 
 def remove_checkpoints(folder: Path, progress: Progress) -> None:
@@ -376,7 +383,7 @@ class Run(Generic[Options]):
         when the log is closed."""
         folder = shlex.quote(str(self.options.checkpoint_dir))
         if self.stopping:
-            command = f"{distributed.launcher()} {sys.argv[0]} --resume {folder}"
+            command = resume_command(self.options.checkpoint_dir)
             self.logger.print(
                 f"stopped; saved at step {self.progress.step}: continue with {command}"
             )

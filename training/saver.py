@@ -7,8 +7,6 @@ same file, and training waits. model/formats/checkpoint.py has the format of the
 
 import math
 import os
-import shlex
-import sys
 import threading
 from dataclasses import asdict, dataclass, field
 
@@ -20,9 +18,8 @@ from model.gpt import GPT
 from training.optimizer_state import attributes_of, check_state, group_values, optimizer_state
 from training.parallel.data_parallel import free_gathered_weights
 from training.parallel.own_rows import OwnRows, copy_state
-from training.run import PATIENCE, Run
+from training.run import PATIENCE, Run, resume_command
 from training.writer import save_checkpoint
-from utils import distributed
 from utils.distributed import ALONE, Process
 from utils.errors import UserError
 from utils.files import link_or_copy, sync_folder
@@ -186,10 +183,9 @@ class Saver:
         path = self.run.options.checkpoint_dir / LAST
         if not path.exists():  # such as before the first save of --init_from
             return "there is no earlier checkpoint"
-        command = f"{distributed.launcher()} {sys.argv[0]} --resume {shlex.quote(str(path))}"
         lower_rate = self.run.options.max_lr / 3
         step = load_checkpoint(path)["step"]
-        return f"continue from step {step} with {command} --max_lr {lower_rate:.1g}"
+        return f"continue from step {step} with {resume_command(path)} --max_lr {lower_rate:.1g}"
 
     def write(
         self,

@@ -200,8 +200,8 @@ def test_a_run_that_is_killed_in_its_first_steps_keeps_options_id_and_log(shards
     assert load_checkpoint(last)["step"] == 0
     before = logged_run(log)
     rows = (log / "metrics.jsonl").read_bytes()
-    command = f"python train.py --resume '{run}'"
-    bad(args, "of another run; continue that run by --resume")
+    command = f"python train.py --resume '{run}/checkpoints'"
+    bad(args, f"of another run; continue it by: {command}; or give another --run_dir")
     elsewhere = [*folders(branch)[:2], "--log_dir", log]
     bad([*args, "--resume", "auto", *elsewhere], "of another run")
     script(*shlex.split(command)[1:], "--max_steps", 2)

@@ -243,3 +243,11 @@ def test_what_moved_is_named_by_where_a_resumed_run_read_it(name, value, path):
     with user_error(f"{path} is not here: .* read it at /before/{path}; .* by --{name}"):
         check_inputs(options, [], {"working_dir": "/before"})
     check_inputs(options, [f"--{name}", "there"], {})
+
+
+@pytest.mark.parametrize("flags", [["--resume"], ["--resume", "--seed", "3"]])
+def test_a_resume_without_a_value_means_auto(tmp_path, flags):
+    run = ["--run_dir", str(tmp_path)]
+    for words in ([*run, *flags], [*flags, *run]):
+        options, _, _ = read_options(TrainOptions, "train.py", words)
+        assert (options.resume, options.checkpoint_dir) == ("auto", tmp_path / "checkpoints")
