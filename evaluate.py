@@ -213,7 +213,7 @@ def main(options: EvalOptions) -> None:
     process = distributed.start(options.device, options.dtype)
 
     # a path, or a name on the Hugging Face hub
-    model_name = str(options.model or options.checkpoint)
+    model_name = options.model or options.checkpoint
     checkpoint_path = find_checkpoint(model_name)  # None for a model of another project
     # float32 keeps all bits of the weights, so that training has the same validation loss.
     # `checkpoint` is the content of the file, {} for a model of another project.
@@ -243,7 +243,7 @@ def main(options: EvalOptions) -> None:
         stem = checkpoint_path.with_suffix("")
     header = {
         "step": checkpoint.get("step"),  # None for a model of another project
-        "model": model_name,
+        "model": str(model_name),
         "dtype": str(process.dtype).removeprefix("torch."),
     }
     # Print and write the results of each task at once, because a later task may fail.

@@ -32,6 +32,7 @@ from data.manifest import MANIFEST, Manifest, read_manifest
 from data.named_tokenizer import TOKENIZER_FILE, TOKENIZERS
 from data.tokenizer import count_tokens, load_tokenizer, read_tokenizer, tokenizer_identity
 from utils.errors import UserError, reading
+from utils.files import searched_place
 
 SUFFIXES = (".npy", ".bin", ".ds")  # other files of a folder are ignored
 # magic, version, token count, and zeros up to 1,024 bytes
@@ -217,7 +218,7 @@ def open_folders(paths: list[Path], split: str) -> list[ShardFolder]:
             "val_fraction above 0"
         )
         if not missing[0].is_dir():
-            problem = "is no folder; to make it of your text"
+            problem = f"is no folder{searched_place(missing[0])}; to make it of your text"
         raise MissingShards(
             f"data_dir {' '.join(map(str, missing))} {problem}: "
             f"python data/fineweb-edu.py --input YOUR_TEXT --local_dir {missing[0]}"

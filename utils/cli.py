@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import NoReturn, TypeVar
 
 from utils.errors import Disconnected, UserError, check_text, is_out_of_memory
+from utils.files import searched_place
 from utils.launch import is_main_process, read_launch
 from utils.ranges import Dataclass, check_ranges
 
@@ -312,7 +313,10 @@ def user_message(error: Exception) -> str | None:
     if isinstance(error, OSError) and error.strerror:
         if error.filename is None:  # writing to an open file failed, for example on a full disk
             return error.strerror
-        return f"{error.filename}: {error.strerror}"
+        message = f"{error.filename}: {error.strerror}"
+        if isinstance(error, FileNotFoundError):
+            message += searched_place(os.fsdecode(error.filename))
+        return message
     if is_out_of_memory(error):  # .200, because PyTorch's text may have many lines
         return f"out of memory: take smaller batches, or fewer samples at a time ({error!s:.200})"
     return None

@@ -17,6 +17,8 @@ from typing import IO
 
 from utils.errors import UserError
 
+PROJECT = Path(__file__).resolve().parents[1]
+
 
 @contextlib.contextmanager
 def atomic_write(path: Path) -> Iterator[IO[bytes]]:
@@ -41,6 +43,18 @@ def atomic_write(path: Path) -> Iterator[IO[bytes]]:
 def printable(path: Path) -> str:
     """Return a path as text that can be printed: bytes of its name that are not UTF-8 as \\xff."""
     return os.fsencode(path).decode("utf-8", "backslashreplace")
+
+
+def searched_place(path: Path | str) -> str:
+    """Return where a path that does not exist was looked for, to append to a message. If a script
+    was started in /tmp, and the project's folder has runs/demo: " in /tmp, but there is
+    /home/me/clone/runs/demo"; "" for an absolute path."""
+    if Path(path).is_absolute():
+        return ""
+    place = f" in {Path.cwd()}"
+    if (PROJECT / path).exists():
+        place += f", but there is {PROJECT / path}"
+    return place
 
 
 def to_json(value: object, indent: int | None = None) -> str:

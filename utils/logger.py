@@ -17,7 +17,7 @@ from typing import Any
 from tqdm import tqdm
 
 from utils.errors import UserError, reading
-from utils.files import to_json
+from utils.files import searched_place, to_json
 
 # names of the files in the folder of a log
 METRICS = "metrics.jsonl"
@@ -220,7 +220,8 @@ def find_metrics(path: Path | str) -> Path:
     for metrics_path in (Path(path), Path(path, METRICS), Path(path, "logs", METRICS)):
         if metrics_path.is_file():
             return metrics_path
-    raise UserError(f"{path} holds no {METRICS} of a run; give that file, or its folder")
+    place = "" if Path(path).exists() else searched_place(path)
+    raise UserError(f"{path} holds no {METRICS} of a run{place}; give that file, or its folder")
 
 
 def read_metrics(path: Path | str) -> dict[str, list[dict]]:

@@ -30,6 +30,7 @@ from model.initial_weights import build_without_weights
 from model.rows import RowIndex, Rows, is_vector
 from utils.distributed import ALONE, Process
 from utils.errors import UserError, reading
+from utils.files import searched_place
 from utils.launch import is_main_process
 
 FORMAT_VERSION = 7
@@ -331,7 +332,8 @@ def is_own(path: Path) -> bool:
 
 def find_checkpoint(model_name: str | Path) -> Path | None:
     """Return the path of the checkpoint that `model_name`, a file or folder, stands for. Return
-    None for a model of another project: a file, a Hugging Face folder, or a name of the hub.
+    None for a model of another project: a file, a Hugging Face folder, or a name of the hub, which
+    is a str: a Path must exist.
 
     A folder stands for its best checkpoint, else the newest, else a checkpoint with any other name,
     such as a file of convert.py. Raises UserError for a folder without a model.
@@ -340,6 +342,8 @@ def find_checkpoint(model_name: str | Path) -> Path | None:
     if path.is_file():
         return path if is_own(path) else None
     if not path.is_dir():
+        if isinstance(model_name, Path):
+            raise UserError(f"there is no {path}{searched_place(path)}")
         # A missing .pt is a misspelled checkpoint and not a name of the hub: load_checkpoint will
         # raise OSError for it.
         return path if path.suffix == ".pt" else None

@@ -21,6 +21,7 @@ from torch import Tensor
 from model.config import SIZED, GPTConfig
 from model.initial_weights import Model, build_without_weights
 from utils.errors import UserError, reading
+from utils.files import PROJECT, searched_place
 from utils.network import HUB, ask
 
 # Names of the fields of a config.json, by the names of the same fields in GPTConfig.
@@ -359,8 +360,11 @@ def find_folder(model_name: str) -> Path:
     path = Path(model_name)
     if path.exists():
         return path
-    if path.parent != Path() and path.parent.is_dir():  # runs/demi, not OWNER/NAME of the hub
-        raise UserError(f"there is no {model_name}")
+    place = searched_place(path)  # " in /tmp, but there is /clone/runs/demo"
+    parent = path.parent  # "runs" of runs/demo; Path() of gpt2
+    # a folder here, or of the project when a script is started elsewhere, and no OWNER of the hub
+    if parent != Path() and (parent.is_dir() or (PROJECT / parent).is_dir()):
+        raise UserError(f"there is no {model_name}{place}")
     # imported here, because only repositories of the hub need it
     from huggingface_hub import snapshot_download
 
@@ -373,8 +377,8 @@ def find_folder(model_name: str) -> Path:
         return Path(ask(HUB, download, limit=None))
     except (OSError, ValueError) as error:  # no such name, or no network
         raise UserError(
-            f"{model_name} is no folder or file, and the Hugging Face hub did not provide a model "
-            "of that name; check the name and the network"
+            f"{model_name} is no folder or file{place}, and the Hugging Face hub did not provide a "
+            "model of that name; check the name and the network"
         ) from error
 
 

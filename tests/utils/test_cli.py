@@ -10,10 +10,14 @@ import pytest
 from conftest import ROOT, user_error
 
 from config import TrainOptions
+from data.shards import missing_shards_error
+from model.formats.checkpoint import find_checkpoint
+from model.formats.huggingface_weights import find_folder
 from recipes import RECIPES
 from sample import SampleOptions
 from utils.cli import FLAGS_BY_NANOGPT_NAME, flag_value, parse, to_flags, user_message
 from utils.errors import UserError
+from utils.logger import find_metrics
 
 
 @pytest.mark.parametrize(
@@ -171,3 +175,22 @@ def test_a_reader_that_has_ended_causes_no_traceback(program):
     )
     os.close(write_end)
     assert (finished.stderr, finished.returncode) in ((b"", 0), (b"error: wrong\n", 2))
+
+
+def test_a_missing_path_is_said_to_be_in_the_project_if_it_is(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def message(function, *args):
+        with pytest.raises((UserError, OSError)) as caught:
+            function(*args)
+        return user_message(caught.value)
+
+    for path, found in (("docs/TOUR.md", True), ("configs", True), ("docs/none.pt", False)):
+        place = f" in {tmp_path}" + f", but there is {ROOT / path}" * found
+        error = FileNotFoundError(errno.ENOENT, "No such file or directory", path)
+        assert user_message(error) == f"{path}: No such file or directory{place}"
+        assert message(find_checkpoint, Path(path)) == f"there is no {path}{place}"
+        assert f"is no folder{place}; to make" in str(missing_shards_error([Path(path)], "train"))
+        assert f"of a run{place}; give" in message(find_metrics, path)
+        if "/" in path:
+            assert message(find_folder, path) == f"there is no {path}{place}"
