@@ -42,7 +42,7 @@ from evaluation.validation import Scorer
 from finetuning.answers import score_questions
 from finetuning.chat import is_chat
 from finetuning.examples import Question, TextEncoder, read_examples
-from model.formats.checkpoint import find_checkpoint
+from model.formats.checkpoint import Checkpoint, find_checkpoint, load_checkpoint
 from model.inference import prepare_for_inference
 from utils import distributed
 from utils.cli import start_script
@@ -64,9 +64,10 @@ class EvalOptions:
     model: str | None = None
     """Model to score in place of --checkpoint: a Hugging Face name (gpt2, gpt2-medium, ...) or
     folder, or a checkpoint of nanoGPT, build-nanogpt or llm.c."""
-    tasks: tuple[str, ...] = ("hellaswag", "lambada")
+    tasks: tuple[str, ...] = ()
     """Benchmarks, val for the validation loss, .jsonl files of questions (prompt and answer), or
-    folders of tasks in the layout of CORE."""
+    folders of tasks in the layout of CORE; default: val if the shards of the model are here, else
+    hellaswag and lambada."""
     data: tuple[Path, ...] = ()
     """Local files in the original formats, for core a folder: one per benchmark, in the order of
     --tasks; default: download them."""
@@ -95,6 +96,22 @@ class EvalOptions:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Dtype of matmuls. auto, as in training: bfloat16 where it is faster, float16 on old GPUs;
     float32: full precision, also on GPUs (no TF32), to compare with lm-evaluation-harness."""
+
+
+def default_tasks(options: EvalOptions, checkpoint_path: Path | None) -> tuple[str, ...]:
+    """Return the tasks without --tasks: val needs no network, but shards of --data_dir or of the
+    run of the checkpoint (None for a model of another project)."""
+    folders = options.data_dir
+    if checkpoint_path and not folders:
+        folders = training_folders(load_checkpoint(checkpoint_path))
+    has_shards = any(folder.is_dir() for folder in folders)
+    return ("val",) if has_shards and not options.data else ("hellaswag", "lambada")
+
+
+def training_folders(checkpoint: Checkpoint) -> tuple[Path, ...]:
+    """Return the folders of training shards of a checkpoint; () if finetune.py, convert.py or
+    another project made the model."""
+    return tuple(map(Path, checkpoint.get("config", {}).get("data_dir", ())))
 
 
 def check(options: EvalOptions) -> dict[str, Path]:
@@ -209,12 +226,13 @@ def write_file(path: Path, text: str) -> None:
 
 
 def main(options: EvalOptions) -> None:
-    data_paths = check(options)
-    process = distributed.start(options.device, options.dtype)
-
     # a path, or a name on the Hugging Face hub
     model_name = options.model or options.checkpoint
     checkpoint_path = find_checkpoint(model_name)  # None for a model of another project
+    options = replace(options, tasks=options.tasks or default_tasks(options, checkpoint_path))
+    data_paths = check(options)
+    process = distributed.start(options.device, options.dtype)
+
     # float32 keeps all bits of the weights, so that training has the same validation loss.
     # `checkpoint` is the content of the file, {} for a model of another project.
     model, tokenizer_spec, checkpoint = open_model(checkpoint_path or model_name, float32=True)
@@ -222,11 +240,9 @@ def main(options: EvalOptions) -> None:
     # in place: on a CPU oneDNN's layers may replace the linear ones
     prepare_for_inference(model, process.device, process.dtype, num_tokens=EXPECTED_ROWS)
 
-    # folders of training shards; () if finetune.py, convert.py or another project made the model
-    trained_on = tuple(map(Path, checkpoint.get("config", {}).get("data_dir", ())))
     options = replace(
         options,
-        data_dir=options.data_dir or trained_on,
+        data_dir=options.data_dir or training_folders(checkpoint),
         # A model that has learned to chat gets questions in the format of its chats.
         chat=options.chat or is_chat(checkpoint, tokenizer_spec),
     )

@@ -304,3 +304,17 @@ def test_metrics_are_those_of_lm_evaluation_harness(tmp_path, limit, expected):
     assert found["hellaswag", "lm-eval", "acc"] == expected["acc"]
     assert found["hellaswag", "lm-eval", "acc_norm"] == expected["acc_norm"]
     assert found["lambada", "lm-eval", "acc"] == expected["lambada acc"]
+
+
+def test_without_tasks_the_loss_is_scored_where_the_run_has_its_shards(trained, tmp_path):
+    best = trained / "checkpoints/model_best.pt"
+    network = ("hellaswag", "lambada")
+    options = evaluate.EvalOptions()
+    assert evaluate.default_tasks(options, best) == ("val",)
+    assert evaluate.default_tasks(replace(options, data=(tmp_path,)), best) == network
+    assert evaluate.default_tasks(options, None) == network
+    assert evaluate.default_tasks(replace(options, data_dir=(tmp_path,)), None) == ("val",)
+    moved = tmp_path / "moved.pt"
+    content = torch.load(best, weights_only=True)
+    torch.save(content | {"config": content["config"] | {"data_dir": ["gone"]}}, moved)
+    assert evaluate.default_tasks(options, moved) == network
