@@ -13,7 +13,6 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -283,10 +282,7 @@ class Task(Benchmark):
         if path is not None:
             rows = self.parse(path.read_text(encoding="utf-8-sig"))
         else:
-            from datasets import load_dataset  # here, as the import takes seconds
-
-            download = partial(load_dataset, **self.download)
-            rows = list(ask(HUB, download, DOWNLOAD_SECONDS))
+            rows = ask(HUB, self.download_rows, DOWNLOAD_SECONDS)
         assert rows, "no items"  # `read` puts this text into its UserError
         rows = self.select(rows, limit)
         # Encode all items once and drop the result: a row that lacks a field or is too long fails
@@ -295,6 +291,12 @@ class Task(Benchmark):
             for item in self.items(rows, protocol):
                 self.continuations(item, tokenizer, block_size)
         return rows
+
+    def download_rows(self) -> list[dict]:
+        """Return all rows of the benchmark, from the hub or the cache of an earlier download."""
+        from datasets import load_dataset  # here, as the import takes seconds
+
+        return list(load_dataset(**self.download))
 
     def score(
         self, rows: list[dict], score_items: ScoreItems, protocols: Sequence[str]

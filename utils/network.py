@@ -11,8 +11,10 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from functools import cache
 from typing import TypeVar
 from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 Answer = TypeVar("Answer")
 
@@ -35,6 +37,28 @@ def announce_wait(message: str, seconds: float = QUIET_SECONDS) -> Iterator[None
         timer.cancel()
 
 
+@cache
+def go_offline_without_hub() -> None:
+    """Let the libraries of Hugging Face read their caches only if nothing answers at the address of
+    the hub, and print a line. Else each call tries for half a minute, and reports each attempt."""
+    from huggingface_hub import constants  # here, because training needs no hub
+
+    if constants.HF_HUB_OFFLINE:  # the user has said so
+        return
+    address = urlsplit(HUB)
+    proxies = getproxies()
+    proxy = proxies.get(address.scheme) or proxies.get("all")
+    if proxy is not None and not proxy_bypass(address.netloc):
+        address = urlsplit(proxy)
+    port = address.port or (80 if address.scheme == "http" else 443)
+    try:
+        socket.create_connection((address.hostname, port), QUIET_SECONDS).close()
+    except OSError as error:
+        message = f"{urlsplit(HUB).netloc} cannot be reached ({error.strerror or error})"
+        print(f"{message}: only what is downloaded already can be read", file=sys.stderr)
+        constants.HF_HUB_OFFLINE = True
+
+
 def ask(url: str, request: Callable[[], Answer], limit: float | None = LIMIT_SECONDS) -> Answer:
     """Return what `request` returns: a call of a library that asks the host of `url`. After ten
     seconds, print the name of the host. Raises the errors of the call, and TimeoutError after
@@ -45,6 +69,8 @@ def ask(url: str, request: Callable[[], Answer], limit: float | None = LIMIT_SEC
 
     def run() -> None:
         try:
+            if url == HUB:
+                go_offline_without_hub()
             outcome.set_result(request())
         except BaseException as error:  # raised again in the caller's thread
             outcome.set_exception(error)

@@ -1,11 +1,14 @@
 """A proxy that accepts connections and says nothing, before whatever asks the network."""
 
+import re
 import socket
 import time
 
 import pytest
 from conftest import ROOT, environment, script
+from huggingface_hub import constants
 
+from utils import network
 from utils.network import ask
 
 # a script with short limits
@@ -55,3 +58,23 @@ def test_an_answer_or_an_error_is_passed_on_and_silence_is_not(capsys):
         ask("http://host:8/path", lambda: time.sleep(9), limit=0.1)
     assert capsys.readouterr().err == ""
     assert socket.getdefaulttimeout() is None
+
+
+@pytest.mark.parametrize(
+    "hub, proxies",
+    [
+        ("http://127.0.0.1:1", {}),
+        ("https://hub.invalid", {}),
+        ("https://huggingface.co", {"https": "http://127.0.0.1:1"}),
+    ],
+)
+def test_a_hub_out_of_reach_is_said_in_one_line_and_asked_no_more(
+    monkeypatch, capsys, hub, proxies
+):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(network, "HUB", hub)
+    monkeypatch.setattr(network, "getproxies", lambda: proxies)
+    network.go_offline_without_hub.__wrapped__()  # without the cache
+    assert constants.HF_HUB_OFFLINE
+    host = hub.partition("://")[2]
+    assert re.fullmatch(f"{host} cannot be reached .*: only what .*\n", capsys.readouterr().err)
