@@ -45,6 +45,7 @@ if [ "$demo" ]; then
     exit 2 ;;
   esac
   run=runs/demo val_tokens=131072
+  export RUN_IS_PART=1  # the demo says itself what to type next
   trap 'echo "the whole demo continues with: bash train.sh demo"
     [ -z "$activate" ] || echo "other commands need: $activate"' INT
   set -- --data_dir data/stdlib --checkpoint_dir $run/checkpoints \

@@ -19,6 +19,7 @@ esac
 trap 'echo "the whole demo continues with: bash train.sh chat_demo $seed"
   [ -z "$activate" ] || echo "other commands need: $activate"' INT
 
+export RUN_IS_PART=1  # the demo says itself what to type next
 run() { printf '\n$ python %s\n' "$*"; python "$@"; }
 folders() { echo "--checkpoint_dir $out/$1/checkpoints --seed $seed --resume auto"; }
 score() {  # STAGE [FLAGS]: print the share of held-out questions that the model answers exactly

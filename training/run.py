@@ -8,6 +8,7 @@ of a run (training/options.py), its steps (train.py) or the format of its checkp
 
 import json
 import math
+import os
 import shlex
 import shutil
 import signal
@@ -382,11 +383,13 @@ class Run(Generic[Options]):
         each followed by the checkpoint folder. After a signal, exit with 128 + its number. Call it
         when the log is closed."""
         folder = shlex.quote(str(self.options.checkpoint_dir))
+        # a demo or a sweep, which sets the variable, says itself what to type
+        is_part = "RUN_IS_PART" in os.environ
         if self.stopping:
-            command = resume_command(self.options.checkpoint_dir)
-            self.logger.print(
-                f"stopped; saved at step {self.progress.step}: continue with {command}"
-            )
+            line = f"stopped; saved at step {self.progress.step}"
+            if not is_part:
+                line += f": continue with {resume_command(self.options.checkpoint_dir)}"
+            self.logger.print(line)
         elif self.process.is_main:
             best = ""
             best_path = self.options.checkpoint_dir / BEST
@@ -396,10 +399,11 @@ class Run(Generic[Options]):
                 best = f", the best with a validation loss of {loss:.4f} at step {step:,}"
             self.logger.print(f"done; checkpoints: {folder}{best}")
             self.print_metrics()
-            print("next:")
-            for command in next_commands:
-                print(f"  python {command} {folder}")
-            print(f"  python plot.py --log {shlex.quote(str(self.options.log_dir))}")
+            if not is_part:
+                print("next:")
+                for command in next_commands:
+                    print(f"  python {command} {folder}")
+                print(f"  python plot.py --log {shlex.quote(str(self.options.log_dir))}")
         distributed.stop()  # leaves the process group; NCCL waits for the other processes
         if self.stopping:
             # `signal` is 0 on a process that stops because another one got a signal
