@@ -1,3 +1,5 @@
+import shlex
+
 import numpy as np
 import pytest
 from conftest import SMALL, script, user_error
@@ -118,14 +120,15 @@ def test_an_option_without_values_is_named(tmp_path):
 def test_a_sweep_takes_a_run_that_was_resumed_by_hand(stand_in, shards, tmp_path):
     flags = ["--data_dir", shards, "--max_steps", 2, *SMALL[2:-2]]  # without n_layer and seed
     fixed = [f"{name[2:]} {x}" for name, x in zip(flags[::2], flags[1::2], strict=True)]
-    run = tmp_path / "out/n_layer=1 seed=1"
+    run = tmp_path / "out/n_layer-1_seed-1"
     script("train.py", *flags, "--n_layer", 1, "--seed", 1, "--run_dir", run)
     script("train.py", "--resume", run)
     args = ["scripts/sweep.py", "--out", tmp_path / "out", "--seeds", 1, "--grid", "n_layer 1"]
     out = script(*args, "--fixed", *fixed[::-1]).stdout
     assert " | 0.0000 | +0.0000 |" in out and "step 2/2" not in out  # a single seed
+    assert "val_loss" in out and "next:" not in out
     config = SweepOptions(("n_layer 1",), (*fixed, "grad_clip 2"), (1,), tmp_path / "out")
-    with user_error("n_layer=1 seed=1 has a run with grad_clip 1.0 .here 2.0.; give another --out"):
+    with user_error("n_layer-1_seed-1 has a run with grad_clip 1.0 .here 2.0.; give another --out"):
         main(config)
 
 
@@ -134,3 +137,28 @@ def test_a_run_that_diverged_is_not_the_best(diverged):
     losses = np.array([[diverged, 2.0], [3.0, 4.0]])
     lines = to_markdown(["a", "b"], losses, "loss").splitlines()
     assert lines[2] == "| b | 3.5000 | 0.7071 | +0.0000 |" and lines[3].startswith("| a |")
+
+
+def test_ctrl_c_says_how_the_sweep_continues(stand_in, tmp_path, capsys, monkeypatch):
+    def train(options, name):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sweep, "train", train)
+    monkeypatch.setattr("sys.argv", ["scripts/sweep.py", "--grid", "max_lr c"])
+    with pytest.raises(KeyboardInterrupt):
+        main(SweepOptions(("max_lr c",), seeds=(1,), out=tmp_path))
+    planned, advice = capsys.readouterr().out.splitlines()  # a line for each dry run
+    assert planned == "max_lr=c seed=1: "
+    assert advice == "the sweep continues with: python scripts/sweep.py --grid 'max_lr c'"
+
+
+@pytest.mark.parametrize(
+    "name, folder",
+    [
+        ("max_lr=2e-3 seed=1", "max_lr-2e-3_seed-1"),
+        ("recipe=modern,qk_norm=False x=a/b", "recipe-modern,qk_norm-False_x-a_b"),
+    ],
+)
+def test_a_folder_of_a_run_needs_no_quotes(name, folder, tmp_path):
+    path = sweep.folder_of(SweepOptions((), out=tmp_path), name)
+    assert path == tmp_path / folder and shlex.quote(folder) == folder
