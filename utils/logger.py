@@ -29,8 +29,8 @@ SECONDS_PER_LINE = 10
 # The console shows the time left after this number of steps. The first steps are slower: they
 # compile, allocate memory and fill caches.
 STEPS_BEFORE_FORECAST = 10
-# tqdm's default format, but without the time left
-BAR_WITHOUT_FORECAST = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}, {rate_fmt}{postfix}]"
+# tqdm's default format, but without its speed and time left, which a validation would change
+BAR_FORMAT = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
 
 
 class Logger:
@@ -58,6 +58,8 @@ class Logger:
         self.wandb_run: Any = None  # opened below, once `print` works for its warning
         self.last_line_seconds = float("-inf")  # time.monotonic() of the last progress line
         self.first_forecast_step = start + STEPS_BEFORE_FORECAST  # first step that shows time left
+        self.forecast_ms = 0.0  # time of the steps from that one on
+        self.num_forecast_steps = 0
         folder.mkdir(parents=True, exist_ok=True)
         metrics_path = folder / METRICS
         is_resumed = metrics_path.exists() and not begins_empty  # an earlier start wrote the file
@@ -79,7 +81,7 @@ class Logger:
             unit="step",
             dynamic_ncols=True,
             disable=None,
-            bar_format=BAR_WITHOUT_FORECAST,
+            bar_format=BAR_FORMAT,
         )
         if open_wandb is not None:
             self.wandb_run = self.call_wandb(open_wandb)  # None after an error
@@ -122,9 +124,9 @@ class Logger:
         # a fraction; None on CPUs and on GPUs with unknown peak FLOP/s
         if metrics["mfu"]:
             line += f"  mfu {metrics['mfu']:.1%}"
+        left = self.time_left(step, metrics["ms"])
         if not self.bar.disable:
-            if step >= self.first_forecast_step:
-                self.bar.bar_format = None  # tqdm's default format, with the time left
+            line += left
             # refresh=False: `update` redraws the bar, at most ten times a second
             self.bar.set_postfix_str(line, refresh=False)
             self.bar.update(step - self.bar.n)  # more than 1 after a skipped step
@@ -137,11 +139,18 @@ class Logger:
             details = (
                 f"lr {metrics['lr']:.2e}  norm {metrics['grad_norm']:.2f}  {metrics['ms']:,.0f} ms"
             )
-            if step >= self.first_forecast_step:
-                # such as "1:23:45", if all steps are as fast as this one, without evaluations
-                left = tqdm.format_interval((self.bar.total - step) * metrics["ms"] / 1000)
-                details += f"  {left} left"
-            self.print(f"step {step}/{self.bar.total}  {line}  {details}")
+            self.print(f"step {step}/{self.bar.total}  {line}  {details}{left}")
+
+    def time_left(self, step: int, ms: float) -> str:
+        """Return the time that the steps left will take, such as "  1:23:45 left", from the mean
+        time of the steps so far; "" for the first steps. Validations and saves take more time, but
+        in the mean of a few steps one of them would look like hours."""
+        if step < self.first_forecast_step:
+            return ""
+        self.forecast_ms += ms
+        self.num_forecast_steps += 1
+        ms_left = (self.bar.total - step) * self.forecast_ms / self.num_forecast_steps
+        return f"  {tqdm.format_interval(ms_left / 1000)} left"
 
     def log_evaluation(self, split: str, metrics: dict[str, float], step: int) -> None:
         """Write and print the metrics of a validation (`split` is "val", or "held_out" in
