@@ -18,7 +18,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -424,9 +423,10 @@ class Run(Generic[Options]):
         if "train" in log:  # False for a branch from a last step, which takes no steps
             rows = log["train"]
             # time of the steps only, without validations and saves
-            print(f"seconds: {sum(row['ms'] for row in rows) / 1000:.3f}")
-            # of the median step, because the first one compiles
-            print(f"tokens_per_s: {median(row['tokens_per_s'] for row in rows):.0f}")
+            seconds = sum(row["ms"] for row in rows) / 1000
+            logged_tokens = sum(row["tokens_per_s"] * row["ms"] / 1000 for row in rows)
+            print(f"seconds: {seconds:.3f}")
+            print(f"tokens_per_s: {logged_tokens / seconds:.0f}")
         if self.process.device.type == "cuda":
             peak_bytes = torch.cuda.max_memory_allocated(self.process.device)
             print(f"peak_memory_gb: {peak_bytes / 1e9:.2f}")  # of this process since its start
