@@ -348,7 +348,7 @@ class Run(Generic[Options]):
         logged_config = logged_run(options.log_dir)
         # append rows only to a log of the same run
         begins_empty = logged_config is None or logged_config.get("run_id") != run_id
-        content = {
+        content: dict[str, Any] = {
             "run_id": run_id,
             "parent": self.progress.parent,
             **self.entries,
@@ -358,6 +358,13 @@ class Run(Generic[Options]):
             "model_config": asdict(model_config),
             "versions": describe_device(self.process.device),
         }
+        # The recipe as the run follows it. Checkpoints keep the named one, from which a resumed run
+        # derives the options that no flag gives.
+        if "recipe" in self.entries:  # not in finetune.py
+            recipe = self.entries["recipe"]
+            shared = recipe.keys() & vars(options).keys()  # max_lr, weight_decay, schedule
+            followed = {name: vars(options)[name] for name in shared}
+            content["recipe"] = recipe | followed | {"to_zero": options.min_lr == 0}
         # `together`, because the others must not read checkpoints that the main process removes
         with self.process.together():
             if self.process.is_main:

@@ -67,6 +67,10 @@ def test_a_file_of_options_is_read_and_the_command_line_wins(shards, tmp_path):
     script(*args[:3], "--resume", tmp_path, "--max_steps", 7)
     found = logged(tmp_path)
     assert (found["weight_decay"], found["seed"], max(losses(tmp_path))) == (0.3, 3, 7)
+    recipe = logged_run(tmp_path / "logs")["recipe"]
+    for name in ("max_lr", "weight_decay", "schedule"):  # numbers that agree
+        assert recipe[name] == found[name], name
+    assert recipe["to_zero"] == (found["min_lr"] == 0)
     saved = load_checkpoint(tmp_path / "checkpoints/model_last.pt")["config"]
     assert not {"resume", "overwrite", "config", "dry_run"} & set(saved)
 
