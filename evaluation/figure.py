@@ -339,4 +339,5 @@ def save(
         with warnings.catch_warnings():
             # Matplotlib draws a box for a character of a folder's name that the font lacks
             warnings.filterwarnings("ignore", "Glyph")
-            figure.savefig(out, dpi=180)  # twice the pixels that GitHub shows
+            # Twice the pixels that GitHub shows. Without a format Matplotlib adds .png to `out`.
+            figure.savefig(out, dpi=180, format=out.suffix[1:])

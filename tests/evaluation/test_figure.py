@@ -7,7 +7,7 @@ import pytest
 from conftest import script, user_error, write_rows
 from matplotlib.figure import Figure
 
-from evaluation.figure import draw, shorten
+from evaluation.figure import draw, save, shorten
 
 
 def write_run(folder, losses, rows=(), **config):
@@ -201,3 +201,10 @@ def test_different_runs_have_different_names_in_a_legend(labels, expected):
     short = shorten(labels)
     assert len(set(short)) == len(set(labels)) and max(map(len, short)) < 90
     assert expected in (None, short)
+
+
+@pytest.mark.parametrize("name", ["runs", "plots/curve"])
+def test_a_picture_without_a_suffix_is_refused_and_not_written_elsewhere(tmp_path, name):
+    with user_error(f"{name} could not be written: .*supported formats: "):
+        save(Figure(), tmp_path / name)
+    assert not list(tmp_path.rglob("*.png"))
