@@ -95,9 +95,9 @@ def parse(options_class: type[Options], args: list[str] | None = None) -> Option
         is_repeated = is_command_line and name in given_names
         if types.get(name, "").startswith("tuple") and (value is None or is_repeated):
             corrections.append(f"give --{name} once, with all of its values behind it")
-        number_type = missed_number(types.get(name, ""), value)  # "int", "float" or None
-        if number_type is not None:
-            corrections.append(f"--{name} takes {number_type.upper()}, not {value}")
+        expected = missed_value(types.get(name, ""), value)  # "INT", "zero1 or zero2" or None
+        if expected is not None:
+            corrections.append(f"--{name} takes {expected}, not {value}")
         given_names.add(name)
     if corrections:
         raise UserError("; ".join(corrections) + "; --help says more")
@@ -129,18 +129,23 @@ def parse(options_class: type[Options], args: list[str] | None = None) -> Option
     return options
 
 
-def missed_number(option_type: str, value: str | None) -> str | None:
-    """Return "int" or "float" if an option takes a number with a rule, such as Count, and the value
-    is not such a number; else None. tyro's own message would quote typing.Annotated[int, ...]."""
-    annotated = re.search(r"Annotated\[(int|float),", option_type)
+def missed_value(option_type: str, value: str | None) -> str | None:
+    """Return what an option takes, "INT", "FLOAT" or "sft or dpo", if the value is nothing of that;
+    else None. tyro's own message would quote typing.Annotated[int, ...], or offer 'None', too."""
     # Skip a flag without a value, which tyro names, and types of several numbers or also "auto".
-    if value is None or annotated is None or re.search("tuple|Literal", option_type):
+    if value is None:
+        return None
+    if re.fullmatch(r"(typing\.Optional\[)?typing\.Literal\[[^]]*\]+( \| None)?", option_type):
+        choices = re.findall("'(.*?)'", option_type)
+        return None if value in choices else " or ".join(choices)
+    annotated = re.search(r"Annotated\[(int|float),", option_type)
+    if annotated is None or re.search("tuple|Literal", option_type):
         return None
     convert = int if annotated[1] == "int" else float
     try:
         convert(value)
     except ValueError:
-        return annotated[1]
+        return annotated[1].upper()
     return None
 
 

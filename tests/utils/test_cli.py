@@ -11,6 +11,7 @@ from conftest import ROOT, user_error
 
 from config import TrainOptions
 from data.shards import missing_shards_error
+from finetuning.options import FinetuneOptions
 from model.formats.checkpoint import find_checkpoint
 from model.formats.huggingface_weights import find_folder
 from recipes import RECIPES
@@ -144,6 +145,21 @@ def test_a_word_in_the_place_of_a_number_is_a_sentence_without_types_of_python(v
     for name in ("max_lr", "beta2"):
         with user_error(f"--{name} takes FLOAT, not x{value};"):
             parse(TrainOptions, [f"--{name}", f"x{value}"])
+
+
+@pytest.mark.parametrize(
+    "options_class, flag, value, choices",
+    [
+        (FinetuneOptions, "method", "stf", "sft or dpo or reward or grpo"),
+        (TrainOptions, "sharding", "None", "none or zero1 or zero2 or zero3"),
+        (TrainOptions, "schedule", "cos", "cosine or linear or wsd"),
+    ],
+)
+def test_a_word_in_the_place_of_a_choice_is_answered_by_the_choices(
+    options_class, flag, value, choices
+):
+    with user_error(f"--{flag} takes {choices}, not {value}; --help"):
+        parse(options_class, [f"--{flag}", value])
 
 
 @pytest.mark.parametrize(
