@@ -64,6 +64,8 @@ class ConvertOptions:
     format: Literal["huggingface", "nanogpt"] = "huggingface"
     """Format of the export. huggingface: a folder for transformers; nanogpt: a ckpt.pt, of --model,
     too."""
+    overwrite: bool = False
+    """Replace the files of an earlier export or import at --out."""
 
 
 def export_checkpoint(checkpoint_path: Path, out: Path) -> None:
@@ -165,8 +167,8 @@ def main(options: ConvertOptions) -> None:
     is_for_nanogpt = options.format == "nanogpt"
     if (options.model or is_for_nanogpt) and options.out.suffix != ".pt":
         raise UserError(f"--out {options.out} must end in .pt: the output is a file")
-    if options.out.exists():
-        raise UserError(f"--out {options.out} exists already; choose another path")
+    if options.out.exists() and not options.overwrite:
+        raise UserError(f"--out {options.out} exists already: choose another path, or --overwrite")
     options.out.parent.mkdir(parents=True, exist_ok=True)
     if is_for_nanogpt:
         model, _, _ = open_model(model_name, float32=True)

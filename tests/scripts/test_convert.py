@@ -111,13 +111,14 @@ def test_mistakes_are_sentences(shards, trained, exported, tmp_path):
     for options, message in (
         (ConvertOptions(out), "give either --checkpoint"),
         (ConvertOptions(out, last, "gpt2"), "give either"),
-        (ConvertOptions(exported, last), "exists already; choose another"),
+        (ConvertOptions(exported, last), "exists already: choose another path, or --overwrite"),
         (ConvertOptions(out, tmp_path), "holds no checkpoint"),
         (ConvertOptions(out, exported), "is no checkpoint of this"),
         (ConvertOptions(tmp_path / "x", model=str(exported)), "must end in .pt"),
     ):
         with user_error(message):
             main(options)
+    main(ConvertOptions(exported, last, overwrite=True))
     other = train_args(shards, tmp_path, 4, "--init_from", exported, "--n_layer", 3)
     for args, message in (
         (["convert.py", "--checkpoint", last, "--out", "/dev/null/x"], "/dev/null: File exists"),
