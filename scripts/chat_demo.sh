@@ -52,9 +52,11 @@ Ten held-out questions and the model's answers:"
 head -n 10 "$out/grpo_held_out.jsonl"
 run plot.py --log "$out/grpo" --out "$out/grpo/logs/log_plot.png"
 echo "
-Held-out questions that the model answers exactly: after sums, after 8 dialogs, after rewards
-$(grep -h "exact match" "$out"/{sums,sft,grpo}_held_out.txt)
-
+Held-out questions that the model answers exactly, after each stage:"
+for stage in sums sft grpo; do
+  sed -n "/exact match/s/^held_out/$(printf %-8s $stage)/p" "$out/${stage}_held_out.txt"
+done
+echo "
 The picture of the rewards is $out/grpo/logs/log_plot.png. What to type next:${activate:+
   $activate}
   python sample.py --checkpoint $out/grpo --chat           talk to it: What is 27+58?
