@@ -83,7 +83,9 @@ print(*sorted(x for x in files if x.stat().st_size), sep="\n")')
   echo "python sample.py --checkpoint $run --prompt \"import\""
   # without --val_tokens it scores all held-out files, which have another loss than the first ones
   echo "python evaluate.py --checkpoint $run --tasks val --val_tokens $val_tokens"
-  echo "python convert.py --checkpoint $run --out $run/exported"  # for transformers
+  echo "python convert.py --checkpoint $run --out $run/exported --overwrite &&" \
+    "python -c \"from transformers import pipeline;" \
+    "print(pipeline('text-generation', '$run/exported')('import', max_new_tokens=60)[0]['generated_text'])\""
   exit
 fi
 
