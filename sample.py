@@ -4,6 +4,7 @@
     cat story.txt | python sample.py --prompt -
     python sample.py --checkpoint runs/sft --chat            # chat on the keyboard
 
+In Python, `from sample import load` does the same: load("runs/own").complete("Once upon a time").
 The checkpoint holds the architecture and the tokenizer. All samples are generated as one batch: the
 first is printed while it is generated, the others after it. The same seed gives the same text.
 """
@@ -13,7 +14,7 @@ import io
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import utils.environment  # noqa: F401 (first: it says what to type without PyTorch)
 
@@ -25,12 +26,13 @@ from data.open_model import open_model
 from data.tokenizer import load_tokenizer
 from finetuning.chat import Messages, encode_prompt, fit_history, is_chat
 from finetuning.completions import decode_completion
-from model.generate import generate
+from model.generate import complete, generate
 from model.gpt import GPT
 from model.inference import prepare_for_inference
 from utils.cli import start_script
 from utils.devices import autocast, pick_device, pick_dtype
 from utils.errors import UserError, check_text
+from utils.ranges import check_ranges
 
 
 @dataclass(frozen=True)
@@ -169,25 +171,64 @@ def print_now(text: str) -> None:
     print(text, end="", flush=True)
 
 
-def main(options: SampleOptions) -> None:
-    device = pick_device(options.device)
-    dtype = pick_dtype(options.dtype, device)
-    # --model wins, because --checkpoint is always set by its default.
-    model_name = options.model or options.checkpoint
-    # bfloat16 matmuls need only the bfloat16 half of each weight: read half of the bytes.
-    model, tokenizer_spec, checkpoint = open_model(model_name, float32=dtype is not torch.bfloat16)
-    if options.chat and not is_chat(checkpoint, tokenizer_spec):
-        print("note: this model has not learned to chat: finetune.py --method sft", file=sys.stderr)
-    # Converts the weights in place to the layout or dtype that generates single tokens fastest.
-    prepare_for_inference(model.to(device), device, dtype)
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model with its tokenizer, ready to write text on a device: the return value of load."""
 
-    writer = Writer(model, load_tokenizer(tokenizer_spec), options)
+    model: GPT
+    tokenizer: Tokenizer
+    can_chat: bool
+    """True if the model has learned to chat."""
+    device: torch.device
+    dtype: torch.dtype
+    """Dtype of matmuls."""
+
+    def complete(self, prompt: str, **options: Any) -> str:
+        """Return the text that the model writes after a prompt. `options` are those of
+        SamplingConfig (max_new_tokens=100, temperature=0.7, seed=1, ...), and chat=True, which
+        returns the answer to a question. Raise UserError for a prompt that does not fit."""
+        sampling = SampleOptions(**options)
+        check_ranges(sampling)
+        writer = Writer(self.model, self.tokenizer, sampling)
+        prompt_ids = writer.prompt_ids(prompt, [])
+        with self.autocast():
+            [completion] = complete(self.model, [prompt_ids], self.tokenizer.end_ids, sampling)
+        return writer.decode(completion.tokens)
+
+    def autocast(self) -> contextlib.AbstractContextManager:
+        """Return a context that casts the weights which prepare_for_inference left in float32."""
+        return autocast(self.device, self.dtype)
+
+
+def load(model_name: str | Path, device: str = "auto", dtype: str = "auto") -> LoadedModel:
+    """Return the model of a run's folder, of a checkpoint of any project that --model names, or of
+    a Hugging Face name or folder, for `load("gpt2").complete("Once upon a time")`."""
+    torch_device = pick_device(device)
+    torch_dtype = pick_dtype(dtype, torch_device)
+    # bfloat16 matmuls need only the bfloat16 half of each weight: read half of the bytes.
+    is_float32 = torch_dtype is not torch.bfloat16
+    model, tokenizer_spec, checkpoint = open_model(model_name, float32=is_float32)
+    # Converts the weights in place to the layout or dtype that generates single tokens fastest.
+    prepare_for_inference(model.to(torch_device), torch_device, torch_dtype)
+    can_chat = is_chat(checkpoint, tokenizer_spec)
+    return LoadedModel(model, load_tokenizer(tokenizer_spec), can_chat, torch_device, torch_dtype)
+
+
+def main(options: SampleOptions) -> None:
+    # --model wins, because --checkpoint is always set by its default.
+    loaded = load(options.model or options.checkpoint, options.device, options.dtype)
+    if options.chat and not loaded.can_chat:
+        print("note: this model has not learned to chat: finetune.py --method sft", file=sys.stderr)
+    if loaded.can_chat and not options.chat:
+        print("note: this model has learned to chat: add --chat", file=sys.stderr)
+
+    writer = Writer(loaded.model, loaded.tokenizer, options)
     if isinstance(sys.stdin, io.TextIOWrapper):
         # Do not fail at a byte that is not UTF-8: Writer.prompt_ids refuses the question instead,
         # and the chat continues.
         sys.stdin.reconfigure(errors="surrogateescape")
     prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
-    with autocast(device, dtype):  # casts the weights that prepare_for_inference left in float32
+    with loaded.autocast():
         if options.chat and not prompt:
             writer.converse()
         else:

@@ -111,3 +111,30 @@ def test_the_reader_of_a_long_text_may_leave(trained):
         os.dup2(writer, 1)
 
     assert sample(trained, code=128 + 13, preexec_fn=close_stdout).stderr == ""
+
+
+def test_a_model_is_one_line_from_any_folder_and_writes_what_sample_py_writes(
+    trained, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    model = sample_py.load(str(trained))
+    for options in ({"seed": 3}, {"temperature": 0.5, "top_k": 9}):
+        text = model.complete("Abc", max_new_tokens=60, **options)
+        options = sample_py.SampleOptions(trained, prompt="Abc", max_new_tokens=60, **options)
+        sample_py.main(options)
+        assert capsys.readouterr().out == f"Abc{text}\n"
+    with user_error("temperature -1 must be"):
+        model.complete("Abc", temperature=-1)
+    with user_error("^there is no docs/none in .*"):  # of the project, and not of the hub
+        sample_py.load("docs/none")
+
+
+def test_a_model_of_chats_without_chat_gets_a_note(trained, tmp_path, capsys):
+    content = torch.load(trained / "checkpoints/model_best.pt", weights_only=True)
+    for plain in (True, False):
+        content["config"]["plain"] = plain
+        torch.save(content, tmp_path / "a.pt")
+        for chat in (True, False):
+            sample_py.main(sample_py.SampleOptions(tmp_path, prompt="A", chat=chat))
+            notes = capsys.readouterr().err
+            assert ("has learned to chat: add --chat" in notes) == (not plain and not chat)
