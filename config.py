@@ -141,8 +141,12 @@ class ModelOptions:
     """Architecture: --model_type or these options set the sizes, --recipe sets the rest."""
 
     recipe: str = "gpt2"
-    """Architecture and optimizer: gpt2, modern or llama; modern,qk_norm=False changes a field of a
-    recipe (docs/RECIPES.md)."""
+    """Architecture and optimizer: gpt2, modern or llama (docs/RECIPES.md).
+    modern,qk_norm=False,max_lr=0.01 changes fields of a recipe: position=learned or rotary,
+    norm=layer or rms, activation=gelu, gelu_exact, relu2 or swiglu, optimizer=adamw or muon,
+    schedule=cosine, linear or wsd; True or False for qk_norm, bias, tied and to_zero; whole numbers
+    for n_kv_head and n_inner; numbers for mlp_ratio, max_lr, embedding_rate, head_rate,
+    weight_decay, normuon, momentum, rope_base and norm_eps."""
     model_type: Literal[
         "gpt2",
         "gpt2-medium",

@@ -1,7 +1,9 @@
 """Recipes: built field by field, and trained as exactly as GPT-2's."""
 
 import json
-from dataclasses import asdict
+import re
+from dataclasses import asdict, fields
+from typing import Literal, get_args, get_origin
 
 import pytest
 from conftest import (
@@ -16,8 +18,11 @@ from conftest import (
     user_error,
 )
 
+from config import TrainOptions
+from model.config import SIZED, GPTConfig
 from recipes import RECIPES, Recipe, parse_recipe
-from training.optimizers import matrix_optimizer
+from training.optimizers import MATRIX_OPTIMIZERS, matrix_optimizer
+from utils.cli import parse
 from utils.logger import read_metrics
 
 
@@ -89,3 +94,16 @@ def test_a_wsd_run_goes_on_from_before_its_decay_as_if_it_had_been_longer(shards
     script(*train_args(shards, longer, 20, "--resume", stable))
     script(*train_args(shards, whole, 20, *wsd))
     assert same_run(longer, whole)
+
+
+def test_help_lists_the_fields_of_a_recipe_and_their_values(capsys):
+    with pytest.raises(SystemExit):
+        parse(TrainOptions, ["--help"])
+    text = capsys.readouterr().out.partition("--recipe")[2].partition("--model_type")[0]
+    words = set(re.findall(r"\w+", text))
+    for field in (*fields(Recipe), *fields(GPTConfig)):
+        if field.name not in ("model", *SIZED):
+            assert field.name in words
+            choices = get_args(field.type) if get_origin(field.type) is Literal else ()
+            assert words.issuperset(choices), field.name
+    assert words.issuperset(MATRIX_OPTIMIZERS) and words.issuperset(RECIPES)
