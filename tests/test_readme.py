@@ -10,7 +10,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT, bad, read_page, slow
+from conftest import ROOT, bad, read_page, script, slow
 
 COSTS = r"    # .*(GPU|downloads|your )"
 IN_MINUTES = "|chat_demo|sweep"
@@ -52,3 +52,11 @@ def test_waiting_threads_spin_briefly_unless_the_user_says_otherwise(given):
         text=True,
     )
     assert done.stdout == f"{expected}\n", done.stderr
+
+
+@pytest.mark.parametrize(
+    "command, given", [("bdist_wheel", {}), ("egg_info", {"PIP_BUILD_TRACKER": "x"})]
+)
+def test_an_installation_of_the_repository_says_what_to_type(command, given):
+    done = script("setup.py", command, env=os.environ | given, code=1)
+    assert "no package: " in done.stderr and "pip install -r requirements.txt" in done.stderr
