@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import NoReturn, TypeVar
 
 from utils.errors import Disconnected, UserError, check_text, is_out_of_memory
-from utils.files import searched_place
+from utils.files import remove_unused_folders, searched_place
 from utils.launch import is_main_process, read_launch
 from utils.ranges import Dataclass, check_ranges
 
@@ -294,6 +294,7 @@ def call_and_exit(
     if message:
         print(f"{label}: {message}", file=sys.stderr)
     before_exit()  # a training run waits here until its checkpoints are written
+    remove_unused_folders()  # of a run that was refused
     flush_output()  # os._exit does not flush buffers
     # Skip the interpreter's shutdown: reader threads of `datasets` can block the shutdown forever,
     # and gloo aborts in it if a gloo thread waits for the interpreter lock to release a tensor.

@@ -93,6 +93,19 @@ def copy_file(existing: Path, new_name: Path) -> None:
         shutil.copyfileobj(file, new_file, 2**20)  # 1 MiB at a time
 
 
+made_folders: list[Path] = []  # by lock_folder; remove_unused_folders reads it
+
+
+def remove_unused_folders() -> None:
+    """Remove the folders that lock_folder has made for this process and that hold nothing but the
+    lock, such as those of a run that was refused. Call it when the process ends."""
+    for folder in sorted(made_folders, reverse=True):  # "x/logs" comes before "x"
+        with contextlib.suppress(OSError):  # it holds files
+            if os.listdir(folder) == [".lock"]:
+                (folder / ".lock").unlink()
+            folder.rmdir()
+
+
 def lock_folder(folder: Path, activity: str) -> int:
     """Make a folder and lock it for this process; return the file descriptor that holds the lock.
 
@@ -100,6 +113,7 @@ def lock_folder(folder: Path, activity: str) -> int:
     Raises UserError if another process holds the lock; the message names its `activity`, such as
     "writing to", its host and its number, which the file of the lock holds.
     """
+    made_folders.extend(path for path in (folder, *folder.parents) if not path.exists())
     folder.mkdir(parents=True, exist_ok=True)
     # 0o666 minus the umask: with a umask of 002 the users of a group can share the folder
     descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o666)

@@ -7,6 +7,7 @@ import re
 import pytest
 from conftest import user_error
 
+from utils import files
 from utils.files import atomic_write, link_or_copy, lock_folder
 
 
@@ -69,3 +70,14 @@ def test_a_second_name_replaces_a_file_and_can_be_given_again(tmp_path, monkeypa
         link_or_copy(source, target)
         assert target.read_text() == "new" and target.samefile(source) == links
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source", "target"]
+
+
+def test_folders_that_a_process_has_made_and_left_empty_are_removed(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "made_folders", [])
+    (tmp_path / "mine").mkdir()
+    for name in ("refused/checkpoints", "refused/logs", "used/logs", "used/checkpoints", "mine"):
+        os.close(lock_folder(tmp_path / name, "writing to"))
+    (tmp_path / "used/logs/config.json").touch()
+    files.remove_unused_folders()
+    left = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("[!.]*")}
+    assert left == {"mine", "used", "used/logs", "used/logs/config.json"}
