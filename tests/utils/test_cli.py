@@ -10,7 +10,7 @@ import pytest
 from conftest import ROOT, user_error
 
 from config import TrainOptions
-from data.shards import missing_shards_error
+from data.shards import open_folders
 from finetuning.options import FinetuneOptions
 from model.formats.checkpoint import find_checkpoint
 from model.formats.huggingface_weights import find_folder
@@ -206,7 +206,7 @@ def test_a_missing_path_is_said_to_be_in_the_project_if_it_is(tmp_path, monkeypa
         error = FileNotFoundError(errno.ENOENT, "No such file or directory", path)
         assert user_message(error) == f"{path}: No such file or directory{place}"
         assert message(find_checkpoint, Path(path)) == f"there is no {path}{place}"
-        assert f"is no folder{place}; to make" in str(missing_shards_error([Path(path)], "train"))
+        assert f"is no folder{place}; to make" in message(open_folders, [Path(path)], "train")
         assert f"of a run{place}; give" in message(find_metrics, path)
         if "/" in path:
             assert message(find_folder, path) == f"there is no {path}{place}"
