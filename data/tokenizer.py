@@ -408,7 +408,7 @@ def find_end_of_text(path: Path, backend: Backend, candidates: Iterable[str | No
         if token is not None and backend.token_to_id(token) is not None:
             return token
     raise UserError(
-        f"{path} has no token that ends a text (data/fineweb-edu.py: name it by --end_of_text)"
+        f"{path} has no token that ends a text: end_of_text of data/fineweb-edu.py names it"
     )
 
 
