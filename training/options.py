@@ -147,9 +147,10 @@ def saved_options(checkpoint: Checkpoint, folder: Path) -> dict:
 def name_resumed(words: list[str]) -> list[str]:
     """Return the words of a command line with "auto" behind a --resume without a value."""
     named: list[str] = []
-    for word, next_word in zip(words, [*words[1:], "--"], strict=True):
+    for i, word in enumerate(words):
         named.append(word)
-        if word == "--resume" and next_word.startswith("--"):
+        has_value = i + 1 < len(words) and not words[i + 1].startswith("--")
+        if word == "--resume" and not has_value:
             named.append("auto")
     return named
 
