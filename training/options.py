@@ -319,7 +319,9 @@ def resolve_on_device(
     hardware = Hardware.of(options)
     # All processes need equal micro-batches, so the one with the least memory decides.
     free_bytes = process.min(hardware.free_bytes)
-    hardware = replace(hardware, free_bytes=free_bytes, per_machine=process.per_machine)
+    hardware = replace(
+        hardware, free_bytes=free_bytes, processes_per_machine=process.processes_per_machine
+    )
     # the largest micro-batch that should fit, in sequences, and a sentence for the user
     micro_batch_size, sentence = choose_micro_batch(options, recipe, model_config, hardware)
     process.print(sentence)

@@ -107,7 +107,7 @@ class Process:
     replicas: int = 1
     """Copies of the training state under --sharding (HSDP if there are several). The processes of a
     copy divide it among them."""
-    per_machine: int = 1
+    processes_per_machine: int = 1
     """Processes of each machine; the greatest common divisor of machines' different numbers."""
     stop: StopSignal | None = None
     """Signal handler of a run, which saves before it ends; None in scripts that a signal ends."""
@@ -309,39 +309,40 @@ ALONE = Process(0, 1, torch.device("cpu"))
 def launcher() -> str:
     """Return the command that starts a script on as many processes as now, for messages."""
     launch = read_launch()
-    if launch.world_size > launch.per_machine:
+    if launch.world_size > launch.processes_per_machine:
         return "torchrun, on each machine as before,"
     if launch.world_size == 1:
         return "python"
-    return f"torchrun --standalone --nproc_per_node={launch.per_machine}"
+    return f"torchrun --standalone --nproc_per_node={launch.processes_per_machine}"
 
 
 def count_shards(
-    world_size: int, per_machine: int, tensor_parallel: int, shard_across: int | None
+    world_size: int, processes_per_machine: int, tensor_parallel: int, shard_across: int | None
 ) -> int:
     """Return the number of shards of one copy of the training state, --shard_across /
     --tensor_parallel: tensor parallelism has divided the copy already.
 
-    By default the `per_machine` processes of a machine divide one copy (HSDP); all processes do if
-    machines have one process each. Raises UserError for numbers that do not divide.
+    By default the processes of a machine divide one copy (HSDP); all processes do if machines have
+    one process each. Raises UserError for numbers that do not divide.
     """
-    if per_machine % tensor_parallel:
+    if processes_per_machine % tensor_parallel:
         raise UserError(
             f"tensor_parallel {tensor_parallel} does not divide the processes of a machine, "
-            f"{per_machine}: start a multiple of it by torchrun --nproc_per_node"
+            f"{processes_per_machine}: start a multiple of it by torchrun --nproc_per_node"
         )
-    if shard_across is None:
-        shard_across = per_machine  # links within a machine are the fastest
+    processes_per_copy = shard_across
+    if processes_per_copy is None:
+        processes_per_copy = processes_per_machine  # links within a machine are the fastest
         # With one process per machine there is nothing to divide within a machine. A dry run may
         # plan for a last machine with fewer processes.
-        if per_machine == 1 or world_size % per_machine:
-            shard_across = world_size
-    elif world_size % shard_across or shard_across % per_machine:
+        if processes_per_machine == 1 or world_size % processes_per_machine:
+            processes_per_copy = world_size
+    elif world_size % processes_per_copy or processes_per_copy % processes_per_machine:
         raise UserError(
-            f"shard_across {shard_across} must divide the {world_size} processes and be "
-            f"a multiple of the {per_machine} processes of a machine"
+            f"shard_across {processes_per_copy} must divide the {world_size} processes and be "
+            f"a multiple of the {processes_per_machine} processes of a machine"
         )
-    return shard_across // tensor_parallel  # a tensor-parallel group holds one shard
+    return processes_per_copy // tensor_parallel  # a tensor-parallel group holds one shard
 
 
 def start(
@@ -366,8 +367,9 @@ def start(
     rank = launch.rank
     world_size = launch.world_size
     end_with_launcher()
-    if world_size % launch.per_machine == 0:  # an error comes before the processes connect
-        count_shards(world_size, launch.per_machine, tensor_parallel, shard_across)
+    # here, so that an error comes before the processes connect
+    if world_size % launch.processes_per_machine == 0:
+        count_shards(world_size, launch.processes_per_machine, tensor_parallel, shard_across)
     device = pick_device(device_name, launch.local_rank)
     # "cuda:1" names one GPU. With "cuda" each process takes the GPU of its local rank.
     if world_size > 1 and (device.type == "mps" or ":" in device_name):
@@ -398,13 +400,13 @@ def start(
             "did: see nvidia-smi on that machine, or take device cpu on all"
         )
     # Machines with 8 and 4 processes divide each copy of the training state among 4 neighbors.
-    per_machine = math.gcd(*process.merge({rank: launch.per_machine}).values())
-    num_shards = count_shards(world_size, per_machine, tensor_parallel, shard_across)
+    processes_per_machine = math.gcd(*process.merge({rank: launch.processes_per_machine}).values())
+    num_shards = count_shards(world_size, processes_per_machine, tensor_parallel, shard_across)
     # gradients of different dtypes cannot be summed
     return replace(
         process,
         dtype=pick_dtype(dtype_name, device, process.all_agree),
-        per_machine=per_machine,
+        processes_per_machine=processes_per_machine,
         replicas=process.data_parallel // num_shards,
     )
 

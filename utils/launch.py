@@ -25,7 +25,7 @@ class Launch:
     """Number of all processes."""
     local_rank: int = 0
     """Number of this process on its machine, from 0."""
-    per_machine: int = 1
+    processes_per_machine: int = 1
     """Number of the processes on this machine."""
     address: str | None = None
     """Where the processes meet, as host:port; None without a launcher."""
@@ -39,9 +39,12 @@ def read_launch() -> Launch:
     if not given.keys() & set(NUMBERS):
         return Launch()
     try:
-        rank, world_size, local_rank, per_machine = [int(given[name]) for name in NUMBERS]
+        rank, world_size, local_rank, processes_per_machine = [int(given[name]) for name in NUMBERS]
         address = f"{given['MASTER_ADDR']}:{int(given['MASTER_PORT'])}"
-        is_launch = 0 <= local_rank < per_machine <= world_size and local_rank <= rank < world_size
+        is_launch = (
+            0 <= local_rank < processes_per_machine <= world_size
+            and local_rank <= rank < world_size
+        )
     except (KeyError, ValueError):  # a variable is missing or no number
         is_launch = False
     if not is_launch:
@@ -51,7 +54,7 @@ def read_launch() -> Launch:
             f"{', '.join(NUMBERS + PLACE)}, and each rank is below its number of processes; "
             f"to start without torchrun type: unset {' '.join(given)}"
         )
-    return Launch(rank, world_size, local_rank, per_machine, address)
+    return Launch(rank, world_size, local_rank, processes_per_machine, address)
 
 
 def is_main_process() -> bool:

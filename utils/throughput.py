@@ -80,11 +80,12 @@ def plan_gpus(device: str) -> tuple[GPU, Launch] | None:
     if parts is None or parts[3] not in NAMED_GPUS:
         return None
     world_size = int(parts[1] or 1)
-    per_machine = min(GPUS_PER_MACHINE, world_size)
+    processes_per_machine = min(GPUS_PER_MACHINE, world_size)
     if parts[2]:
-        per_machine = int(parts[2])
-        world_size *= per_machine
-    return NAMED_GPUS[parts[3]], Launch(world_size=world_size, per_machine=per_machine)
+        processes_per_machine = int(parts[2])
+        world_size *= processes_per_machine
+    launch = Launch(world_size=world_size, processes_per_machine=processes_per_machine)
+    return NAMED_GPUS[parts[3]], launch
 
 
 def find_gpu(device_name: str) -> GPU | None:

@@ -31,7 +31,7 @@ elif sys.argv[1] == "lost":
 
 def main():
     process = distributed.start("auto", "float32")
-    print(process.replicas, process.per_machine)
+    print(process.replicas, process.processes_per_machine)
 
 cli.call_and_exit(main)
 """

@@ -74,10 +74,12 @@ def advise(
     """
     world_size = hardware.world_size
     # values of --shard_across that divide a copy over two machines, three machines, ...
-    several_machines = range(2 * hardware.per_machine, world_size + 1, hardware.per_machine)
+    several_machines = range(
+        2 * hardware.processes_per_machine, world_size + 1, hardware.processes_per_machine
+    )
     # --shard_across None means one copy of the state per machine. If the run gives a number, the
     # advice must give per_machine instead of None: it can replace a flag, but not remove it.
-    in_a_machine = None if options.shard_across is None else hardware.per_machine
+    in_a_machine = None if options.shard_across is None else hardware.processes_per_machine
     # the values to try by option: the run's own value first, then the simplest
     choices: dict[str, tuple] = {
         "activation_checkpointing": (options.activation_checkpointing, "none", "cheap", "block"),

@@ -160,7 +160,7 @@ def describe_next(options: ResolvedTrainOptions, fits: bool, has_shards: bool) -
         launch = plan[1]
         command = "the same command of train.py without --dry_run and --device, on such a machine"
         if launch.world_size > 1:
-            per_machine = launch.per_machine
+            per_machine = launch.processes_per_machine
             num_machines = launch.world_size // per_machine
             command += f", by torchrun --nproc_per_node={per_machine} --nnodes={num_machines}"
         return command

@@ -44,7 +44,7 @@ class Hardware:
     """Bytes that each process can allocate."""
     world_size: int = 1
     """Number of all processes, one per device."""
-    per_machine: int = 1
+    processes_per_machine: int = 1
     """Processes of a machine."""
     gpu: GPU | None = None
     """GPU that --device names, perhaps of another machine, with its peak FLOP/s and bandwidth; None
@@ -71,10 +71,10 @@ class Hardware:
             dtype = pick_dtype(options.dtype, device)  # on a CPU, "auto" times matmuls
             gpu = gpu_of(device, dtype)
         world_size = launch.world_size
-        per_machine = launch.per_machine
+        processes_per_machine = launch.processes_per_machine
         if world_size == 1:  # without torchrun, the run has one tensor-parallel group
-            world_size = per_machine = options.tensor_parallel
-        return cls(device, dtype, free_bytes, world_size, per_machine, gpu)
+            world_size = processes_per_machine = options.tensor_parallel
+        return cls(device, dtype, free_bytes, world_size, processes_per_machine, gpu)
 
     def parallel_degrees(self, options: MachineOptions) -> tuple[int, int]:
         """Return data_parallel, the number of parts of the data, and num_shards, the number of
@@ -84,7 +84,10 @@ class Hardware:
         data_parallel = self.world_size // options.tensor_parallel
         # Called without sharding, too: count_shards raises the UserError.
         num_shards = count_shards(
-            self.world_size, self.per_machine, options.tensor_parallel, options.shard_across
+            self.world_size,
+            self.processes_per_machine,
+            options.tensor_parallel,
+            options.shard_across,
         )
         return data_parallel, num_shards if options.sharding != "none" else 1
 
@@ -102,7 +105,7 @@ def free_memory(device: torch.device) -> int:
         return torch.cuda.mem_get_info(device)[0]  # [0] is free memory, [1] is all memory
     # half of all memory: the system, other programs and the page cache need the other half
     free_bytes = host_memory() // 2
-    return free_bytes // read_launch().per_machine
+    return free_bytes // read_launch().processes_per_machine
 
 
 def checkpointing(options: ResolvedTrainOptions) -> str:

@@ -100,8 +100,10 @@ def forecast_step(
         sharded += FLOAT32_BYTES * num_other_weights + num_reductions * gradients
     # A tensor-parallel group has consecutive ranks in one machine, and holds one shard of a copy of
     # the training state. If a machine has more than num_shards groups, it holds several replicas.
-    shards_here = min(num_shards, hardware.per_machine // tensor_parallel)  # in one machine
-    replicas_here = hardware.per_machine // tensor_parallel // shards_here
+    shards_here = min(
+        num_shards, hardware.processes_per_machine // tensor_parallel
+    )  # in one machine
+    replicas_here = hardware.processes_per_machine // tensor_parallel // shards_here
     machine_bytes, network_bytes = split_by_link(sharded, num_shards, shards_here)
     # An all-reduce of each shard averages the gradients over the replicas (DDP, HSDP). It is a
     # reduce-scatter and an all-gather, so its bytes count twice.
@@ -129,15 +131,15 @@ def forecast_step(
     )
 
 
-def split_by_link(num_bytes: float, num_sharing: int, per_machine: int) -> tuple[float, float]:
+def split_by_link(num_bytes: float, num_sharing: int, num_here: int) -> tuple[float, float]:
     """Return the bytes that a process sends within its machine and to other machines, in an
     all-gather or a reduce-scatter of `num_bytes` bytes among `num_sharing` processes.
 
-    Each machine has `per_machine` of these processes. Each process sends its part of the bytes
-    through its own network card, as in NCCL's rings.
+    Each machine has `num_here` of these processes. Each process sends its part of the bytes through
+    its own network card, as in NCCL's rings.
     """
-    num_machines = num_sharing / per_machine
+    num_machines = num_sharing / num_here
     # In a ring of P processes each process sends (P - 1) / P of the bytes.
-    machine_bytes = num_bytes * (per_machine - 1) / per_machine
-    network_bytes = num_bytes / per_machine * (num_machines - 1) / num_machines
+    machine_bytes = num_bytes * (num_here - 1) / num_here
+    network_bytes = num_bytes / num_here * (num_machines - 1) / num_machines
     return machine_bytes, network_bytes
