@@ -108,7 +108,7 @@ def free_memory(device: torch.device) -> int:
     return free_bytes // read_launch().processes_per_machine
 
 
-def checkpointing(options: ResolvedTrainOptions) -> str:
+def effective_checkpointing(options: ResolvedTrainOptions) -> str:
     """Return the activation checkpointing that the blocks really do: "none", "cheap" or "block".
     With dropout, "cheap" does the same as "block" unless the model is compiled
     (choose_recomputation of model/execution.py)."""
@@ -130,7 +130,7 @@ def activations(
             hardware.dtype,
             options.tensor_parallel,
         )
-        for mode in (checkpointing(options), "none")
+        for mode in (effective_checkpointing(options), "none")
     )
     recomputed = max(p.activations - k.activations for p, k in zip(plain, kept, strict=True))
     return sum(block.activations for block in kept), recomputed
@@ -162,13 +162,15 @@ def head_memory(
 
 # Cached, because each call builds the model, and `advise` calls it hundreds of times.
 @functools.cache
-def count_weights(model_config: GPTConfig) -> tuple[int, int]:
+def count_weights(model_config: GPTConfig, tensor_parallel: int) -> tuple[int, int]:
     """Return the number of matrix weights (in the matrices of the blocks) and of other weights
-    (embeddings, head, biases, gains), because optimizers and parallelism treat them differently."""
+    (embeddings, head, biases, gains) of a process, before sharding. Tensor parallelism, optimizers
+    and FSDP2 treat them differently."""
     model = build_without_weights(GPT, model_config)
     num_weights = sum(p.numel() for p in model.parameters())
     num_matrix_weights = sum(p.numel() for p in model.transformer.h.parameters() if p.dim() >= 2)
-    return num_matrix_weights, num_weights - num_matrix_weights
+    # Tensor parallelism divides only the matrices.
+    return num_matrix_weights // tensor_parallel, num_weights - num_matrix_weights
 
 
 def forecast_memory(
@@ -176,18 +178,16 @@ def forecast_memory(
 ) -> dict[str, int]:
     """Return the peak bytes of one process by use. The sum must fit; --dry_run prints the uses."""
     itemsize = hardware.dtype.itemsize  # bytes of a number in matmuls
-    tensor_parallel = options.tensor_parallel  # processes that share each block
     data_parallel, num_shards = hardware.parallel_degrees(options)
-    # matrix: in the blocks' matrices; other: embeddings, head, biases, gains
-    num_matrix_weights, num_other_weights = count_weights(model_config)
-    num_matrix_weights //= tensor_parallel  # per process from here on, before sharding
+    # of a process before sharding; matrix: in the blocks' matrices; other: embeddings, head, biases
+    num_matrix_weights, num_other_weights = count_weights(model_config, options.tensor_parallel)
     block_weights = num_matrix_weights // model_config.n_layer  # matrix weights of one block
     num_weights = num_matrix_weights + num_other_weights
     # float32 numbers of optimizer state per process, before sharding
     num_moments = ADAMW_MOMENTS * num_other_weights
     num_moments += matrix_optimizer(recipe).moments * num_matrix_weights
     micro_steps = hardware.count_micro_steps(options)
-    mode = checkpointing(options)  # "none", "cheap" or "block"
+    mode = effective_checkpointing(options)  # "none", "cheap" or "block"
     compiled = options.use_torch_compile
     # A single process trains the plain model. With tensor parallelism, FSDP2 may shard over a group
     # of one process, and still gathers copies.

@@ -23,7 +23,7 @@ from config import ResolvedTrainOptions
 from model.config import GPTConfig
 from model.execution import Execution
 from training.forecast.blocks import measure_blocks
-from training.forecast.memory import FLOAT32_BYTES, Hardware, checkpointing, count_weights
+from training.forecast.memory import FLOAT32_BYTES, Hardware, count_weights, effective_checkpointing
 from utils.throughput import NETWORK_BANDWIDTH
 
 # Fraction of the peak FLOP/s that a forecast assumes. llm.c's 124M reached it on eight H100: 140 ms
@@ -66,7 +66,7 @@ def step_flops(options: ResolvedTrainOptions, model_config: GPTConfig) -> int:
     blocks = measure_blocks(model_config, Execution(), "cpu", torch.float32)
     # A backward pass takes twice as many as a forward pass.
     sequence_flops = 3 * sum(block.flops for block in blocks)
-    if checkpointing(options) == "block":
+    if effective_checkpointing(options) == "block":
         sequence_flops += sum(block.recomputed_flops for block in blocks)
     # Each process of a tensor-parallel group computes the whole head.
     head_flops = 6 * model_config.vocab_size * model_config.n_embd * options.tensor_parallel
@@ -77,58 +77,93 @@ def step_flops(options: ResolvedTrainOptions, model_config: GPTConfig) -> int:
 def forecast_step(
     options: ResolvedTrainOptions, model_config: GPTConfig, hardware: Hardware
 ) -> StepForecast | None:
-    """Return the forecast of one step, or None for devices whose peak or bandwidth is not known."""
+    """Return the forecast of one step, or None for devices whose peak or bandwidth is not known.
+
+    A GPU sends for three reasons: it gathers and reduces the shards of its copy of the training
+    state, averages gradients over the copies, and sums activations within its tensor-parallel
+    group. For example 16 H100 on two machines with --sharding zero3 hold two copies, each in 8
+    shards: only the averages go between the machines.
+    """
     gpu = hardware.gpu
     if gpu is None or gpu.bandwidth == 0:
         return None
-    tensor_parallel = options.tensor_parallel  # processes that share each block
-    data_parallel, num_shards = hardware.parallel_degrees(options)
-    micro_steps = hardware.count_micro_steps(options)
-    itemsize = hardware.dtype.itemsize  # bytes of a number in matmuls
+    data_parallel, num_shards = hardware.parallel_degrees(options)  # (16, 8) in the example
+    num_replicas = data_parallel // num_shards  # copies of the training state: 2
+    # A tensor-parallel group has consecutive ranks in one machine, and holds one shard of a copy.
+    # If a machine has more than num_shards groups, it holds several replicas.
+    groups_here = hardware.processes_per_machine // options.tensor_parallel  # in one machine: 8
+    shards_here = min(num_shards, groups_here)  # 8
+    replicas_here = groups_here // shards_here  # 1
 
-    # FSDP2 gathers the blocks' matrices in the dtype of matmuls. It gathers other weights once a
-    # step in float32, and reduces gradients in float32.
-    num_matrix_weights, num_other_weights = count_weights(model_config)
-    num_matrix_weights //= tensor_parallel  # per process; the other weights are not divided
-    gradients = FLOAT32_BYTES * (num_matrix_weights + num_other_weights)  # bytes
-    sharded = 0  # bytes of the all-gathers and reduce-scatters of a step; 0 under DDP
-    if options.sharding != "none":
-        # zero3 frees the blocks after the forward pass and gathers them again for the backward.
-        num_gathers = 2 * micro_steps if options.sharding == "zero3" else 1
-        num_reductions = 1 if options.sharding == "zero1" else micro_steps
-        sharded = num_gathers * itemsize * num_matrix_weights
-        sharded += FLOAT32_BYTES * num_other_weights + num_reductions * gradients
-    # A tensor-parallel group has consecutive ranks in one machine, and holds one shard of a copy of
-    # the training state. If a machine has more than num_shards groups, it holds several replicas.
-    shards_here = min(
-        num_shards, hardware.processes_per_machine // tensor_parallel
-    )  # in one machine
-    replicas_here = hardware.processes_per_machine // tensor_parallel // shards_here
-    machine_bytes, network_bytes = split_by_link(sharded, num_shards, shards_here)
-    # An all-reduce of each shard averages the gradients over the replicas (DDP, HSDP). It is a
-    # reduce-scatter and an all-gather, so its bytes count twice.
-    between_replicas = split_by_link(
-        2 * gradients / num_shards, data_parallel // num_shards, replicas_here
+    shard_bytes = bytes_of_shards(options, model_config, hardware)
+    shard_machine_bytes, shard_network_bytes = split_by_link(shard_bytes, num_shards, shards_here)
+    # Each process averages its shard of the gradients.
+    replica_bytes = bytes_of_average(options, model_config) / num_shards
+    replica_machine_bytes, replica_network_bytes = split_by_link(
+        replica_bytes, num_replicas, replicas_here
     )
-
-    # Tensor parallelism all-reduces activations of shape (tokens, C) twice per block in each pass:
-    # in the dtype of matmuls in the forward pass, in float32 in the backward pass.
-    token_bytes = model_config.n_layer * model_config.n_embd * (2 * itemsize + 2 * FLOAT32_BYTES)
-    if checkpointing(options) == "block":
-        # Recomputation repeats the all-reduce after attention, and with dropout also the all-reduce
-        # after the MLP. Under "cheap" the compiler keeps the results of both.
-        num_reduces = 1 if model_config.dropout == 0 else 2
-        token_bytes += num_reduces * model_config.n_layer * model_config.n_embd * itemsize
-    activations = options.total_batch_size // data_parallel * token_bytes  # bytes in a step
-    activation_bytes, _ = split_by_link(2 * activations, tensor_parallel, tensor_parallel)
+    step_activation_bytes = bytes_of_activations(options, model_config, hardware)
+    activation_bytes, _ = split_by_link(
+        step_activation_bytes, options.tensor_parallel, options.tensor_parallel
+    )
     return StepForecast(
         compute_seconds=step_flops(options, model_config)
         / (hardware.world_size * gpu.peak_flops * MFU),
-        machine_bytes=machine_bytes + between_replicas[0],
-        network_bytes=network_bytes + between_replicas[1],
+        machine_bytes=shard_machine_bytes + replica_machine_bytes,
+        network_bytes=shard_network_bytes + replica_network_bytes,
         activation_bytes=activation_bytes,
         bandwidth=gpu.bandwidth,
     )
+
+
+def bytes_of_shards(
+    options: ResolvedTrainOptions, model_config: GPTConfig, hardware: Hardware
+) -> int:
+    """Return the bytes that the all-gathers and reduce-scatters of FSDP2 collect in a step, for one
+    copy of the training state; 0 under DDP."""
+    if options.sharding == "none":
+        return 0
+    # For example 124M in 2 micro-steps under zero3: 4 gathers of 85M bfloat16 matrix weights, one
+    # of 39M float32 others, and 2 reductions of 124M float32 gradients.
+    num_matrix_weights, num_other_weights = count_weights(model_config, options.tensor_parallel)
+    micro_steps = hardware.count_micro_steps(options)
+    # zero3 frees the blocks after the forward pass and gathers them again for the backward.
+    num_gathers = 2 * micro_steps if options.sharding == "zero3" else 1
+    num_reductions = 1 if options.sharding == "zero1" else micro_steps
+    # FSDP2 gathers the blocks' matrices in the dtype of matmuls. It gathers other weights once a
+    # step in float32, and reduces gradients in float32.
+    gathered_bytes = num_gathers * hardware.dtype.itemsize * num_matrix_weights
+    gathered_bytes += FLOAT32_BYTES * num_other_weights
+    return gathered_bytes + num_reductions * FLOAT32_BYTES * (
+        num_matrix_weights + num_other_weights
+    )
+
+
+def bytes_of_average(options: ResolvedTrainOptions, model_config: GPTConfig) -> int:
+    """Return the bytes of the all-reduce that averages the float32 gradients of a step over the
+    copies of the training state (DDP, HSDP)."""
+    # It is a reduce-scatter and an all-gather, so its bytes count twice.
+    return 2 * FLOAT32_BYTES * sum(count_weights(model_config, options.tensor_parallel))
+
+
+def bytes_of_activations(
+    options: ResolvedTrainOptions, model_config: GPTConfig, hardware: Hardware
+) -> int:
+    """Return the bytes of the all-reduces in which a tensor-parallel group sums the activations of
+    a step. split_by_link makes them 0 for a group of one process."""
+    itemsize = hardware.dtype.itemsize  # bytes of a number in matmuls
+    # Activations of shape (tokens, C) are reduced twice per block in each pass: in the dtype of
+    # matmuls in the forward pass, in float32 in the backward pass.
+    number_bytes = 2 * itemsize + 2 * FLOAT32_BYTES  # of each channel of a token in each block
+    if effective_checkpointing(options) == "block":
+        # Recomputation repeats the all-reduce after attention, and with dropout also the all-reduce
+        # after the MLP. Under "cheap" the compiler keeps the results of both.
+        number_bytes += itemsize if model_config.dropout == 0 else 2 * itemsize
+    data_parallel, _ = hardware.parallel_degrees(options)
+    num_tokens = options.total_batch_size // data_parallel  # of the group, in a step
+    num_channels = model_config.n_layer * model_config.n_embd  # of a token in all blocks
+    # An all-reduce is a reduce-scatter and an all-gather, so its bytes count twice.
+    return 2 * num_tokens * num_channels * number_bytes
 
 
 def split_by_link(num_bytes: float, num_sharing: int, num_here: int) -> tuple[float, float]:
