@@ -30,7 +30,7 @@ import utils.environment  # noqa: F401 (first: it says what to type without PyTo
 import torch
 
 from evaluation.table import PUBLIC_RUN, PUBLISHED
-from training.forecast.step_time import MFU
+from training.forecast.step_time import ASSUMED_UTILIZATION
 from utils.cli import start_script
 from utils.errors import UserError
 from utils.logger import read_metrics
@@ -138,8 +138,8 @@ def check_124m(out: Path) -> list[bool]:
     measured = json.loads(bench.splitlines()[-1])["measured"]["ours"]
     if measured["mfu"] is None:
         print("not checked: the MFU, because the peak FLOPS of this GPU are not known")
-    else:  # MFU is the constant that forecasts of the time assume
-        results.append(print_verdict("MFU", measured["mfu"], 0.8 * MFU, 1))
+    else:
+        results.append(print_verdict("MFU", measured["mfu"], 0.8 * ASSUMED_UTILIZATION, 1))
     forecast = run_script(f"train.py --dry_run --micro_batch_size 16 --run_dir {out}/forecast")
     # the forecast prints "X  in all": X is GB of GPU memory
     forecast_gb = float(forecast.partition("  in all")[0].split()[-1])

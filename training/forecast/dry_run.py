@@ -13,7 +13,7 @@ from recipes import Recipe
 from training.evaluator import Evaluator
 from training.forecast.advice import advise, choose_micro_batch
 from training.forecast.memory import USABLE, Hardware, forecast_memory
-from training.forecast.step_time import MFU, StepForecast, forecast_step, step_flops
+from training.forecast.step_time import ASSUMED_UTILIZATION, StepForecast, forecast_step, step_flops
 from training.run import check_space, refuse_overwriting
 from training.start import init_checksum, open_initial
 from training.summary import agreed_model_config, describe_epochs, describe_steps
@@ -72,7 +72,8 @@ def print_forecast(
     forecast = forecast_step(
         options, model_config, hardware
     )  # of one step; None: speed is not known
-    utilization = MFU  # fraction of the peak FLOP/s; lower if a GPU waits for communication
+    # fraction of the peak FLOP/s; lower if a GPU waits for communication
+    utilization = ASSUMED_UTILIZATION
     if forecast is not None and hardware.world_size > 1:
         print_sending(forecast)
         utilization *= forecast.compute_seconds / forecast.seconds

@@ -28,7 +28,7 @@ from utils.throughput import NETWORK_BANDWIDTH
 
 # Fraction of the peak FLOP/s that a forecast assumes. llm.c's 124M reached it on eight H100: 140 ms
 # for 524,288 tokens (modded-nanogpt, 2024-10-13).
-MFU = 0.40
+ASSUMED_UTILIZATION = 0.40
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class StepForecast:
     """Forecast of one step on one GPU: its compute time, and the bytes that it sends."""
 
     compute_seconds: float
-    """Seconds for the GPU's FLOPs at MFU, without waiting for other GPUs."""
+    """Seconds for the GPU's FLOPs at ASSUMED_UTILIZATION, without waiting for other GPUs."""
     machine_bytes: float
     """Bytes of weights and gradients that the GPU sends within its machine."""
     network_bytes: float
@@ -108,7 +108,7 @@ def forecast_step(
     )
     return StepForecast(
         compute_seconds=step_flops(options, model_config)
-        / (hardware.world_size * gpu.peak_flops * MFU),
+        / (hardware.world_size * gpu.peak_flops * ASSUMED_UTILIZATION),
         machine_bytes=shard_machine_bytes + replica_machine_bytes,
         network_bytes=shard_network_bytes + replica_network_bytes,
         activation_bytes=activation_bytes,
