@@ -135,7 +135,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         needs_grad: bool,
     ) -> Tensor:
         device_type = x.device.type
-        dtype = x.dtype
+        dtype = x.dtype  # of matmuls: bfloat16 or float16 under autocast, else float32
         if torch.is_autocast_enabled(device_type):
             dtype = torch.get_autocast_dtype(device_type)
         # no autocast: every dtype below is explicit
@@ -148,19 +148,19 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             ctx.num_counted = is_counted.sum()
 
             total = torch.zeros((), device=x.device)  # sum of nats
-            low_x = x.to(dtype)
-            low_weight = weight.to(dtype)
+            cast_x = x.to(dtype)  # x itself in float32
+            cast_weight = weight.to(dtype)
             if needs_grad:
-                grad_x = torch.empty_like(low_x)  # each chunk fills in its rows
+                grad_x = torch.empty_like(cast_x)  # each chunk fills in its rows
                 # float32, because every chunk adds to it
                 grad_weight = torch.zeros_like(weight, dtype=torch.float32)
             chunk_size = tokens_per_chunk(len(x), len(weight), x.device)
-            buffer = low_x.new_empty(chunk_size, len(weight))  # reused by all chunks
+            buffer = cast_x.new_empty(chunk_size, len(weight))  # reused by all chunks
             for start in range(0, len(x), chunk_size):
                 chunk = slice(start, start + chunk_size)
                 # zeros keep ignored tokens out of the gradient of the weight
-                inputs = low_x[chunk].masked_fill(is_ignored[chunk], 0)  # (n, C)
-                logits = torch.mm(inputs, low_weight.T, out=buffer[: len(inputs)])  # (n, padded V)
+                inputs = cast_x[chunk].masked_fill(is_ignored[chunk], 0)  # (n, C), a copy
+                logits = torch.mm(inputs, cast_weight.T, out=buffer[: len(inputs)])  # (n, padded V)
                 if device_type == "cpu":  # also when compiled
                     cross_entropy = cross_entropy_by_rows_
                 else:
@@ -168,9 +168,9 @@ class ChunkedCrossEntropy(torch.autograd.Function):
                 nats = cross_entropy(logits, targets[chunk], vocab_size, needs_grad)  # (n,)
                 total += (nats * is_counted[chunk]).sum()
                 if needs_grad:
-                    # `cross_entropy` has overwritten the logits with their gradient
-                    torch.mm(logits, low_weight, out=grad_x[chunk])
-                    add_matmul_(grad_weight, logits.T, inputs)
+                    grad_logits = logits  # `cross_entropy` has overwritten them
+                    torch.mm(grad_logits, cast_weight, out=grad_x[chunk])
+                    add_matmul_(grad_weight, grad_logits.T, inputs)
         if needs_grad:
             grad_x.masked_fill_(is_ignored, 0)  # so far meaningless for ignored tokens
             # float32 in training, because `backward` multiplies them: 16 bits would round again
@@ -182,8 +182,8 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         """Return the gradients of x and weight. `grad_loss` () is the factor by which the caller
         multiplies the mean, such as 1 / micro-steps or the scale of a GradScaler."""
         grad_x, grad_weight = ctx.saved_tensors
-        grad_loss = grad_loss / ctx.num_counted
-        return grad_x.mul_(grad_loss), grad_weight.mul_(grad_loss), None, None, None, None
+        grad_total = grad_loss / ctx.num_counted  # `forward` divided the total by num_counted
+        return grad_x.mul_(grad_total), grad_weight.mul_(grad_total), None, None, None, None
 
 
 def add_matmul_(total: Tensor, a: Tensor, b: Tensor) -> None:
