@@ -62,7 +62,7 @@ class ScaledDotProduct(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.block_size = config.block_size
+        self.block_size = config.block_size  # only full contexts may use cuDNN
         # choose_recomputation in model/execution.py relies on this dropout: above 0, it turns
         # activation checkpointing "cheap" into "block".
         self.dropout = config.dropout

@@ -26,7 +26,7 @@ class GPU:
     """Peak FLOP/s of dense 16-bit matmuls that accumulate in float32."""
     memory_gb: int = 0
     """Memory in GB of 1e9 bytes; 0 for GPUs that --dry_run --device cannot name."""
-    dtype: str = "bfloat16"
+    dtype_name: str = "bfloat16"
     """Dtype that --dtype auto takes on this GPU."""
     bandwidth: float = 0.0
     """Bytes/s from this GPU to others of its machine, by NVLink or else PCIe; 0: not known."""
@@ -61,9 +61,9 @@ GPUS = (
     # an eighth of 1 PFLOP/s in sparse FP4, which is the only peak that the maker gives
     GPU("GB10", 125e12, memory_gb=128),
     GPU("MI300X", 1307e12),
-    GPU("V100 PCIE", 112e12, dtype="float16"),
-    GPU("V100", 125e12, memory_gb=16, dtype="float16", bandwidth=150e9),
-    GPU("T4", 65e12, memory_gb=16, dtype="float16", bandwidth=16e9),
+    GPU("V100 PCIE", 112e12, dtype_name="float16"),
+    GPU("V100", 125e12, memory_gb=16, dtype_name="float16", bandwidth=150e9),
+    GPU("T4", 65e12, memory_gb=16, dtype_name="float16", bandwidth=16e9),
 )
 GPUS_PER_MACHINE = 8  # planned for, unless --device says otherwise
 # GPUs that --dry_run --device can name, such as "rtx4090"

@@ -61,9 +61,9 @@ class Hardware:
             gpu, launch = plan
             device = torch.device("cuda")
             free_bytes = gpu.memory_gb * 10**9  # memory_gb is in GB; all of it counts as free
-            dtype_name = gpu.dtype if options.dtype == "auto" else options.dtype
+            dtype_name = gpu.dtype_name if options.dtype == "auto" else options.dtype
             dtype = getattr(torch, dtype_name)
-            if dtype_name not in ("float16", gpu.dtype):  # the peak in this dtype is not known
+            if dtype_name not in ("float16", gpu.dtype_name):  # the peak in this dtype is not known
                 gpu = None
         else:
             device = pick_device(options.device, launch.local_rank)
