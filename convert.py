@@ -27,7 +27,7 @@ from model.formats.huggingface import refuse_another_architecture, save_pretrain
 from model.formats.huggingface_weights import (
     EMBEDDING,
     HEAD,
-    differences,
+    differing_fields,
     nearest_gpt2,
     refuse_other_weights,
 )
@@ -126,9 +126,9 @@ def to_nanogpt(model: GPT) -> dict:
     """
     model_config = model.config
     # nanoGPT allows either GELU here, biases or none, and only a tied head.
-    misfits = differences(model_config, replace(nearest_gpt2(model_config), tied=True))
-    if misfits:
-        raise UserError(f"nanoGPT has no model that differs from GPT-2 in {', '.join(misfits)}")
+    differing = differing_fields(model_config, replace(nearest_gpt2(model_config), tied=True))
+    if differing:
+        raise UserError(f"nanoGPT has no model that differs from GPT-2 in {', '.join(differing)}")
     weights = model.state_dict()  # its parameter names are the same as nanoGPT's
     refuse_other_weights(weights, model_config)
     # transformers' GPT-2 computes the same as nanoGPT's with the GELU of the model

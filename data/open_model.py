@@ -10,8 +10,8 @@ from pathlib import Path
 from data.tokenizer import count_tokens, pretrained_tokenizer, read_tokenizer
 from model.formats.checkpoint import Checkpoint, find_checkpoint, load_model
 from model.formats.huggingface import load_pretrained
-from model.formats.huggingface_weights import find_folder
-from model.formats.peers import find_tokenizer, load_peer
+from model.formats.huggingface_weights import find_or_download
+from model.formats.nanogpt import find_tokenizer, load_nanogpt
 from model.gpt import GPT
 from model.initial_weights import rebuild
 from utils.errors import UserError
@@ -22,8 +22,8 @@ def open_pretrained(name: str | Path) -> tuple[GPT, str]:
     nanoGPT, build-nanogpt or llm.c, or a Hugging Face folder or name. Raises UserError for a model
     of another kind, or if its tokenizer does not fit or is unknown."""
     # a local file or folder, or the folder of a download from the hub
-    path = find_folder(str(name))
-    model = load_peer(path) if path.is_file() else load_pretrained(name)
+    path = find_or_download(str(name))
+    model = load_nanogpt(path) if path.is_file() else load_pretrained(name)
     num_rows = model.config.vocab_size  # rows of the embedding, padding included
     tokenizer_path = find_tokenizer(path) if path.is_file() else None
     if tokenizer_path is not None:

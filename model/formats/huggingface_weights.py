@@ -99,9 +99,9 @@ TABLES = (EMBEDDING, HEAD)  # weights with a row for each token
 TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
 
 
-def differences(config: GPTConfig, other: GPTConfig) -> dict:
-    """Return the fields of `config` that differ from `other`, with their values in `config`. Sizes
-    and dropout are not compared."""
+def differing_fields(config: GPTConfig, other: GPTConfig) -> dict:
+    """Return the fields of `config` that differ from `other`, with their values in `config`, such
+    as {"norm": "rms", "qk_norm": True}. Sizes and dropout are not compared."""
     differing = {}
     for name, field in vars(config).items():
         if name not in SIZED and field != getattr(other, name):
@@ -130,8 +130,9 @@ def has_gpt2_names(config: GPTConfig) -> bool:
 
 
 def config_from_hf(hf_config: dict) -> GPTConfig:
-    """Return the GPTConfig of a config.json. Raise ValueError, which names the field, if an export
-    of this GPTConfig would give another value."""
+    """Return the GPTConfig of a config.json, such as {"model_type": "gpt2", "n_embd": 768, ...}.
+    Raise ValueError, which names the field, if an export of this GPTConfig would give another
+    value."""
     # transformers 5 writes the fields of RoPE as one dict, transformers 4 beside the other fields
     rope = hf_config.get("rope_parameters") or {}
     if rope.get("rope_type", "default") != "default":
@@ -186,8 +187,8 @@ def config_from_hf(hf_config: dict) -> GPTConfig:
 def config_to_hf(config: GPTConfig) -> dict:
     """Return the config.json of transformers' GPT2LMHeadModel, LlamaForCausalLM or
     Qwen3ForCausalLM. Raise UserError, which names the fields, if none of them supports `config`."""
-    gpt2_misfits = differences(config, nearest_gpt2(config))
-    if not gpt2_misfits:
+    differing_from_gpt2 = differing_fields(config, nearest_gpt2(config))
+    if not differing_from_gpt2:
         hf_config = {hf_name: getattr(config, name) for name, hf_name in GPT2_FIELDS.items()}
         return hf_config | {
             "architectures": ["GPT2LMHeadModel"],
@@ -201,11 +202,11 @@ def config_to_hf(config: GPTConfig) -> dict:
             **GPT2_CONSTANTS,
         }
     # empty if the architecture is a LLaMA
-    llama_misfits = differences(config, as_llama(config))
-    if llama_misfits:
+    differing_from_llama = differing_fields(config, as_llama(config))
+    if differing_from_llama:
         # report the class that the model is closer to
-        misfits = min(gpt2_misfits, llama_misfits, key=len)
-        assignments = ", ".join(f"{name}={value}" for name, value in misfits.items())
+        differing = min(differing_from_gpt2, differing_from_llama, key=len)
+        assignments = ", ".join(f"{name}={value}" for name, value in differing.items())
         raise UserError(
             f"transformers has no class for a model with {assignments}: export one of "
             "train.py --recipe gpt2, modern or llama"
@@ -231,8 +232,9 @@ def model_from_hf(
     config: GPTConfig,
     transposed: tuple[str, ...] = TRANSPOSED,
 ) -> Model:
-    """Return the float32 model with transformers' weights of a GPT-2, LLaMA or Qwen3. The matrices
-    of a GPT-2 whose names end in `transposed` are stored as (in, out).
+    """Return the float32 model with transformers' weights of a GPT-2, LLaMA or Qwen3, by name, such
+    as "transformer.h.0.attn.c_attn.weight". The matrices of a GPT-2 whose names end in `transposed`
+    are stored as (in, out): (768, 2304) for this one of 124M.
 
     Each tensor fills one parameter, or is redundant: a copy of a weight, or not a weight. An error
     names any other tensor, and any parameter without a tensor. If the head differs from the
@@ -250,11 +252,11 @@ def model_from_hf(
             config = replace(config, tied=False)
 
     # weight_to_hf, the export, tells which tensors make up each parameter. A failed assert becomes
-    # a UserError, because read_model and load_peer call this function within `reading`.
+    # a UserError, because read_model and load_nanogpt call this function within `reading`.
     model = build_without_weights(model_class, config)
     weights: dict[str, Tensor] = {}
     for name, parameter in model.state_dict().items():
-        to_fuse: list[Tensor] = []
+        to_fuse: list[Tensor] = []  # such as queries, keys and values of a LLaMA
         # `parameter` and `expected` are on the device "meta": they have shapes but no content
         for hf_name, expected in weight_to_hf(name, parameter, config, transposed).items():
             assert hf_name in hf_weights, f"it has no {hf_name}"
@@ -291,13 +293,14 @@ def weight_to_hf(
     name: str, x: Tensor, config: GPTConfig, transposed: tuple[str, ...] = TRANSPOSED
 ) -> dict[str, Tensor]:
     """Return the transformers weights, by name, that are fused in this project's weight `x` with
-    the name `name`. `x` may be on the device "meta", if only shapes are needed."""
+    the name `name`: for a LLaMA's "transformer.h.3.mlp.c_fc.weight" its two halves of rows,
+    "model.layers.3.mlp.gate_proj.weight" and "model.layers.3.mlp.up_proj.weight". `x` may be on the
+    device "meta", if only shapes are needed."""
     if name in TABLES:
         x = x[: config.vocab_size]  # without padding
     if has_gpt2_names(config):
         return {name: x.T if name.endswith(transposed) else x}
 
-    # transformer.h.3.mlp.c_fc.weight -> model.layers.3.mlp.gate_proj.weight, ...
     # LLaMA has no biases, so all names end in ".weight".
     module = name.removesuffix(".weight")
     prefix = ""
@@ -354,7 +357,7 @@ def weights_to_hf(weights: dict[str, Tensor], config: GPTConfig) -> dict[str, Te
 
 # cached, because open_pretrained and read_model both ask for the same name
 @cache
-def find_folder(model_name: str) -> Path:
+def find_or_download(model_name: str) -> Path:
     """Return the folder or file `model_name`. If there is none, return the folder of the Hugging
     Face hub's repository `model_name`, after a download if the hub's cache does not have it."""
     path = Path(model_name)
@@ -409,7 +412,7 @@ def read_model(model_class: type[Model], model_name: str | Path) -> Model:
     """Return the float32 model of a Hugging Face name ("gpt2", "user/model") or folder: a GPT-2,
     LLaMA or Qwen3 as save_pretrained writes it. Raise UserError, which names the reason, for any
     other model."""
-    folder = find_folder(str(model_name))
+    folder = find_or_download(str(model_name))
     # turns any error in the content of the files into a UserError that names the folder
     with reading(model_name, "a GPT-2, LLaMA or Qwen3 of Hugging Face's format"):
         config = config_from_hf(json.loads((folder / "config.json").read_text(encoding="utf-8")))

@@ -63,7 +63,7 @@ model/execution.py check_compiler 1 raised again
 model/formats/checkpoint.py find_checkpoint 1 prints only
 model/formats/huggingface.py narrow_copy_agrees 1 raised again
 model/formats/huggingface_weights.py config_from_hf 1 raised again
-model/formats/huggingface_weights.py find_folder 1 raised again
+model/formats/huggingface_weights.py find_or_download 1 raised again
 model/proof.py prove 1 all_agree in scoring.py; no other collective depends on the result
 """
 

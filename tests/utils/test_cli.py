@@ -13,7 +13,7 @@ from config import TrainOptions
 from data.shards import open_folders
 from finetuning.options import FinetuneOptions
 from model.formats.checkpoint import find_checkpoint
-from model.formats.huggingface_weights import find_folder
+from model.formats.huggingface_weights import find_or_download
 from recipes import RECIPES
 from sample import SampleOptions
 from utils.cli import FLAGS_BY_NANOGPT_NAME, flag_value, parse, to_flags, user_message
@@ -209,4 +209,4 @@ def test_a_missing_path_is_said_to_be_in_the_project_if_it_is(tmp_path, monkeypa
         assert f"is no folder{place}; to make" in message(open_folders, [Path(path)], "train")
         assert f"of a run{place}; give" in message(find_metrics, path)
         if "/" in path:
-            assert message(find_folder, path) == f"there is no {path}{place}"
+            assert message(find_or_download, path) == f"there is no {path}{place}"

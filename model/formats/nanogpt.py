@@ -33,7 +33,7 @@ LLM_C_MAGIC = 20240326
 LLM_C_DTYPES = {3: torch.float32, 5: torch.bfloat16}
 
 
-def load_peer(path: Path) -> GPT:
+def load_nanogpt(path: Path) -> GPT:
     """Return the float32 model of a file. For nanoGPT and build-nanogpt its vocabulary includes
     padded rows, if the file has any. Raises UserError for a damaged or foreign file."""
     # turns any error in the content of the file into a UserError that names the path
@@ -43,6 +43,7 @@ def load_peer(path: Path) -> GPT:
         if data[:4].view(torch.int32) == LLM_C_MAGIC:
             config, weights = read_llm_c(data)
         else:
+            # {"model": {"transformer.wte.weight": (50304, 768), ...}, "model_args": {...}, ...}
             checkpoint = read_torch(path)
             # nanoGPT saves a compiled model with this prefix
             by_name = checkpoint["model"].items()
@@ -65,7 +66,7 @@ def read_torch(path: Path) -> dict[str, Any]:
 
 
 def find_tokenizer(path: Path) -> Path | None:
-    """Return the path of the tokenizer of a file that `load_peer` reads, or None if it has none.
+    """Return the path of the tokenizer of a file that `load_nanogpt` reads, or None if it has none.
 
     It is a tokenizer.json or nanoGPT's meta.pkl beside the file, or the meta.pkl in data/DATASET of
     any folder above the file, as in nanoGPT's checkout.
@@ -86,13 +87,14 @@ def find_tokenizer(path: Path) -> Path | None:
 def read_llm_c(data: Tensor) -> tuple[GPTConfig, dict[str, Tensor]]:
     """Return the architecture and the weights by name from `data`, uint8 (n,), the bytes of a file
     of llm.c."""
-    # sizes: layers, heads, channels; num_rows: rows of the embedding, with padding
-    _, version, block_size, vocab_size, *sizes, num_rows = data[:32].view(torch.int32).tolist()
+    # [20240326, 3, 1024, 50257, 12, 12, 768, 50304] for 124M; the sizes are layers, heads, channels
+    header = data[:32].view(torch.int32).tolist()
+    _, version, block_size, vocab_size, *sizes, padded_vocab_size = header
     assert version in LLM_C_DTYPES, f"version {version} of llm.c"
     # all weights, after a header of 256 int32
     remaining = data[1024:].view(LLM_C_DTYPES[version])
     # with the padded rows of the embedding, which are cut off at the end
-    config = GPTConfig(block_size, num_rows, *sizes)
+    config = GPTConfig(block_size, padded_vocab_size, *sizes)
 
     # The order of the weights: embeddings, each kind of weight of a block ("ln_1.weight", ...) for
     # all layers, final norm. The kinds have the same order as in this project's blocks.
@@ -106,7 +108,7 @@ def read_llm_c(data: Tensor) -> tuple[GPTConfig, dict[str, Tensor]]:
         x = model.get_parameter(name)  # on "meta": a shape without content
         weights[name] = remaining[: x.numel()].view_as(x)
         remaining = remaining[x.numel() :]
-    # llm.c's train_gpt2.py writes nothing else; `reading` in load_peer makes a UserError of this
+    # llm.c's train_gpt2.py writes nothing else; `reading` in load_nanogpt makes a UserError of this
     assert len(remaining) == 0, f"{len(remaining):,} values more than the sizes of its header give"
-    weights[EMBEDDING] = weights[EMBEDDING][:vocab_size]
+    weights[EMBEDDING] = weights[EMBEDDING][:vocab_size]  # (50304, 768) -> (50257, 768) for 124M
     return replace(config, vocab_size=vocab_size), weights

@@ -19,7 +19,7 @@ from data.open_model import open_model
 from data.tokenizer import load_tokenizer
 from model.config import SIZED, GPTConfig
 from model.formats.huggingface import load_pretrained
-from model.formats.peers import load_peer
+from model.formats.nanogpt import load_nanogpt
 from model.gpt import GPT
 
 LLM_C_KINDS = "ln_1 attn.c_attn attn.c_proj ln_2 mlp.c_fc mlp.c_proj".split()
@@ -87,7 +87,7 @@ def test_logits_are_those_of_the_weights_in_the_file(layout, fields, tmp_path):
     V = written.config.vocab_size
     write(layout, written, tmp_path / "file")
     idx = torch.randint(0, V, (2, 32))
-    assert load_peer(tmp_path / "file").eval()(idx).equal(written(idx))
+    assert load_nanogpt(tmp_path / "file").eval()(idx).equal(written(idx))
     if "llm.c" in layout:  # by its header, the rows of padding are no tokens
         model, tokenizer, _ = open_model(tmp_path / "file")
         assert (tokenizer, model.config.vocab_size) == ({50_257: "gpt2", 257: "bytes"}[V], V)
@@ -110,7 +110,7 @@ def test_scripts_begin_from_a_checkpoint_of_nanogpt_and_write_one(shards, tmp_pa
     assert f"reading {own}" in sampled.stderr  # ckpt.pt is none of ours
     script("convert.py", "--checkpoint", own, "--out", tmp_path / "hf")
     idx = torch.randint(0, 257, (2, 32))
-    logits = load_peer(ckpt).eval()(idx)
+    logits = load_nanogpt(ckpt).eval()(idx)
     torch.testing.assert_close(
         load_pretrained(tmp_path / "hf").eval()(idx), logits, rtol=0, atol=1e-5
     )
@@ -218,4 +218,4 @@ def test_what_does_not_fit_is_a_sentence(tmp_path):
     ):
         path.write_bytes(content)
         with user_error(message):
-            load_peer(path)
+            load_nanogpt(path)
