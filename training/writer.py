@@ -1,8 +1,18 @@
 """Writer of checkpoint files, by one process or by several that each hold rows of the state.
 
-With several processes, none has to hold the whole state. The main process writes a file with gaps
-in place of the tensors, and then each process fills in its rows. training/saver.py decides when to
-save and under which name. model/formats/checkpoint.py has the format of a file.
+With several processes, none has to hold the whole state:
+
+    1. The processes add up the CRC-32 of their rows: the checksums of the file.
+    2. The main process writes a temporary file with gaps in place of the tensors (lay_out).
+    3. Each process writes its rows into the gaps (write_own_rows).
+    4. The processes read the file back, and add up the CRC-32 of what they have read. If the sums
+       are the checksums, the main process renames the file.
+
+For example the gap of a bfloat16 weight (4, 768) begins at byte 1,024, and a row takes 1,536 bytes.
+Process 0 writes its rows 0 and 1 at byte 1,024, process 1 its rows 2 and 3 at byte 4,096.
+
+training/saver.py decides when to save and under which name. model/formats/checkpoint.py has the
+format of a file.
 """
 
 import contextlib
@@ -30,10 +40,11 @@ from utils.distributed import ALONE, Process
 from utils.errors import UserError, writing
 from utils.files import atomic_write, replace_file
 
-# {"model": {parameter: OwnRows}, "model_low": {parameter: OwnRows},
-# "optimizer": {parameter: {"exp_avg": OwnRows, ...}}}
+# {"model": {"lm_head.weight": OwnRows, ...}, "model_low": {"lm_head.weight": OwnRows, ...},
+# "optimizer": {"lm_head.weight": {"exp_avg": OwnRows, ...}, ...}}
 Sections = dict[str, dict]
-# {section: {name by `flatten`: byte offset of the tensor in the file}}
+# where the gap of a tensor begins in the file, in bytes, by section and then by `flatten`'s name:
+# {"model": {"lm_head.weight": 1024, ...}, "optimizer": {"lm_head.weight exp_avg": 78464, ...}, ...}
 Offsets = dict[str, dict[str, int]]
 
 
@@ -44,9 +55,10 @@ def save_checkpoint(
     entries: Mapping[str, object],
     process: Process = ALONE,
 ) -> None:
-    """Write the float32 weights, the optimizer state and `entries` to a file, atomically: `path` is
-    always the old file or the whole new one. Every process must call it, with its own rows, and
-    needs the same folder if it has any. Raises UserError if writing fails, as on a full disk."""
+    """Write the float32 weights, the optimizer state (both as copy_state returns them) and
+    `entries`, such as {"step": 100, "config": {...}, ...}, to a file, atomically: `path` is always
+    the old file or the whole new one. Every process must call it, with its own rows, and needs the
+    same folder if it has any. Raises UserError if writing fails, as on a full disk."""
     with writing(path):  # any error becomes a UserError that names the path
         # Here and below, if one process fails, `together` raises an error on all: the caller goes
         # on without the file, and one process alone would miss the collectives that follow.
@@ -98,6 +110,7 @@ def sum_own_rows(sections: Sections) -> dict[str, int]:
 def sum_over_processes(own_sums: dict[str, int], process: Process) -> dict[str, int]:
     """Return the checksum of each section: a checksum is a sum over rows, so the sums of all
     processes add up to it. Every process must call it."""
+    # {0: {"model": 83, ...}, 1: {"model": 17, ...}} gives {"model": 100, ...}
     sums_by_rank = process.merge({process.rank: own_sums})
     return {section: sum(sums[section] for sums in sums_by_rank.values()) for section in own_sums}
 
@@ -112,8 +125,9 @@ def whole_tensor(leaf: object) -> object:
 
 
 def write_together(path: Path, sections: Sections, plain_entries: dict, process: Process) -> None:
-    """Write a checkpoint of several processes atomically. `sections` has the OwnRows of this
-    process, `plain_entries` everything beside tensors. Every process must call it."""
+    """Write a checkpoint of several processes atomically, in the steps of this file's docstring.
+    `sections` has the OwnRows of this process, `plain_entries` everything beside tensors and the
+    checksums. Every process must call it."""
     layout: dict[int, tuple[str, Offsets]] = {}  # of rank 0; `merge` sends it to all
     try:
         with process.together():
@@ -125,8 +139,8 @@ def write_together(path: Path, sections: Sections, plain_entries: dict, process:
         with process.together(), process.meeting():
             write_own_rows(temporary, sections, offsets)
         # Read it back before it replaces a good file: a network file system may have lost rows.
-        num_own_rows = count_own_rows(sections)
-        writers = [rank for rank, n in process.merge({process.rank: num_own_rows}).items() if n > 0]
+        rows_by_rank = process.merge({process.rank: count_own_rows(sections)})
+        writers = [rank for rank, num_rows in rows_by_rank.items() if num_rows > 0]
         with process.together(), process.meeting():
             own_sums = sum_written_rows(temporary, process.rank, writers)
         if sum_over_processes(own_sums, process) != plain_entries["checksums"]:
@@ -205,6 +219,7 @@ def write_own_rows(path: Path, sections: Sections, offsets: Offsets) -> None:
                 # (r, bytes of a row)
                 row_bytes = own_rows.content.contiguous().flatten(1).view(torch.uint8)
                 # Write rows with consecutive indices at once: split where an index is skipped.
+                # The rows 0, 1, 4, 5 break at [2], into 0, 1 and 4, 5.
                 breaks = torch.nonzero(own_rows.rows.diff() != 1).flatten() + 1
                 consecutive_rows = own_rows.rows.tensor_split(breaks)
                 consecutive_bytes = row_bytes.tensor_split(breaks)
@@ -229,7 +244,7 @@ def sum_written_rows(path: Path, rank: int, writers: list[int]) -> dict[str, int
     if rank in writers:
         # as a Mapping, because mypy wants literal keys for a TypedDict
         checkpoint: Mapping[str, Any] = load_checkpoint(path)
-        part = (writers.index(rank), len(writers))
+        part = (writers.index(rank), len(writers))  # (1, 4): the second quarter of the rows
         for section in own_sums:
             own_sums[section] = sum_part(flatten(checkpoint[section]), *part)
     return own_sums

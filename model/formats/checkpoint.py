@@ -146,15 +146,18 @@ class Float32Rows:
 
 def flatten(section: Section) -> dict:
     """Return a flat dict of the tensors of a section, for checksums and file offsets, which go
-    tensor by tensor. The key of optimizer state joins the names: "lm_head.weight exp_avg". Plain
-    values in optimizer state, such as a counter, are left out."""
+    tensor by tensor. Its keys join the names, and plain values, such as a counter, are left out.
+
+        {"lm_head.weight": {"exp_avg": a, "factors": [b, c], "count": 3}} gives
+        {"lm_head.weight exp_avg": a, "lm_head.weight factors 0": b, "lm_head.weight factors 1": c}
+    """
     flat = {}
     for name, value in section.items():
         if isinstance(value, list | tuple):  # such as the two preconditioners of Shampoo
             value = dict(enumerate(value))
         if isinstance(value, dict):
-            for own_name, x in flatten(value).items():
-                flat[f"{name} {own_name}"] = x
+            for inner_name, x in flatten(value).items():
+                flat[f"{name} {inner_name}"] = x
         elif not isinstance(value, PLAIN_VALUES):
             flat[name] = value
     return flat

@@ -51,7 +51,7 @@ def tensor_parallel_of(x: Tensor) -> int:
 def row_order(fused_rows: tuple[int, ...], tensor_parallel: int) -> Tensor:
     """Return the row indices of a fused weight, int64 (rows,), in the order of tensor parallelism:
     the first process's part of each matrix, then the second's, and so on. `fused_rows` are the row
-    counts of the matrices."""
+    counts of the matrices: (4, 2, 2) on two processes gives [0, 1, 4, 6, 2, 3, 5, 7]."""
     by_process: list[Tensor] = []  # row indices (tensor_parallel, rows of a process) by matrix
     for rows in torch.arange(sum(fused_rows)).split(fused_rows):
         by_process.append(rows.view(tensor_parallel, -1))
@@ -140,7 +140,7 @@ def mesh_of(x: Tensor) -> DeviceMesh | None:
 def by_mesh(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
     """Group tensors by device mesh, because PyTorch's operations on a list of DTensors fail if they
     are on several meshes. Plain tensors are one list."""
-    lists: dict[DeviceMesh | None, list[Tensor]] = defaultdict(list)
+    tensors_by_mesh: dict[DeviceMesh | None, list[Tensor]] = defaultdict(list)
     for x in tensors:
-        lists[mesh_of(x)].append(x)
-    return list(lists.values())
+        tensors_by_mesh[mesh_of(x)].append(x)
+    return list(tensors_by_mesh.values())
