@@ -131,7 +131,7 @@ def test_a_forecast_of_a_block_is_the_bytes_that_autograd_keeps(recipe, mode, dt
     shape = model.config
     if dtype is torch.bfloat16 and mode == "none":  # the forecast counts cast weights elsewhere
         kept -= sum(2 * p.numel() for p in model.transformer.h[0].parameters() if p.dim() == 2)
-    assert kept == B * measure_blocks(shape, Execution(mode), "cpu", dtype)[0].activations
+    assert kept == B * measure_blocks(shape, Execution(mode), "cpu", dtype)[0].activation_bytes
 
 
 @pytest.mark.parametrize("recipe", ["modern", "llama,n_kv_head=2"])
@@ -139,7 +139,7 @@ def test_a_forecast_for_a_gpu_counts_its_kernel_for_rms_norm(fused_norms, recipe
     model, kept = keep(recipe, "none", torch.float32)
     shape = model.config
     blocks = measure_blocks(shape, Execution(), "cuda", torch.float32)
-    activations = B * blocks[0].activations
+    activations = B * blocks[0].activation_bytes
     # a number more of each row that is normalized
     assert 0 <= activations - kept <= B * T * 4 * (2 + 2 * shape.n_head)
 

@@ -140,7 +140,7 @@ def test_a_step_of_blocks_of_124M_has_one_graph_for_all_and_keeps_what_is_foreca
             saved[x.untyped_storage()._cdata] = x.untyped_storage().nbytes()
     kept = sum(saved.values()) / tokens
     blocks = measure_blocks(shape, execution, "cuda", torch.bfloat16)
-    forecast = blocks[0].activations / 1024  # bytes per token
+    forecast = blocks[0].activation_bytes / 1024  # bytes per token
     assert kept == pytest.approx(forecast, rel=0.01)
 
 

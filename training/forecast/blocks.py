@@ -39,7 +39,7 @@ NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 class BlockCost:
     """Cost of a block in the forward pass of one sequence."""
 
-    activations: int
+    activation_bytes: int
     """Bytes that are kept for the backward pass, without weights and copies of weights."""
     flops: int
     recomputed_flops: int
@@ -58,17 +58,18 @@ def measure_blocks(
     matmuls in `dtype` on a device of the type "cpu" or "cuda"."""
     model = build_without_weights(GPT, model_config).to("meta")  # buffers, too
     inputs = [first_inputs(model, num_sequences) for num_sequences in (2, 3)]
-    costs: dict[str, BlockCost] = {}  # by kind of block
-    kinds: list[str] = []
+    cost_by_kind: dict[str, BlockCost] = {}
+    kinds: list[str] = []  # of all blocks, in their order
     for block in model.transformer.h:
-        kind = f"{block} {[p.shape for p in block.parameters()]}"  # its modules and sizes
+        # its modules and sizes: blocks that print alike cost alike, and one of them is measured
+        kind = f"{block} {[p.shape for p in block.parameters()]}"
         kinds.append(kind)
-        if kind not in costs:
+        if kind not in cost_by_kind:
             divide(block, tensor_parallel)
             kernels = nullcontext() if device_type == "cpu" else FusedNorms()
             with autocast(CPU, dtype, keep_weights=False), kernels:
-                costs[kind] = measure(block, inputs, execution)
-    return [costs[kind] for kind in kinds]
+                cost_by_kind[kind] = measure(block, inputs, execution)
+    return [cost_by_kind[kind] for kind in kinds]
 
 
 class Reached(Exception):
@@ -110,15 +111,14 @@ def divide(block: nn.Module, tensor_parallel: int) -> None:
 def measure(block: nn.Module, inputs: list[tuple], execution: Execution) -> BlockCost:
     """Return the cost of a block, whose inputs are those of two and of three sequences."""
     mode = execution.checkpointing
-    two, three = (run_forward(block, x, mode) for x in inputs)
+    of_two, of_three = (run_forward(block, x, mode) for x in inputs)
     # The third sequence alone: weights and their copies are there for all sequences.
-    activations = three.activations - two.activations
+    activation_bytes = of_three.activation_bytes - of_two.activation_bytes
     if execution.compiled and mode != "block":
         with suppress(*NEEDS_VALUES):  # such a block cannot be compiled as one graph
-            activations = kept_when_compiled(block, inputs[0], mode) // 2
-    return BlockCost(
-        activations, three.flops - two.flops, three.recomputed_flops - two.recomputed_flops
-    )
+            activation_bytes = kept_when_compiled(block, inputs[0], mode) // 2  # of 2 sequences
+    recomputed_flops = of_three.recomputed_flops - of_two.recomputed_flops
+    return BlockCost(activation_bytes, of_three.flops - of_two.flops, recomputed_flops)
 
 
 def run_forward(block: nn.Module, inputs: tuple, mode: str) -> BlockCost:

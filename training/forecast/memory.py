@@ -117,11 +117,11 @@ def effective_checkpointing(options: ResolvedTrainOptions) -> str:
     return options.activation_checkpointing
 
 
-def activations(
+def sequence_bytes(
     options: ResolvedTrainOptions, model_config: GPTConfig, hardware: Hardware
 ) -> tuple[int, int]:
-    """Return the bytes of one sequence that all blocks keep for the backward pass, and those that
-    the backward pass of one block computes again, without masks of dropout."""
+    """Return the bytes of activations of one sequence that all blocks keep for the backward pass,
+    and those that the backward pass of one block computes again, without masks of dropout."""
     kept, plain = (
         measure_blocks(
             replace(model_config, dropout=0.0),
@@ -132,8 +132,10 @@ def activations(
         )
         for mode in (effective_checkpointing(options), "none")
     )
-    recomputed = max(p.activations - k.activations for p, k in zip(plain, kept, strict=True))
-    return sum(block.activations for block in kept), recomputed
+    recomputed_bytes = max(
+        p.activation_bytes - k.activation_bytes for p, k in zip(plain, kept, strict=True)
+    )
+    return sum(block.activation_bytes for block in kept), recomputed_bytes
 
 
 def head_memory(
@@ -146,18 +148,18 @@ def head_memory(
     V = model_config.padded_vocab_size
     hidden_bytes = FLOAT32_BYTES * num_tokens * C  # output of the final norm
     # The loss computes the gradients of the hidden states and the head in its forward pass.
-    gradients = FLOAT32_BYTES * (num_tokens * C + V * C)
+    gradient_bytes = FLOAT32_BYTES * (num_tokens * C + V * C)
     cast_bytes = 0
     if itemsize < FLOAT32_BYTES:
         # hidden states, their gradient and the head's weight in the dtype of matmuls
         cast_bytes = itemsize * (2 * num_tokens * C + V * C)
     # The loss computes logits for one chunk of tokens at a time.
-    logits = itemsize * chunked_loss.tokens_per_chunk(num_tokens, V, hardware.device) * V
+    logits_bytes = itemsize * chunked_loss.tokens_per_chunk(num_tokens, V, hardware.device) * V
     # Without the compiler, the loss also holds a float32 copy of some rows of the chunk, and their
     # softmax. On a CPU these rows are too few to count.
     if not compiled and hardware.device.type != "cpu":
-        logits += 2 * chunked_loss.SOFTMAX_BYTES
-    return hidden_bytes + gradients + cast_bytes + logits
+        logits_bytes += 2 * chunked_loss.SOFTMAX_BYTES
+    return hidden_bytes + gradient_bytes + cast_bytes + logits_bytes
 
 
 # Cached, because each call builds the model, and `advise` calls it hundreds of times.
@@ -195,57 +197,60 @@ def forecast_memory(
     # zero1 sums unsharded gradients, and reduces them only in the last micro-step
     sums_gradients = options.sharding == "zero1" and micro_steps > 1
 
-    gradients = FLOAT32_BYTES * num_weights
+    gradient_bytes = FLOAT32_BYTES * num_weights
     if not uses_fsdp and data_parallel > 1 and micro_steps > 1:
         # DDP's buckets need their own memory, beside the sums of earlier micro-steps.
-        gradients *= 2
+        gradient_bytes *= 2
     if not sums_gradients:
-        gradients //= num_shards
+        gradient_bytes //= num_shards
 
-    compute_weights = 0  # bytes of the copies of weights that matmuls read
+    compute_bytes = 0  # of the copies of weights that matmuls read
     if uses_fsdp:
-        gathered = num_matrix_weights  # number of gathered weights: all blocks
+        num_gathered = num_matrix_weights  # of all blocks
         if options.sharding == "zero3":
-            gathered = 2 * block_weights  # the current block and the next one
+            num_gathered = 2 * block_weights  # of the current block and the next one
         # Embeddings, final norm and head are gathered in float32. We count the blocks' biases and
         # gains with them.
-        compute_weights = itemsize * gathered + FLOAT32_BYTES * num_other_weights
+        compute_bytes = itemsize * num_gathered + FLOAT32_BYTES * num_other_weights
     elif itemsize < FLOAT32_BYTES and mode == "none":
         # autograd keeps the copies of autocast for the backward pass
-        compute_weights = itemsize * num_matrix_weights
+        compute_bytes = itemsize * num_matrix_weights
 
     num_sequences = options.sequences_per_pass  # in a micro-batch
     num_tokens = num_sequences * model_config.block_size
-    kept, recomputed = activations(options, model_config, hardware)  # of one sequence
-    kept += FLOAT32_BYTES * model_config.n_embd * model_config.block_size  # the final norm's input
+    block_bytes, recomputed_bytes = sequence_bytes(options, model_config, hardware)
+    # of one sequence, with the input of the final norm
+    kept_bytes = block_bytes + FLOAT32_BYTES * model_config.n_embd * model_config.block_size
 
     # The backward pass of a block holds the recomputed activations of this block, three float32
     # gradients of the residual stream, and the gradient of the head, which is kept until the
     # embedding's backward pass.
-    recomputed *= num_sequences
-    block_backward = (
+    held_bytes = num_sequences * recomputed_bytes  # of one block
+    backward_bytes = (
         FLOAT32_BYTES * model_config.n_embd * (3 * num_tokens + model_config.padded_vocab_size)
     )
     if uses_fsdp:
         # A block's unsharded gradients are complete when its activations are freed.
-        recomputed = max(recomputed, itemsize * block_weights)
+        held_bytes = max(held_bytes, itemsize * block_weights)
         if not sums_gradients:
             # float32 gradients of the previous block, in a buffer that is sent at the same time
-            block_backward += FLOAT32_BYTES * block_weights
-    forecast = {
+            backward_bytes += FLOAT32_BYTES * block_weights
+    bytes_by_use = {
         "weights": FLOAT32_BYTES * num_weights // num_shards,
-        "weights cast or gathered for compute": compute_weights,
-        "gradients": gradients,  # sharded above
+        "weights cast or gathered for compute": compute_bytes,
+        "gradients": gradient_bytes,  # sharded above
         "optimizer": FLOAT32_BYTES * num_moments // num_shards,
-        "activations": num_sequences * kept,
+        "activations": num_sequences * kept_bytes,
         # The loss ends before the backward pass of the blocks, so only the larger of both counts.
         "head and logits, or one block's backward pass": max(
             head_memory(model_config, num_tokens, hardware, compiled),
-            block_backward + recomputed,
+            backward_bytes + held_bytes,
         ),
     }
     if hardware.device.type == "cpu":
         # A save copies weights and optimizer state, then splits the weights into bfloat16 and the
         # exact rest.
-        forecast["copy for saving"] = FLOAT32_BYTES * (2 * num_weights + num_moments) // num_shards
-    return forecast
+        bytes_by_use["copy for saving"] = (
+            FLOAT32_BYTES * (2 * num_weights + num_moments) // num_shards
+        )
+    return bytes_by_use

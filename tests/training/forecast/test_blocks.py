@@ -101,7 +101,7 @@ def really_kept(dtype):
 @pytest.mark.parametrize("block_class", [Block, GatedBlock, ExpertsBlock, WiderBlock])
 def test_an_edited_block_is_forecast_to_keep_what_it_keeps(edit, block_class, dtype):
     edit(block_class)
-    measured = [block.activations for block in measure(dtype)]
+    measured = [block.activation_bytes for block in measure(dtype)]
     # An expert keeps a few bytes for each expert that has tokens.
     tolerance = 0.02 if block_class is ExpertsBlock else 0
     assert measured == pytest.approx(really_kept(dtype), rel=tolerance)
@@ -135,7 +135,7 @@ def test_a_forecast_of_memory_and_the_widest_block_come_from_the_measurement(edi
     forecast = forecast_memory(options, parse_recipe("gpt2"), SHAPE, hardware)
     # inputs of the blocks and of the final norm
     assert forecast["activations"] == 4 * 4 * T * C * (SHAPE.n_layer + 1)
-    widest = max(block.activations for block in measure())
+    widest = max(block.activation_bytes for block in measure())
     backward = forecast["head and logits, or one block's backward pass"]
     gradients = 4 * C * (3 * 4 * T + SHAPE.padded_vocab_size)
     assert backward == gradients + 4 * (widest - 4 * T * C)
@@ -145,5 +145,5 @@ def test_processes_that_share_a_block_divide_queries_keys_values_and_the_mlp():
     whole, shared = (measure(tensor_parallel=degree)[0] for degree in (1, 2))
     # queries, keys, values and heads' outputs; the MLP's hidden layer twice; attention's statistics
     divided = 4 * T * (3 * C + C + 2 * 4 * C + SHAPE.n_head)
-    assert whole.activations - shared.activations == divided / 2
+    assert whole.activation_bytes - shared.activation_bytes == divided / 2
     assert 2 * shared.flops == whole.flops
