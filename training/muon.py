@@ -44,8 +44,9 @@ def matrix_groups(model: GPT) -> list[dict]:
     (768, 768, 768) for the queries, keys and values of c_attn, (768,) for c_proj, which is one
     matrix. With tensor parallelism they count only the rows of one process.
     """
-    # {(shape, local_fused_rows, mesh): weights (R, C) of all blocks}; a DTensor has the whole shape
-    stacks: dict[tuple, list[Tensor]] = defaultdict(list)
+    # weights (R, C) of all blocks by shape, local_fused_rows and mesh: the twelve c_attn of 124M by
+    # ((2304, 768), (768, 768, 768), None); a DTensor has the whole shape
+    weights_by_stack: dict[tuple, list[Tensor]] = defaultdict(list)
     for layer in model.transformer.h.modules():
         for p in layer.parameters(recurse=False):
             # AdamW trains the others. Embeddings are no matrices that multiply a vector.
@@ -56,9 +57,9 @@ def matrix_groups(model: GPT) -> list[dict]:
             # again.
             tensor_parallel = tensor_parallel_of(p)
             local_fused_rows = tuple(rows // tensor_parallel for rows in fused_rows)
-            stacks[p.shape, local_fused_rows, mesh_of(p)].append(p)
+            weights_by_stack[p.shape, local_fused_rows, mesh_of(p)].append(p)
     groups: list[dict] = []
-    for (shape, local_fused_rows, _), weights in stacks.items():
+    for (shape, local_fused_rows, _), weights in weights_by_stack.items():
         num_stacked = max(1, STACK_ENTRIES // shape.numel())  # matrices in a group
         for start in range(0, len(weights), num_stacked):
             group = {
@@ -103,7 +104,7 @@ class Muon(torch.optim.Optimizer):
     def add_momentum(self, parameters: list[Tensor]) -> None:
         """Add the gradients to the momenta. Overwrite the gradients with Nesterov's momenta, which
         saves the memory of new tensors."""
-        momentum = self.recipe.momentum  # mu
+        momentum = self.recipe.momentum  # mu, such as 0.95
         gradients: list[Tensor] = []  # (r, C) each; in the memory of p.grad, which the lerp changes
         buffers: list[Tensor] = []  # (r, C) each; in the memory of the state
         for p in parameters:

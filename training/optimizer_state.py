@@ -30,9 +30,10 @@ NOT_STATE = ("params", "lr", "initial")
 UNCHANGING = (bool, str, type(None), torch.dtype, torch.device, Recipe, nn.Parameter)
 
 
-def optimizer_state(model: GPT, optimizers: list[Optimizer]) -> dict[str, dict]:
+def state_by_parameter(model: GPT, optimizers: list[Optimizer]) -> dict[str, dict]:
     """Return the state of optimizers by the name of the parameter, then by its own name, such as
-    "exp_avg". Nothing is copied. It is {} before the first step."""
+    {"transformer.h.0.mlp.c_fc.weight": {"momentum_buffer": (3072, 768) float32}, ...}. Nothing is
+    copied. It is {} before the first step."""
     state: dict[str, dict] = {}
     for name, p in model.named_parameters():
         for optimizer in optimizers:
@@ -51,10 +52,10 @@ def remember_groups(optimizers: list[Optimizer]) -> None:
 
 def group_values(model: GPT, optimizers: list[Optimizer]) -> dict[str, dict]:
     """Return the values of groups that have changed since the optimizers were made, such as a
-    counter, by the name of each parameter of the group. By names, because another number of
-    processes may make other groups."""
-    names = {p: name for name, p in model.named_parameters()}
-    values: dict[str, dict] = {}
+    counter, by the name of each parameter of the group: {"lm_head.weight": {"count": 3}, ...}. By
+    names, because another number of processes may make other groups."""
+    name_of = {p: name for name, p in model.named_parameters()}
+    values_by_parameter: dict[str, dict] = {}
     for group in groups_of(optimizers):
         changed: dict[str, object] = {}
         for key in group:
@@ -63,8 +64,8 @@ def group_values(model: GPT, optimizers: list[Optimizer]) -> dict[str, dict]:
                 changed[key] = group[key]
         if changed:
             for p in group["params"]:
-                values[names[p]] = changed
-    return values
+                values_by_parameter[name_of[p]] = changed
+    return values_by_parameter
 
 
 def groups_of(optimizers: list[Optimizer]) -> Iterator[dict]:
@@ -80,17 +81,17 @@ def fill_optimizers(
     saved_values: Mapping[str, dict],
 ) -> None:
     """Resume optimizers: fill in the part of the state that this process holds, and the values of
-    groups. `saved_state` and `saved_values` are what optimizer_state and group_values returned when
-    the checkpoint was saved; both are empty before the first step."""
+    groups. `saved_state` and `saved_values` are what state_by_parameter and group_values returned
+    when the checkpoint was saved; both are empty before the first step."""
     if not saved_state:
         return
     create_state(optimizers)
-    names = {p: name for name, p in model.named_parameters()}
+    name_of = {p: name for name, p in model.named_parameters()}
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group |= group["initial"]  # create_state may have counted a step
             for p in group["params"]:
-                name = names[p]
+                name = name_of[p]
                 group |= saved_values.get(name, {})  # the same for all parameters of the group
                 created = optimizer.state.pop(p, {})
                 # none for a parameter that no gradient has reached so far, such as a frozen one
@@ -113,6 +114,7 @@ def create_state(optimizers: list[Optimizer]) -> None:
 def fill_state(model: GPT, name: str, created: dict, saved: dict) -> dict:
     """Return the state of the parameter `name` with the content of `saved`: in place where the
     optimizer has created a tensor of the same shape."""
+    # the keys of a path lead to a leaf: "factors" and 1 to the second tensor of a list of factors
     created_by_path = dict(tree_flatten_with_path(created)[0])
 
     def fill_leaf(path: tuple, leaf: object) -> object:
@@ -134,8 +136,8 @@ def fill_state(model: GPT, name: str, created: dict, saved: dict) -> dict:
 
 def attributes_of(optimizer: Optimizer) -> dict[str, list]:
     """Return what an optimizer keeps in attributes of its own, by the name of the attribute: copies
-    of numbers and tensors, and the types of objects that may change unseen. No checkpoint has
-    them."""
+    of numbers and tensors, and the types of objects that may change unseen, such as {"count": [3],
+    "history": [deque]}. No checkpoint has them."""
     attributes: dict[str, list] = {}
     for name, attribute in vars(optimizer).items():
         if name in ("state", "param_groups", "defaults"):
@@ -158,19 +160,19 @@ def find_unsaved(
     """Return what a checkpoint would lose of the optimizers on this process, None if nothing.
     `attributes` are what attributes_of returned before the first step, by optimizer."""
     parameters = set(model.parameters())
-    for optimizer, before in zip(optimizers, attributes, strict=True):
-        name_of_class = type(optimizer).__name__
+    for optimizer, attributes_before in zip(optimizers, attributes, strict=True):
+        class_name = type(optimizer).__name__
         for name, leaves in attributes_of(optimizer).items():
             has_objects = any(isinstance(leaf, type) for leaf in leaves)
-            if has_objects or leaves != before.get(name):
-                return f"{name_of_class}.{name} may change: keep it in `state` or in a group"
+            if has_objects or leaves != attributes_before.get(name):
+                return f"{class_name}.{name} may change: keep it in `state` or in a group"
         if not parameters.issuperset(optimizer.state):
-            return f"{name_of_class}.state has an entry that is of no parameter"
+            return f"{class_name}.state has an entry that is of no parameter"
     for values in group_values(model, optimizers).values():
         for key, value in values.items():
             if not isinstance(value, PLAIN_VALUES):
                 return f"{key} of a group is no number: keep it in `state`"
-    for name, state in optimizer_state(model, optimizers).items():
+    for name, state in state_by_parameter(model, optimizers).items():
         for leaf in tree_leaves(state):
             if not isinstance(leaf, (Tensor, *PLAIN_VALUES)):
                 return f"the state of {name} has a {type(leaf).__name__}"
@@ -196,7 +198,7 @@ def check_state(
         return
     # The main process saves a tensor that is not divided, so all must keep the same.
     checksum = 0
-    for key, x in flatten(optimizer_state(model, optimizers)).items():
+    for key, x in flatten(state_by_parameter(model, optimizers)).items():
         checksum = zlib.crc32(f"{key} {x.shape} {x.dtype}".encode(), checksum)
         if not isinstance(x, DTensor):
             content = x.detach().cpu().contiguous().view(-1).view(torch.uint8)

@@ -70,7 +70,8 @@ def make_optimizers(
     if make is not None:
         matrices = matrix_groups(model)
         adamw_decay = 0.0
-    parameters = sort_parameters(model, except_for=matrices)
+    # {"embeddings": [(50304, 768), (1024, 768)], "vectors": [(768,), (2304,), ...], ...}
+    parameters_by_role = sort_parameters(model, except_for=matrices)
     # GradScaler (float16) unscales all gradients of an optimizer in one call, which fails for
     # DTensors on different meshes. So each group gets its own optimizer. GradScaler reduces the
     # found_inf of each optimizer over its mesh, and `update` sums it over optimizers. So processes
@@ -84,7 +85,7 @@ def make_optimizers(
         ("others", 1.0, adamw_decay),
     ]:
         # With tensor parallelism, biases of linear layers are on another mesh than gains of norms.
-        for same_mesh in by_mesh(parameters[role]):
+        for same_mesh in by_mesh(parameters_by_role[role]):
             group = {"params": same_mesh, "lr_scale": lr_scale, "weight_decay": weight_decay}
             optimizers.append(torch.optim.AdamW([group], betas=betas, fused=True))
     if make is not None:
@@ -100,7 +101,7 @@ def sort_parameters(model: GPT, except_for: list[dict]) -> dict[str, list[Tensor
     Parameters in the groups `except_for` are left out."""
     sorted_already = {p for group in except_for for p in group["params"]}
     in_blocks = set(model.transformer.h.parameters())
-    parameters: dict[str, list[Tensor]] = defaultdict(list)
+    parameters_by_role: dict[str, list[Tensor]] = defaultdict(list)
     for module in model.modules():
         for p in module.parameters(recurse=False):
             # a shared parameter is of several modules; a tied head is the embedding
@@ -117,20 +118,20 @@ def sort_parameters(model: GPT, except_for: list[dict]) -> dict[str, list[Tensor
                 role = "heads"
             else:  # such as a table of positions
                 role = "embeddings"
-            parameters[role].append(p)
-    return parameters
+            parameters_by_role[role].append(p)
+    return parameters_by_role
 
 
 def check_covers(model: GPT, optimizers: list[Optimizer]) -> None:
     """Raise UserError unless each trainable parameter is in exactly one group of all optimizers. A
     parameter in none would never change, one in two groups would change twice in a step."""
-    counts: dict[Tensor, int] = defaultdict(int)
+    groups_with: dict[Tensor, int] = defaultdict(int)  # number of groups with a parameter
     for group in groups_of(optimizers):
         for p in group["params"]:
-            counts[p] += 1
+            groups_with[p] += 1
     for name, p in model.named_parameters():
-        if counts[p] != int(p.requires_grad):
+        if groups_with[p] != int(p.requires_grad):
             raise UserError(
-                f"{name} is in {counts[p]} groups of the optimizers (training/optimizers.py), "
+                f"{name} is in {groups_with[p]} groups of the optimizers (training/optimizers.py), "
                 f"not in {int(p.requires_grad)}"
             )

@@ -15,7 +15,7 @@ import torch
 from model.execution import uncompiled
 from model.formats.checkpoint import BEST, LAST, NUMBERED, load_checkpoint, numbered_checkpoints
 from model.gpt import GPT
-from training.optimizer_state import attributes_of, check_state, group_values, optimizer_state
+from training.optimizer_state import attributes_of, check_state, group_values, state_by_parameter
 from training.parallel.data_parallel import free_gathered_weights
 from training.parallel.own_rows import OwnRows, copy_state
 from training.run import PATIENCE, Run, resume_command
@@ -135,7 +135,7 @@ class Saver:
             return  # the main process has the whole state and writes it alone
         free_gathered_weights(self.model)
         # Copies on the CPU, by name, because training changes the tensors while a thread writes.
-        state = optimizer_state(self.model, self.optimizers)
+        state = state_by_parameter(self.model, self.optimizers)
         weights, own_state = copy_state(self.model, state, process)
         entries = {
             "config": self.run.options.to_dict(),

@@ -7,7 +7,7 @@ from torch.nn.parallel import DistributedDataParallel
 from model.config import GPTConfig
 from model.gpt import GPT
 from recipes import Recipe
-from training.optimizer_state import fill_optimizers, group_values, optimizer_state
+from training.optimizer_state import fill_optimizers, group_values, state_by_parameter
 from training.optimizers import make_optimizers
 from training.parallel.data_parallel import clip_grad_norm, sync_gradients
 
@@ -52,7 +52,7 @@ def test_gradients_are_reduced_on_the_last_micro_step_alone(tmp_path):
 def test_saving_before_the_first_update_leaves_the_optimizer_as_it_was():
     model = GPT(CONFIG)
     optimizers = make_optimizers(model, train_options(), Recipe())
-    state, values = optimizer_state(model, optimizers), group_values(model, optimizers)
+    state, values = state_by_parameter(model, optimizers), group_values(model, optimizers)
     assert state == values == {} and not optimizers[0].state
     fill_optimizers(model, optimizers, state, values)
     assert not optimizers[0].state
