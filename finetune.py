@@ -82,7 +82,7 @@ def main() -> None:
     num_rows = len(read_lines(device_options.data))
     num_parameters = model.num_parameters()
     options = resolve_options(device_options, num_rows, num_parameters, process.data_parallel)
-    entries = checkpoint_entries(options, derived, initial.tokenizer, weights_checksum)
+    entries = checkpoint_entries(options, derived, initial.tokenizer_spec, weights_checksum)
     run = Run.start(options, checkpoint, process, entries)  # locks the folders of the run
     progress = run.progress  # step, tokens, ...
 

@@ -45,8 +45,8 @@ class InitialModel:
     model_config: GPTConfig
     weights: Mapping[str, Rows]
     """Float32 weights by parameter name: mapped from a checkpoint, or whole in memory."""
-    tokenizer: str
-    """Spec of its tokenizer, see data/tokenizer.py."""
+    tokenizer_spec: str
+    """Text that names its tokenizer, such as "gpt2", or defines it: see data/tokenizer.py."""
     checkpoint: Checkpoint
     """Content of its checkpoint file; {} for a model of another project."""
 
@@ -116,8 +116,8 @@ def open_init_from(model_name: str | Path, process: Process) -> InitialModel:
         checkpoint = load_checkpoint(path)
         check_head(path, checkpoint, is_reward_model=False)
         return open_initial_checkpoint(path, checkpoint, process)
-    model, tokenizer = open_pretrained(model_name)  # model on the CPU, tokenizer spec
-    return InitialModel(model.config, model.state_dict(), tokenizer, {})
+    model, tokenizer_spec = open_pretrained(model_name)  # model in float32 on the CPU
+    return InitialModel(model.config, model.state_dict(), tokenizer_spec, {})
 
 
 def open_initial_checkpoint(path: Path, checkpoint: Checkpoint, process: Process) -> InitialModel:

@@ -40,7 +40,7 @@ def agreed_model_config(
     else:
         model_config = continued_model_config(options, recipe, initial.model_config)
         if stream is not None:
-            identity = tokenizer_identity(initial.tokenizer)
+            identity = tokenizer_identity(initial.tokenizer_spec)
             if identity != stream.tokenizer_identity:
                 raise UserError(
                     f"{options.weights_from} takes tokens of {identity}, the shards hold tokens of "
