@@ -91,12 +91,13 @@ class Evaluator:
         """Return the validation "loss" in nats per token, the number "n" of tokens and, if the
         shards record the size of their text, "bits_per_byte". For several corpora these are
         weighted means, and "loss_NAME" is the loss of each corpus."""
-        # {corpus: {"loss": ..., ...}}; with several corpora, the weighted mean comes last
-        by_corpus = self.scorer.metrics_by_corpus(self.val, self.options.val_tokens)
-        *_, means = by_corpus.values()
-        if len(by_corpus) > 1:
+        # {"books": {"loss": 3.1, "n": 98304, ...}, "code": {...}, "weighted mean": {...}}; a single
+        # corpus has no mean
+        metrics_by_corpus = self.scorer.metrics_by_corpus(self.val, self.options.val_tokens)
+        *_, means = metrics_by_corpus.values()
+        if len(metrics_by_corpus) > 1:
             for name in self.val.names:
-                means[f"loss_{name}"] = by_corpus[name]["loss"]
+                means[f"loss_{name}"] = metrics_by_corpus[name]["loss"]
         return means
 
     def benchmarks(self, step: int) -> Iterator[tuple[str, dict[str, float]]]:

@@ -76,7 +76,8 @@ class StepResult:
     num_tokens: int
     """Targets of the step on all processes together."""
     positions: range = range(0)
-    """Positions in the data order that the step has read on all processes; finetune.py has none."""
+    """Positions in the data order that the step has read on all processes, such as range(512, 1024)
+    for the second step of 512 sequences; finetune.py has none."""
 
 
 @dataclass
@@ -104,9 +105,9 @@ class Progress:
         if checkpoint is None:
             return cls()
         # as a Mapping, because mypy wants literal keys for a TypedDict
-        progress: Mapping[str, Any] = checkpoint
+        entries: Mapping[str, Any] = checkpoint
         # older files lack `parent`
-        return cls(**{name: progress[name] for name in asdict(cls()) if name in progress})
+        return cls(**{name: entries[name] for name in asdict(cls()) if name in entries})
 
     def advance(self, result: StepResult) -> None:
         """Count a step that has ended, its tokens, and the skipped steps in a row. Raises UserError
@@ -397,13 +398,13 @@ class Run(Generic[Options]):
                 line += f": continue with {resume_command(self.options.checkpoint_dir)}"
             self.logger.print(line)
         elif self.process.is_main:
-            best = ""
+            best_text = ""
             best_path = self.options.checkpoint_dir / BEST
             if best_path.exists():
                 best_checkpoint = load_checkpoint(best_path)  # tensors are mapped, not read
                 loss, step = best_checkpoint["best_loss"], best_checkpoint["step"]
-                best = f", the best with a validation loss of {loss:.4f} at step {step:,}"
-            self.logger.print(f"done; checkpoints: {folder}{best}")
+                best_text = f", the best with a validation loss of {loss:.4f} at step {step:,}"
+            self.logger.print(f"done; checkpoints: {folder}{best_text}")
             self.print_metrics()
             if not is_part:
                 print("next:")
@@ -419,6 +420,7 @@ class Run(Generic[Options]):
         """Print metrics as `key: value` lines, which a script can parse. `step` and `tokens` count
         the whole run, the others come from the log, which also has the steps before a resume unless
         they were logged to another folder."""
+        # {"train": [{"step": 1, "loss": 10.9, "ms": 430.0, ...}, ...], "val": [...], ...}
         log = read_metrics(self.options.log_dir)
         if "val" in log:  # not with grpo, and not without --eval_data
             loss = log["val"][-1]["loss"]

@@ -136,7 +136,8 @@ class Saver:
         free_gathered_weights(self.model)
         # Copies on the CPU, by name, because training changes the tensors while a thread writes.
         state = state_by_parameter(self.model, self.optimizers)
-        weights, own_state = copy_state(self.model, state, process)
+        # {"lm_head.weight": OwnRows, ...} and {"lm_head.weight": {"exp_avg": OwnRows, ...}, ...}
+        weights, optimizer_state = copy_state(self.model, state, process)
         entries = {
             "config": self.run.options.to_dict(),
             "working_dir": os.getcwd(),
@@ -150,12 +151,12 @@ class Saver:
         }
         if is_sharded:
             # not in a thread, because its collectives would mix with the next step's
-            self.write(name, weights, own_state, entries, process)
+            self.write(name, weights, optimizer_state, entries, process)
             return
         # daemon: at exit Python does not wait for the thread, but finish_writing does, for 20 s
         self.thread = threading.Thread(
             target=self.write,
-            args=(name, weights, own_state, entries),
+            args=(name, weights, optimizer_state, entries),
             name=THREAD,  # by which finish_writing finds it
             daemon=True,
         )

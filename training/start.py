@@ -30,7 +30,7 @@ from utils.logger import logged_run
 # Last parts of the names of options and checkpoint entries that may differ between the machines of
 # a run: each has its own folders, files and devices. compare_processes compares checksums of the
 # content of folders and files instead.
-PER_MACHINE = ("_dir", "data", "device", "init_from", "command", "corpus")
+MACHINE_SUFFIXES = ("_dir", "data", "device", "init_from", "command", "corpus")
 # Error if the processes of a run would train on different things.
 DIFFERENT = (
     "the processes have different options, checkpoints, initial weights, tokenizers or "
@@ -143,11 +143,13 @@ def compare_processes(options: RunOptions, entries: Checkpoint, process: Process
     Every process must call it, before the first exchange of gradients. open_initial_checkpoint has
     compared the resumed checkpoint already.
     """
-    common: dict[str, object] = {}
+    compared: dict[
+        str, object
+    ] = {}  # {"max_lr": 0.0006, "recipe": {...}, "tokenizer": "gpt2", ...}
     for name, value in {**entries, **options.to_dict()}.items():
-        if not name.endswith(PER_MACHINE):
-            common[name] = value
-    process.check_equal(crc32_of(common), DIFFERENT)
+        if not name.endswith(MACHINE_SUFFIXES):
+            compared[name] = value
+    process.check_equal(crc32_of(compared), DIFFERENT)
 
 
 def refuse_missing(path: Path, name: str, checkpoint: Checkpoint) -> None:

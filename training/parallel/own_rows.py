@@ -156,7 +156,7 @@ def copy_state(
     weights: dict[str, OwnRows] = {}
     for name, x in model.state_dict().items():
         weights[name] = copy_own_rows(model, name, x, process)
-    own_state: dict[str, dict] = {}
+    own_optimizer_state: dict[str, dict] = {}
     for name, state in optimizer_state.items():
 
         def copy_rows(value: object, name: str = name) -> object:
@@ -165,5 +165,5 @@ def copy_state(
                 return copy_own_rows(model, name, value, process)
             return value
 
-        own_state[name] = tree_map(copy_rows, state)
-    return weights, own_state
+        own_optimizer_state[name] = tree_map(copy_rows, state)
+    return weights, own_optimizer_state
