@@ -81,15 +81,15 @@ def narrow_copy(model_class: type[nn.Module], config: GPTConfig, max_kv_heads: i
     return model.float().eval()
 
 
-def is_proven(shortcut: str, comparison: Callable[[GPT], bool], model: GPT) -> bool:
-    """Return whether the plain model and a shortcut, named `shortcut` in a message, agree.
+def is_proven(shortcut_name: str, comparison: Callable[[GPT], bool], model: GPT) -> bool:
+    """Return whether the plain model and a shortcut, such as "the KV cache", agree.
 
     `comparison` takes a narrow copy of `model` and compares both. It runs once for a class of
     models and a config, in float32 and without changing the global random numbers. The first time
     that a shortcut differs, or that the copy raises an error, one line says so.
     """
     # mypy does not know that classes are hashable
-    return prove(shortcut, comparison, type(model), model.config)  # type: ignore[arg-type]
+    return prove(shortcut_name, comparison, type(model), model.config)  # type: ignore[arg-type]
 
 
 def on_narrow_copy(
@@ -117,7 +117,7 @@ def on_narrow_copy(
 
 @cache
 def prove(
-    shortcut: str,
+    shortcut_name: str,
     comparison: Callable[[GPT], bool],
     model_class: type[nn.Module],
     config: GPTConfig,
@@ -129,5 +129,5 @@ def prove(
             return True
     except Exception as error:  # an edited model may raise anything
         reason = f"cannot be compared with the plain model ({type(error).__name__}: {error})"
-    notes.warning("note: %s %s, so it is not used", shortcut, reason)
+    notes.warning("note: %s %s, so it is not used", shortcut_name, reason)
     return False

@@ -218,9 +218,9 @@ class Process:
         except Exception as local_error:
             error = local_error  # raised below, after the other processes know of it
         # the messages of all failing processes by rank; empty if no process failed
-        messages = self.merge({} if error is None else {self.rank: str(error)})
+        message_by_rank = self.merge({} if error is None else {self.rank: str(error)})
         # raise this process's own error, or else the first error of another process
-        for message in messages.values():
+        for message in message_by_rank.values():
             raise error or UserError(message)
 
     @contextlib.contextmanager
@@ -278,8 +278,9 @@ class Process:
         return x
 
     def merge(self, outputs: dict[int, Output]) -> dict[int, Output]:
-        """Return the dicts of all processes merged into one. The keys are indices of items or
-        ranks. If two processes have the same key, they must have equal outputs for it."""
+        """Return the dicts of all processes merged into one: {0: "a"} on one process and {1: "b"}
+        on another give {0: "a", 1: "b"} on both. The keys are indices of items or ranks. If two
+        processes have the same key, they must have equal outputs for it."""
         gathered = [outputs]  # one dict for each process
         if self.world_size > 1:
             gathered = [{}] * self.world_size  # placeholders: the collective fills the list
@@ -422,8 +423,9 @@ def join(launch: Launch, device: torch.device) -> None:
             # the store through which init_process_group would connect the processes by itself
             store = next(dist.rendezvous("env://", timeout=TIMEOUT))[0]
             store.set(f"device of {launch.rank}", device.type)
-            names = [f"device of {rank}" for rank in range(launch.world_size)]
-            device_types = [name.decode() for name in store.multi_get(names)]  # waits for all
+            keys = [f"device of {rank}" for rank in range(launch.world_size)]
+            # waits for all, and returns [b"cuda", b"cuda", ...]
+            device_types = [device_type.decode() for device_type in store.multi_get(keys)]
     except dist.DistError as error:
         reason = str(error).partition("\n")[0]
         raise UserError(f"{waiting} has failed: {reason:.300}") from error

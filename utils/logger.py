@@ -87,7 +87,8 @@ class Logger:
             self.wandb_run = self.call_wandb(open_wandb)  # None after an error
 
     def log(self, metrics: dict, step: int) -> None:
-        """Write one row, whose "split" is in `metrics`; send its numbers to Weights & Biases."""
+        """Write one row, such as {"split": "train", "loss": 3.2, "mfu": None, ...} with the step
+        before it; send its numbers to Weights & Biases."""
         if not self.is_main:
             return
         self.metrics_file.write(to_json({"step": step, **metrics}) + "\n")
@@ -234,14 +235,15 @@ def find_metrics(path: Path | str) -> Path:
 
 
 def read_metrics(path: Path | str) -> dict[str, list[dict]]:
-    """Read the log of a run. Return its rows in a dict by split, in lists sorted by step.
+    """Read the log of a run. Return its rows by split, sorted by step: {"train": [{"step": 1,
+    "split": "train", "loss": 10.9, ...}, ...], "val": [...]}.
 
     `path` is a metrics.jsonl, the folder of a log or the folder of a run. If a step ran more than
     once, only its last row is returned. Raises UserError without such a file, and for lines of
     another format.
     """
     metrics_path = find_metrics(path)
-    rows: dict[tuple[str, int], dict] = {}  # by split and step
+    row_of: dict[tuple[str, int], dict] = {}  # by split and step
     # `reading` raises UserError in place of the errors that a line of another format causes
     with reading(metrics_path, "the log of a run"), open(metrics_path, encoding="utf-8") as file:
         for line in file:
@@ -251,12 +253,12 @@ def read_metrics(path: Path | str) -> dict[str, list[dict]]:
             if row["split"] == "resume":
                 # The run was resumed after this step. Drop all rows of later steps: it may not
                 # write each of them again, as it may end earlier or have another --eval_every.
-                rows = {key: old for key, old in rows.items() if old["step"] <= row["step"]}
+                row_of = {key: old for key, old in row_of.items() if old["step"] <= row["step"]}
             else:
                 # a later row of the same step replaces an earlier one
-                rows[row["split"], row["step"]] = row
+                row_of[row["split"], row["step"]] = row
 
     log: dict[str, list[dict]] = {}
-    for split, step in sorted(rows):
-        log.setdefault(split, []).append(rows[split, step])
+    for split, step in sorted(row_of):
+        log.setdefault(split, []).append(row_of[split, step])
     return log

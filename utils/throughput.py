@@ -124,7 +124,7 @@ class StepTimer:
 
     def stop(self, num_tokens: int) -> dict[str, float | None]:
         """Stop the clock of a step on `num_tokens` tokens, counted over all devices. Return columns
-        for the log: tokens_per_s, mfu and ms (milliseconds).
+        for the log, such as {"tokens_per_s": 1.2e6, "mfu": 0.41, "ms": 437.0} (milliseconds).
 
         The step must have ended with a host sync; else a GPU may still be working on it.
         """
