@@ -67,7 +67,8 @@ def parse(options_class: type[Options], args: list[str] | None = None) -> Option
     is_command_line = args is None
     args = join_dashes(expand_home(sys.argv[1:] if args is None else args))
     defaults = {option.name: option.default for option in fields(options_class)}
-    types = {option.name: str(option.type) for option in fields(options_class)}  # "bool | None"
+    # {"resume": "str | None", "data_dir": "tuple[pathlib.Path, ...]", ...}
+    type_texts = {option.name: str(option.type) for option in fields(options_class)}
     for word in args:
         if not os.path.exists(word):  # the name of a file may hold any bytes
             check_text(word, "an argument")
@@ -89,13 +90,13 @@ def parse(options_class: type[Options], args: list[str] | None = None) -> Option
                 correction += f", but --{suggestions[0]}"
             corrections.append(correction)
         # such as nanoGPT's --compile=False
-        if value in ("True", "False") and "bool" in types.get(flag, ""):
+        if value in ("True", "False") and "bool" in type_texts.get(flag, ""):
             corrections.append(f"--{flag} takes no value: it is off by --no_{flag}")
         # tyro would take only b of `--input a --input b`, and the default for a bare `--input`.
         is_repeated = is_command_line and name in given_names
-        if types.get(name, "").startswith("tuple") and (value is None or is_repeated):
+        if type_texts.get(name, "").startswith("tuple") and (value is None or is_repeated):
             corrections.append(f"give --{name} once, with all of its values behind it")
-        expected = missed_value(types.get(name, ""), value)  # "INT", "zero1 or zero2" or None
+        expected = missed_value(type_texts.get(name, ""), value)  # "INT", "zero1 or zero2" or None
         if expected is not None:
             corrections.append(f"--{name} takes {expected}, not {value}")
         given_names.add(name)

@@ -28,8 +28,8 @@ def is_out_of_memory(error: Exception) -> bool:
     return re.search(messages, f"{type(error).__name__}: {error}") is not None
 
 
-def check_text(text: str, name: str) -> None:
-    """Raise UserError, which calls the text `name`, if a text is not valid UTF-8.
+def check_text(text: str, subject: str) -> None:
+    """Raise UserError, which calls the text `subject` ("the prompt"), if it is not valid UTF-8.
 
     Python turns a byte of an argument or of a pipe that is not valid UTF-8 into half of a surrogate
     pair. A text from JSON can hold such a half, too. No tokenizer or file can take it.
@@ -37,15 +37,15 @@ def check_text(text: str, name: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise UserError(f"{name} is not UTF-8 text: {text!r:.100}") from error
+        raise UserError(f"{subject} is not UTF-8 text: {text!r:.100}") from error
 
 
 @contextmanager
-def reading(path: Path | str, kind: str, verdict: str = "is damaged or not") -> Iterator[None]:
+def reading(path: Path | str, expected: str, verdict: str = "is damaged or not") -> Iterator[None]:
     """Return a context for the code that reads a file: it replaces errors of Python, NumPy or torch
-    about the content by a UserError, "PATH is damaged or not KIND: reason". It leaves a UserError
-    that names the path alone. `verdict` replaces "is damaged or not" where another program reads
-    the file."""
+    about the content by a UserError, "PATH is damaged or not a checkpoint of this project: reason",
+    if that is `expected`. It leaves a UserError that names the path alone. `verdict` replaces "is
+    damaged or not" where another program reads the file."""
     try:
         yield
     except Exception as error:
@@ -59,7 +59,7 @@ def reading(path: Path | str, kind: str, verdict: str = "is damaged or not") -> 
             if str(path) in reason:
                 raise
         reason = textwrap.shorten(reason, 300)  # at most 300 characters, on one line
-        raise UserError(f"{path} {verdict} {kind}: {reason}") from error
+        raise UserError(f"{path} {verdict} {expected}: {reason}") from error
 
 
 @contextmanager
