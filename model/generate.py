@@ -106,6 +106,7 @@ class Context:
         assert longest <= block_size, f"a prompt of {longest} tokens is too long"
         # Pad on the left with token 0. Any token would do, because the model never reads it or the
         # mask hides it.
+        # [[7, 8], [1, 2, 3, 4]] -> [[0, 0, 7, 8], [1, 2, 3, 4]]
         rows = [[0] * (longest - len(prompt)) + prompt for prompt in prompts]
         device = model.transformer.wte.weight.device
         self.tokens = torch.tensor(rows, device=device)  # (B, S), with padding
@@ -134,7 +135,7 @@ class Context:
 
     def cached_logits(self, cache: KVCache) -> Tensor:
         """Read the tokens that are not in the cache yet, and return the logits of next_logits."""
-        unread = self.tokens[:, cache.length :]
+        unread = self.tokens[:, cache.length :]  # (B, T): the prompts, then one token at a time
         # Rows of different lengths have padding: they need a mask that hides it, and positions that
         # skip it. None means causal attention, and positions that continue the cache.
         longest = max(self.lengths)
@@ -146,18 +147,18 @@ class Context:
                 [longest - length for length in self.lengths], device=unread.device
             )
             positions, mask = positions_and_mask(first_columns, longest, unread.size(1))
-        hidden = self.model.hidden(unread, cache, positions=positions, mask=mask)
+        hidden = self.model.hidden(unread, cache, positions=positions, mask=mask)  # (B, T, C)
         return self.model.logits(hidden[:, -1])  # the last column, where all rows end
 
     def plain_logits(self) -> Tensor:
         """Return the logits of next_logits by a forward pass over all tokens, as in training."""
         longest = max(self.lengths)
-        # Padding moves to the right, where causal attention does not see it.
+        # Padding moves to the right, where causal attention does not see it: 0 0 7 8 -> 7 8 0 0.
         rows = [row.roll(n - longest) for row, n in zip(self.tokens, self.lengths, strict=True)]
         hidden = self.model.hidden(torch.stack(rows))  # (B, S, C)
-        last_columns = torch.tensor(self.lengths, device=hidden.device) - 1
+        last_columns = torch.tensor(self.lengths, device=hidden.device) - 1  # (B,)
         rows_of_batch = torch.arange(len(rows), device=hidden.device)
-        return self.model.logits(hidden[rows_of_batch, last_columns])
+        return self.model.logits(hidden[rows_of_batch, last_columns])  # of hidden states (B, C)
 
 
 @torch.no_grad()

@@ -126,7 +126,8 @@ class KVCache:
 
     def append(self, name: object, x: Tensor, dim: int) -> Tensor:
         """Store `x`, which has T new tokens along dimension `dim`, after the past tokens of this
-        name. Return a view of all S tokens of this name, past and new."""
+        name, such as (3, "k"), the keys of block 3. Return a view of all S tokens of this name,
+        past and new."""
         if name not in self.buffers:
             shape = list(x.shape)
             shape[dim] = self.capacity

@@ -62,12 +62,12 @@ class Evaluator:
             process.print(f"{error}; so there are no samples and no benchmarks")
             return
         # files of the benchmarks that training can score; None: download
-        paths = {
+        data_paths = {
             "hellaswag": options.hellaswag_data,
             "lambada": options.lambada_data,
             "core": options.core_data,
         }
-        for name, path in paths.items():
+        for name, path in data_paths.items():
             if self.intervals[name] > 0:
                 benchmark = BENCHMARKS[name]
                 limit = None if options.eval_full else SUBSET_EXAMPLES

@@ -196,7 +196,7 @@ def orthogonalize(stack: Tensor, local_fused_rows: tuple[int, ...]) -> Tensor:
     orthogonalized: list[Tensor] = []
     by_process = stack.unflatten(1, (-1, sum(local_fused_rows)))  # (n, P, R / P, C)
     for matrices in by_process.split(local_fused_rows, dim=2):  # such as queries, keys, values
-        tensor_parallel, local_rows = matrices.shape[1:3]
+        tensor_parallel, local_rows = matrices.shape[1:3]  # (1, 768) for 124M on one process
         x = matrices.flatten(1, 2)  # (n, rows of the whole matrix, C)
         _, num_rows, num_columns = x.shape
         if num_rows > num_columns:

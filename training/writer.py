@@ -102,6 +102,7 @@ def sum_own_rows(sections: Sections) -> dict[str, int]:
     own_sums: dict[str, int] = {}
     for section, own_rows_by_name in sections.items():
         own_sums[section] = 0
+        # {"lm_head.weight exp_avg": OwnRows, ...} of the section "optimizer"
         for name, own_rows in flatten(own_rows_by_name).items():
             own_sums[section] += sum_rows(name, own_rows.rows.tolist(), own_rows.content)
     return own_sums

@@ -80,6 +80,7 @@ def fill_weights(model: GPT, weights: Mapping[str, Rows]) -> None:
     # or build_model of finetune.py
     assert weights.keys() == state.keys()
     for name, x in state.items():
+        # "transformer.wpe" of "transformer.wpe.weight"
         is_table = isinstance(model.get_submodule(name.rpartition(".")[0]), nn.Embedding)
         assert weights[name].shape == x.shape or is_table
         fill(model, name, x, weights[name])
