@@ -77,14 +77,14 @@ class NormalRows:
         # device="cpu", because torch's default device may be another
         indices = torch.arange(self.shape[0], device="cpu")[rows]  # (r,)
         drawn = torch.empty(indices.shape + row_shape, device="cpu")
-        chunks = indices // ROWS_PER_SEED  # (r,)
-        for chunk in chunks.unique().tolist():
+        chunk_of_row = indices // ROWS_PER_SEED  # (r,): 0 for the rows 0 to 63, 1 for 64 to 127
+        for chunk in chunk_of_row.unique().tolist():
             chunk_seed = hash_seed(f"{self.seed} {self.name} {chunk}")
             generator = torch.Generator("cpu").manual_seed(chunk_seed)
             # draw the whole chunk even for one row, so that a row depends only on its index
             normal = torch.randn(ROWS_PER_SEED, *row_shape, generator=generator, device="cpu")
-            is_here = chunks == chunk  # (r,)
-            drawn[is_here] = normal[indices[is_here] % ROWS_PER_SEED]
+            in_chunk = chunk_of_row == chunk  # (r,)
+            drawn[in_chunk] = normal[indices[in_chunk] % ROWS_PER_SEED]
         return drawn.mul_(self.std)
 
 
@@ -94,9 +94,9 @@ class Fill:
 
     function: Callable[..., Tensor]
     arguments: tuple
-    """Positional arguments after the tensor."""
+    """Positional arguments after the tensor: (0.0,) of x.fill_(0.0)."""
     options: dict
-    """Named arguments."""
+    """Named arguments: {"mean": 0.0, "std": 0.02}."""
 
     def __call__(self, x: Tensor) -> None:
         with torch.no_grad():
@@ -175,7 +175,7 @@ class DeferredInit(TorchFunctionMode):
         if x in self.fills:
             self.fills.pop(x)[-1](x)
 
-    def rows(self, model: nn.Module, seed: int) -> dict[str, Rows]:
+    def first_rows(self, model: nn.Module, seed: int) -> dict[str, Rows]:
         """Return the first content of the parameters and buffers in the state dict of a model, by
         name. Random numbers are drawn when rows are read. Raises UserError for a parameter without
         numbers."""
@@ -208,12 +208,13 @@ def give_memory(x: Tensor) -> None:
 def allocate(model: nn.Module, device: torch.device) -> None:
     """Give the parameters of a model memory on `device`, without content. Buffers move there with
     their content: those that are not persistent are in no file."""
-    allocated: dict[Tensor, nn.Parameter] = {}  # so that modules still share what they shared
+    # a new parameter for each of the model's, so that modules still share what they shared
+    new_parameter_of: dict[Tensor, nn.Parameter] = {}
     for p in model.parameters():
-        allocated[p] = nn.Parameter(torch.empty_like(p, device=device), p.requires_grad)
+        new_parameter_of[p] = nn.Parameter(torch.empty_like(p, device=device), p.requires_grad)
     for module in model.modules():
         for name, p in module.named_parameters(recurse=False, remove_duplicate=False):
-            setattr(module, name, allocated[p])
+            setattr(module, name, new_parameter_of[p])
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(device))
 
@@ -240,7 +241,7 @@ def deferred_init(model: nn.Module) -> Iterator[None]:
         yield
     if torch.get_default_device().type == "meta":
         return
-    weights = context.rows(model, seed=int(torch.randint(2**31, (), device="cpu")))
+    weights = context.first_rows(model, seed=int(torch.randint(2**31, (), device="cpu")))
     for name, x in model.state_dict(keep_vars=True).items():
         if x in context.fills:
             give_memory(x)
@@ -256,7 +257,7 @@ def new_model(
     # the seed is for constructors that draw numbers themselves: torch.randn(C)
     with own_random_numbers(hash_seed(f"{seed}")), DeferredInit() as context:
         model = model_class(config)
-    return model, context.rows(model, seed)
+    return model, context.first_rows(model, seed)
 
 
 def build_without_weights(model_class: type[Model], config: GPTConfig) -> Model:

@@ -46,7 +46,7 @@ class ChunkedLoss(nn.Module):
         reduction "none" return the loss of each target (N,), which is 0 for -1."""
         max_bytes = chunk_bytes(x.device)
         if reduction == "none":
-            losses = self.token_losses(model, x, targets, max_bytes)
+            losses = self.chunked_token_losses(model, x, targets, max_bytes)
             return losses.masked_fill(targets < 0, 0)  # whatever the definition gives for -1
         all_logits_bytes = 4 * len(x) * model.config.padded_vocab_size  # in float32
         if all_logits_bytes > PLAIN_BYTES and has_fast_loss(model):
@@ -57,12 +57,14 @@ class ChunkedLoss(nn.Module):
                 x, model.head_weight, targets, V, self.chunk_cross_entropy_, needs_grad
             )
         # autograd keeps about four tensors of the size of a chunk's logits
-        losses = self.token_losses(model, x, targets, max_bytes // 4)
+        losses = self.chunked_token_losses(model, x, targets, max_bytes // 4)
         # The mean of the losses whose target is not -1: nll_loss takes it over the first and only
         # column of -losses, and rounds it like F.cross_entropy does.
         return F.nll_loss(-losses.unsqueeze(1), targets.clamp(max=0), ignore_index=-1)
 
-    def token_losses(self, model: GPT, x: Tensor, targets: Tensor, max_bytes: int) -> Tensor:
+    def chunked_token_losses(
+        self, model: GPT, x: Tensor, targets: Tensor, max_bytes: int
+    ) -> Tensor:
         """Return the loss of each token (N,) by the model's definition. If all float32 logits take
         more than `max_bytes`, only those of a chunk are in memory at a time."""
         row_bytes = 4 * model.config.padded_vocab_size
