@@ -64,7 +64,7 @@ def note_recipe(
         )
 
 
-def describe_epochs(options: ResolvedTrainOptions, train_data: Mixture) -> str:
+def describe_run_epochs(options: ResolvedTrainOptions, train_data: Mixture) -> str:
     """Return how often the run reads its data, as text, with a warning above MOST_EPOCHS."""
     run_tokens = options.max_steps * options.total_batch_size
     text = train_data.describe_epochs(run_tokens)  # "0.53 epochs"
@@ -99,10 +99,10 @@ def print_summary(
         )
     if options.warmup_steps > options.max_steps // 2:
         run.logger.print(f"warning: warmup ends after half of the {options.max_steps:,} steps")
-    epochs = describe_epochs(options, train_data)
+    epochs_text = describe_run_epochs(options, train_data)
     line = (
         f"{model.num_parameters():,} parameters; {len(train_data.stream):,} train tokens; "
-        f"{epochs}: {describe_steps(options, micro_steps, run.process.data_parallel)}"
+        f"{epochs_text}: {describe_steps(options, micro_steps, run.process.data_parallel)}"
     )
     if run.progress.step > 0:
         line += f"; resumed at step {run.progress.step}"

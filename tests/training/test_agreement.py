@@ -28,7 +28,7 @@ training/evaluator.py Evaluator.__init__ 2 read_on_all, open_benchmark: on all
 training/forecast/advice.py advise 1 compare_processes compares the result
 training/forecast/advice.py choose_micro_batch 1 raised again
 training/forecast/blocks.py first_inputs 1 a pure function of what all have: equal on all
-training/forecast/blocks.py measure 1 a pure function of what all have: equal on all
+training/forecast/blocks.py measure_block 1 a pure function of what all have: equal on all
 training/forecast/blocks.py run_forward 1 a pure function of what all have: equal on all
 training/forecast/dry_run.py open_data 1 one process: before the others join, or in a script
 training/forecast/dry_run.py print_forecast 1 one process: before the others join, or in a script

@@ -65,10 +65,10 @@ def measure_blocks(
         kind = f"{block} {[p.shape for p in block.parameters()]}"
         kinds.append(kind)
         if kind not in cost_by_kind:
-            divide(block, tensor_parallel)
+            divide_block(block, tensor_parallel)
             kernels = nullcontext() if device_type == "cpu" else FusedNorms()
             with autocast(CPU, dtype, keep_weights=False), kernels:
-                cost_by_kind[kind] = measure(block, inputs, execution)
+                cost_by_kind[kind] = measure_block(block, inputs, execution)
     return [cost_by_kind[kind] for kind in kinds]
 
 
@@ -92,7 +92,7 @@ def first_inputs(model: GPT, num_sequences: int) -> tuple:
     raise AssertionError("the model does not call its first block")
 
 
-def divide(block: nn.Module, tensor_parallel: int) -> None:
+def divide_block(block: nn.Module, tensor_parallel: int) -> None:
     """Leave of a block on "meta" what `parallelize` of training/parallel/tensor_parallel.py leaves
     of it on one process, in place."""
     if tensor_parallel == 1:
@@ -108,7 +108,7 @@ def divide(block: nn.Module, tensor_parallel: int) -> None:
         linear.weight = nn.Parameter(linear.weight.chunk(tensor_parallel, dim=1)[0])
 
 
-def measure(block: nn.Module, inputs: list[tuple], execution: Execution) -> BlockCost:
+def measure_block(block: nn.Module, inputs: list[tuple], execution: Execution) -> BlockCost:
     """Return the cost of a block, whose inputs are those of two and of three sequences."""
     mode = execution.checkpointing
     of_two, of_three = (run_forward(block, x, mode) for x in inputs)

@@ -16,7 +16,7 @@ from training.forecast.memory import USABLE, Hardware, forecast_memory
 from training.forecast.step_time import ASSUMED_UTILIZATION, StepForecast, forecast_step, step_flops
 from training.run import check_space, refuse_overwriting
 from training.start import init_checksum, open_initial
-from training.summary import agreed_model_config, describe_epochs, describe_steps
+from training.summary import agreed_model_config, describe_run_epochs, describe_steps
 from utils.devices import seconds_on_cpu
 from utils.distributed import ALONE
 from utils.launch import is_main_process
@@ -144,7 +144,7 @@ def open_data(options: ResolvedTrainOptions) -> dict[str, Mixture]:
         for split in ("train", "val"):
             data[split] = Mixture(options.data_dir, split, options.block_size)
         train_data = data["train"]
-        epochs = describe_epochs(options, train_data)
+        epochs = describe_run_epochs(options, train_data)
         print(f"{len(train_data.stream):,} train tokens: {epochs}")
     except MissingShards as error:
         # describe_next tells how to make the shards
