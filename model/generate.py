@@ -80,6 +80,7 @@ def generate(
     When a context is full, its older half is dropped, and the newer half is read again. With
     prompts of one length the loop does not wait for the GPU to finish a token.
     """
+    # True if a narrow copy of the model has the same logits with the cache and without it
     use_cache = is_proven("the KV cache", cache_agrees, model)
     context = Context(model, prompts, sampling.max_new_tokens, use_cache)
     uniforms = draw_uniforms(len(prompts), sampling, first_index)  # (B, max_new_tokens)

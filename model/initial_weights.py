@@ -138,7 +138,8 @@ class DeferredInit(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        # {parameter that only such functions have touched: its fills, the last one at the end}
+        # For each parameter that only such functions have touched its fills, the last one at the
+        # end: {wte.weight: [normal_ of nn.Embedding, normal_ of GPT._init_weights], ...}
         self.fills: dict[Tensor, list[Fill]] = {}
 
     def __enter__(self) -> "DeferredInit":

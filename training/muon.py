@@ -95,8 +95,10 @@ class Muon(torch.optim.Optimizer):
             parameters = group["params"]  # n matrices (R, C)
             self.add_momentum(parameters)  # overwrites p.grad with Nesterov's momentum
             momenta = torch.stack([p.grad.to(self.dtype) for p in parameters])  # (n, R, C)
-            update = orthogonalize_sharded(momenta, group["local_fused_rows"])  # (n, R, C)
+            # nearly U V^T of each momentum U S V^T, (n, R, C)
+            update = orthogonalize_sharded(momenta, group["local_fused_rows"])
             if self.recipe.normuon > 0:  # 0: plain Muon
+                # each row / root of the running mean of its square norm
                 update = self.normalize_rows(parameters, update)
             local_update = local_shard(update)  # (n, r, C)
             self.update_weights(parameters, local_update, group["lr"], group["weight_decay"])

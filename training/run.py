@@ -282,8 +282,8 @@ class Run(Generic[Options]):
         """Begin a run, or continue the run of a checkpoint: lock its folders, but write no log and
         no checkpoint yet. Raises UserError on all processes if the folders hold another run, or if
         the processes differ in options, weights or data."""
-        claim_folders(options, checkpoint, process)
-        compare_processes(options, entries, process)
+        claim_folders(options, checkpoint, process)  # locks; UserError for another run's folders
+        compare_processes(options, entries, process)  # UserError if options or data differ
         warn_of_order(process, checkpoint, entries["data_order"])
         warn_of_log(process, options, checkpoint)
         in_float16 = process.dtype is torch.float16
@@ -333,6 +333,7 @@ class Run(Generic[Options]):
             # read_options has replaced --resume by the path of the checkpoint
             assert self.options.resumed is not None
             with reading_checkpoint(self.options.resumed):
+                # ValueError unless the CRC-32 of all rows add up to the checksum
                 verify(checkpoint, "optimizer", self.process)
             fill_optimizers(model, optimizers, checkpoint["optimizer"], checkpoint["group_values"])
             # Again: fill_optimizers lets optimizers create their state by a step with a learning

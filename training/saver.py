@@ -133,6 +133,7 @@ class Saver:
         is_sharded = self.run.options.sharding != "none" and process.world_size > 1
         if not is_sharded and not process.is_main:
             return  # the main process has the whole state and writes it alone
+        # so that the model has the parameters that the optimizers train
         free_gathered_weights(self.model)
         # Copies on the CPU, by name, because training changes the tensors while a thread writes.
         state = state_by_parameter(self.model, self.optimizers)

@@ -114,7 +114,7 @@ def open_init_from(model_name: str | Path, process: Process) -> InitialModel:
     path = find_checkpoint(model_name)  # None for a model of another project
     if path is not None:
         checkpoint = load_checkpoint(path)
-        check_head(path, checkpoint, is_reward_model=False)
+        check_head(path, checkpoint, is_reward_model=False)  # UserError for a reward model
         return open_initial_checkpoint(path, checkpoint, process)
     model, tokenizer_spec = open_pretrained(model_name)  # model in float32 on the CPU
     return InitialModel(model.config, model.state_dict(), tokenizer_spec, {})

@@ -95,6 +95,7 @@ def forecast_step(
     shards_here = min(num_shards, groups_here)  # 8
     replicas_here = groups_here // shards_here  # 1
 
+    # split_by_link: of P processes in a ring each sends (P - 1) / P of the bytes
     shard_bytes = bytes_of_shards(options, model_config, hardware)
     shard_machine_bytes, shard_network_bytes = split_by_link(shard_bytes, num_shards, shards_here)
     # Each process averages its shard of the gradients.

@@ -84,7 +84,9 @@ def divide_model(model: GPT, process: Process, sharding: str) -> None:
     mesh = all_mesh["replicate", "shard"] if process.replicas > 1 else all_mesh["shard"]
     # Tensor parallelism comes first. FSDP2 then divides the part that each process holds.
     if process.tensor_parallel > 1:
+        # UserError if a narrow copy, divided, has another loss or other gradients
         refuse_wrong_division(model, all_mesh["tensor"], process)
+        # in place: some of the heads, and some channels of each MLP, on each process
         parallelize(model, all_mesh["tensor"])
 
     # FSDP2 casts the weights of a block before it gathers them, which halves the bytes to send. It
@@ -92,9 +94,9 @@ def divide_model(model: GPT, process: Process, sharding: str) -> None:
     mixed_precision = MixedPrecisionPolicy(
         process.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
-    names = {p: name for name, p in model.named_parameters()}
+    first_name_of = {p: name for name, p in model.named_parameters()}
     for name, p in model.named_parameters(remove_duplicate=False):
-        if names[p] != name:  # FSDP2 would divide it in each of these modules
+        if first_name_of[p] != name:  # FSDP2 would divide it in each of these modules
             raise UserError(
                 f"{name} is shared by modules and cannot be divided: train without sharding"
             )

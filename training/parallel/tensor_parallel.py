@@ -35,7 +35,8 @@ from utils.errors import UserError
 
 def placements_of(x: DTensor) -> dict[str, Placement]:
     """Return how a tensor is divided along each dimension of its device mesh, by the name of the
-    dimension: "replicate", "shard" or "tensor" (training/parallel/data_parallel.py)."""
+    dimension: {"replicate": Replicate(), "shard": Shard(dim=0)} for some of the rows. A dimension
+    is "replicate", "shard" or "tensor" (training/parallel/data_parallel.py)."""
     names = x.device_mesh.mesh_dim_names
     assert names is not None  # divide_model of data_parallel.py names them
     return dict(zip(names, x.placements, strict=True))
