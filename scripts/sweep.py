@@ -84,19 +84,18 @@ def list_groups(grid: tuple[str, ...]) -> list[str]:
     return [" ".join(settings) for settings in itertools.product(*settings_of_options)]
 
 
-def folder_of(options: SweepOptions, name: str) -> Path:
-    """Return the folder of the run `name`: "max_lr-2e-3_seed-1" for "max_lr=2e-3 seed=1", so that
-    no shell needs quotes for it."""
-    return options.out / re.sub(r"[^\w.,+-]", "_", name.replace("=", "-"))
+def folder_of(options: SweepOptions, run_name: str) -> Path:
+    """Return the folder of a run: "max_lr-2e-3_seed-1" for "max_lr=2e-3 seed=1", so that no shell
+    needs quotes for it."""
+    return options.out / re.sub(r"[^\w.,+-]", "_", run_name.replace("=", "-"))
 
 
-def command_of(options: SweepOptions, name: str) -> list[str]:
-    """Return the command that trains the run `name`, such as "recipe=gpt2 max_lr=2e-3 seed=1", or
-    continues an earlier run of this name. Raise UserError if its folder has a run with other
-    options."""
-    folder = folder_of(options, name)
+def command_of(options: SweepOptions, run_name: str) -> list[str]:
+    """Return the command that trains a run, such as "recipe=gpt2 max_lr=2e-3 seed=1", or continues
+    an earlier run of this name. Raise UserError if its folder has a run with other options."""
+    folder = folder_of(options, run_name)
     # The last of two flags with one name wins: grid and seed override --fixed.
-    settings = list(options.fixed) + name.split()
+    settings = list(options.fixed) + run_name.split()
     # `split` because a fixed option may have several values: "data_dir data/a:0.7 data/b:0.3".
     flags = " ".join(f"--{setting}" for setting in settings).split()  # ["--max_lr=2e-3", ...]
 
@@ -112,34 +111,34 @@ def command_of(options: SweepOptions, name: str) -> list[str]:
     return [sys.executable, str(TRAIN), *flags, "--resume", "auto", "--run_dir", str(folder)]
 
 
-def plan(options: SweepOptions, name: str) -> None:
-    """Print the forecast of the run `name` in one line. Raise UserError for wrong flags."""
-    command = command_of(options, name) + ["--dry_run"]
+def plan(options: SweepOptions, run_name: str) -> None:
+    """Print the forecast of a run in one line. Raise UserError for wrong flags."""
+    command = command_of(options, run_name) + ["--dry_run"]
     finished = subprocess.run(command, stdout=subprocess.PIPE, text=True)
-    refuse_failure(name, finished.returncode)
+    refuse_failure(run_name, finished.returncode)
     # "3.54e+08 FLOPs for 2,560 tokens: about 0.1 minutes on this processor", or that it has ended
     lines = re.findall(".* FLOPs for .*|the run is at its last step.*", finished.stdout)
-    print(f"{name}: {' '.join(lines)}", flush=True)
+    print(f"{run_name}: {' '.join(lines)}", flush=True)
 
 
-def train(options: SweepOptions, name: str) -> None:
-    """Train the run `name`, or continue it. Raise UserError if the run fails."""
-    print(f"--- {name}", flush=True)  # before the output of train.py
+def train(options: SweepOptions, run_name: str) -> None:
+    """Train a run, or continue it. Raise UserError if the run fails."""
+    print(f"--- {run_name}", flush=True)  # before the output of train.py
     # Not subprocess.run, which would kill the run at Ctrl-C: the terminal signals the run, too, and
     # it saves.
-    process = subprocess.Popen(command_of(options, name), env=os.environ | {"RUN_IS_PART": "1"})
+    process = subprocess.Popen(command_of(options, run_name), env=os.environ | {"RUN_IS_PART": "1"})
     try:
         process.wait()
     finally:
         process.wait()  # after Ctrl-C, too
-    refuse_failure(name, process.returncode)
+    refuse_failure(run_name, process.returncode)
 
 
-def refuse_failure(name: str, exit_code: int) -> None:
-    """Raise UserError if train.py has failed for the run `name`; it has printed why."""
+def refuse_failure(run_name: str, exit_code: int) -> None:
+    """Raise UserError if train.py has failed for a run; it has printed why."""
     if exit_code != 0:
         raise UserError(
-            f"the run {name} has failed, see above; mend it or take its values out of --grid"
+            f"the run {run_name} has failed, see above; mend it or take its values out of --grid"
         )
 
 
@@ -216,16 +215,17 @@ def draw_groups(
 def main(options: SweepOptions) -> None:
     groups = list_groups(options.grid)
     # all seeds of the first group, then all seeds of the next, ...
-    names = [f"{group} seed={seed}" for group in groups for seed in options.seeds]
+    run_names = [f"{group} seed={seed}" for group in groups for seed in options.seeds]
     try:
         for group in groups:  # finds wrong flags before the first run trains
             plan(options, f"{group} seed={options.seeds[0]}")
-        for name in names:
-            train(options, name)
+        for run_name in run_names:
+            train(options, run_name)
     except KeyboardInterrupt:
         print(f"the sweep continues with: python {shlex.join(sys.argv)}", flush=True)
         raise
-    runs = [read_run(folder_of(options, name)) for name in names]  # in the order of `names`
+    # in the order of `run_names`
+    runs = [read_run(folder_of(options, run_name)) for run_name in run_names]
 
     # nats per token, or bits per byte if the groups' tokenizers differ
     metric = comparable_loss(runs)
