@@ -186,16 +186,18 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         return grad_x.mul_(grad_total), grad_weight.mul_(grad_total), None, None, None, None
 
 
-def add_matmul_(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add a @ b to float32 `total`, in place. `total` is the gradient of the head's weight
-    (padded V, C), `a` the gradient of a chunk's logits (padded V, n), `b` its inputs (n, C)."""
+def add_matmul_(grad_weight: Tensor, grad_logits: Tensor, inputs: Tensor) -> None:
+    """Add grad_logits @ inputs to float32 `grad_weight`, in place: a chunk's part of the gradient
+    of the head's weight (padded V, C), from the transposed gradient of its logits (padded V, n) and
+    its inputs (n, C)."""
     # On CUDA one addmm multiplies in 16 bits and adds in float32, without a product in memory.
-    if a.is_cuda and a.dtype is not total.dtype:
-        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    if inputs.is_cuda and inputs.dtype is not grad_weight.dtype:
+        dtype = grad_weight.dtype
+        torch.addmm(grad_weight, grad_logits, inputs, out_dtype=dtype, out=grad_weight)
         return
     # elsewhere, add a few rows at a time, so that the product in memory is small
-    max_bytes = MATMUL_BYTES_ON_CPU if a.device.type == "cpu" else MATMUL_BYTES
-    num_rows = rows_within(max_bytes, a.dtype.itemsize * b.size(1))
-    for start in range(0, len(a), num_rows):
+    max_bytes = MATMUL_BYTES_ON_CPU if inputs.device.type == "cpu" else MATMUL_BYTES
+    num_rows = rows_within(max_bytes, inputs.dtype.itemsize * inputs.size(1))
+    for start in range(0, len(grad_logits), num_rows):
         rows = slice(start, start + num_rows)
-        total[rows] += a[rows] @ b
+        grad_weight[rows] += grad_logits[rows] @ inputs

@@ -114,13 +114,13 @@ class Fill:
         """Return what this function gives the parameter `name`."""
         if self.function is nn.init.normal_ and self.options["mean"] == 0 and len(shape) > 0:
             return NormalRows(seed, name, shape, self.options["std"])
-        whole_shape = shape
+        drawn_shape = shape
         if self.function in CONSTANT:
-            shape = torch.Size([])  # one number, repeated, takes no memory
-        x = torch.empty(shape, device="cpu")
+            drawn_shape = torch.Size([])  # one number, repeated, takes no memory
+        x = torch.empty(drawn_shape, device="cpu")
         with own_random_numbers(hash_seed(f"{seed} {name}")):
             self(x)
-        return x.expand(whole_shape)
+        return x.expand(shape)
 
 
 class DeferredInit(TorchFunctionMode):

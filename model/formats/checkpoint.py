@@ -352,8 +352,8 @@ def find_checkpoint(model_name: str | Path) -> Path | None:
         return path if path.suffix == ".pt" else None
     folder = find_checkpoint_folder(path)
     # in order of preference
-    files = [folder / BEST, *newest_first(folder), *sorted(folder.glob("*.pt"))]
-    for file in files:
+    candidates = [folder / BEST, *newest_first(folder), *sorted(folder.glob("*.pt"))]
+    for file in candidates:
         if file.exists() and is_own(file):
             # Only the main process prints; it prints to stderr, because stdout is for results.
             if is_main_process():

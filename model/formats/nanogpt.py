@@ -76,7 +76,7 @@ def find_tokenizer(path: Path) -> Path | None:
     options = read_torch(path).get("config") if is_zipfile(path) else None
     # nanoGPT, except for its older files; forks and scripts may have other options
     if isinstance(options, dict) and isinstance(options.get("dataset"), str):
-        folders = path.absolute().parents
+        folders = path.absolute().parents  # /nanoGPT of /nanoGPT/out/ckpt.pt has data/
         candidates += [folder / "data" / options["dataset"] / META for folder in folders]
     for candidate in candidates:
         if candidate.is_file():
