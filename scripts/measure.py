@@ -70,14 +70,14 @@ def measure_in_turn(
     `programs` are functions that return a Program for the options, by name. Return the medians of
     `options.repeats` measurements of each, by name.
     """
-    measurements: dict[str, list[Measurement]] = {name: [] for name in programs}
+    measurements_of: dict[str, list[Measurement]] = {name: [] for name in programs}
     for _ in range(options.repeats):
         for name, build in programs.items():
             measurement = in_new_process(measure, build, options)
             print_measurement(name, measurement)
-            measurements[name].append(measurement)
+            measurements_of[name].append(measurement)
     # The median of each field by itself: NumPy sees a table (repeats, fields).
-    return {name: Measurement(*np.median(measurements[name], axis=0)) for name in programs}
+    return {name: Measurement(*np.median(measurements_of[name], axis=0)) for name in programs}
 
 
 def print_measurement(name: str, measurement: Measurement) -> None:

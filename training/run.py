@@ -240,7 +240,8 @@ def check_space(options: ResolvedOptions, recipe: Recipe, num_parameters: int) -
     missing_bytes = (2 + max(1, options.keep_last)) * file_bytes
     # The run replaces or removes existing checkpoints. Links to one file share its st_ino (inode).
     stats = [path.stat() for path in newest_first(options.checkpoint_dir)]
-    missing_bytes -= sum({stat.st_ino: stat.st_size for stat in stats}.values())
+    bytes_by_inode = {stat.st_ino: stat.st_size for stat in stats}
+    missing_bytes -= sum(bytes_by_inode.values())
     folder = options.checkpoint_dir.absolute()
     while not folder.exists():  # in a dry run
         folder = folder.parent

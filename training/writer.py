@@ -182,9 +182,9 @@ def lay_out(path: Path, sections: Sections, plain_entries: dict) -> tuple[str, O
         fake_checkpoint = torch.load(temporary, weights_only=True)
     offsets: Offsets = {}
     for section in sections:
-        tensors = flatten(fake_checkpoint[section])
+        fake_tensors = flatten(fake_checkpoint[section])
         offsets[section] = {
-            name: x.untyped_storage()._checkpoint_offset for name, x in tensors.items()
+            name: x.untyped_storage()._checkpoint_offset for name, x in fake_tensors.items()
         }
     forget_pages(temporary)
     return temporary.name, offsets

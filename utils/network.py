@@ -45,7 +45,7 @@ def go_offline_without_hub() -> None:
 
     if constants.HF_HUB_OFFLINE:  # the user has said so
         return
-    address = urlsplit(HUB)
+    address = urlsplit(HUB)  # where to connect: to the hub, unless a proxy stands in between
     proxies = getproxies()  # {"https": "http://proxy:3128", ...}
     proxy = proxies.get(address.scheme) or proxies.get("all")
     if proxy is not None and not proxy_bypass(address.netloc):
