@@ -112,7 +112,7 @@ class Context:
         device = model.transformer.wte.weight.device
         self.tokens = torch.tensor(rows, device=device)  # (B, S), with padding
         self.capacity = min(block_size, longest + max_new_tokens)  # of the cache, in tokens
-        # keys and values of past tokens; `hidden` allocates its memory
+        # keys and values of past tokens; `hidden` allocates its memory; None: next_logits reads all
         self.cache = KVCache(self.capacity) if use_cache else None
 
     def append(self, tokens: Tensor) -> None:

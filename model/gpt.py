@@ -108,7 +108,7 @@ class MLP(nn.Module):
         # SwiGLU takes two inputs for each output; one layer computes both.
         num_inputs = 2 if config.is_gated else 1
         self.c_fc = FusedLinear(config.n_embd, (config.inner,) * num_inputs, config.bias)
-        self.activation = config.activation
+        self.activation = config.activation  # "gelu", ...: `activate` applies it
         self.c_proj = nn.Linear(config.inner, config.n_embd, bias=config.bias)
         self.dropout = nn.Dropout(config.dropout)
 
@@ -157,7 +157,7 @@ class Transformer(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.config = config
+        self.config = config  # its positions, in `forward`
         self.wte = nn.Embedding(config.padded_vocab_size, config.n_embd)
         if config.position == "learned":
             self.wpe = nn.Embedding(config.block_size, config.n_embd)
@@ -209,7 +209,7 @@ class GPT(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.config = config
+        self.config = config  # also what checkpoints and exports say of the model
         # Within this context layers have no memory: a process of a large run never holds them all.
         with deferred_init(self):
             self.transformer = Transformer(config)

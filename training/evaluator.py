@@ -37,16 +37,16 @@ class Evaluator:
     cannot be downloaded, there are no benchmarks and no samples."""
 
     def __init__(self, options: TrainOptions, model: GPT, val: Mixture, process: Process) -> None:
-        self.options = options
+        self.options = options  # max_steps, after which everything is due, and the seed of samples
         self.val = val  # the validation split of all corpora
-        self.intervals = {
+        self.steps_between = {
             "eval": options.eval_every,
             "sample": options.sample_every,
             "hellaswag": options.hellaswag_every,
             "lambada": options.lambada_every,
             "core": options.core_every,
         }
-        """Steps between validations, samples or scores of a benchmark. With 0, validation runs only
+        """Validations, samples or scores of a benchmark. With 0, validation runs only
         at the end, and samples and benchmarks never."""
         # batches of as many sequences as in training, because these fit into memory
         self.scorer = Scorer(model, process, options.sequences_per_pass)
@@ -68,7 +68,7 @@ class Evaluator:
             "core": options.core_data,
         }
         for name, path in data_paths.items():
-            if self.intervals[name] > 0:
+            if self.steps_between[name] > 0:
                 benchmark = BENCHMARKS[name]
                 limit = None if options.eval_full else SUBSET_EXAMPLES
                 first_protocol = benchmark.protocols[:1]  # one protocol is enough for a curve
@@ -85,7 +85,7 @@ class Evaluator:
     def due(self, step: int, name: str = "eval") -> bool:
         """Return True if `name` is due after `step` steps: "eval" (a validation), "sample", or the
         name of a benchmark."""
-        return step == self.options.max_steps or is_due(self.intervals[name], step)
+        return step == self.options.max_steps or is_due(self.steps_between[name], step)
 
     def validate(self) -> dict[str, float]:
         """Return the validation "loss" in nats per token, the number "n" of tokens and, if the

@@ -83,7 +83,7 @@ class Muon(torch.optim.Optimizer):
         self, groups: list[dict], recipe: Recipe, weight_decay: float, dtype: torch.dtype
     ) -> None:
         super().__init__(groups, {"lr": 0.0, "weight_decay": weight_decay})
-        self.recipe = recipe
+        self.recipe = recipe  # its momentum and normuon, in each step
         # Momenta are cast before they are normalized: float16 would round small ones to 0.
         self.dtype = torch.float32 if dtype is torch.float16 else dtype
 

@@ -63,7 +63,7 @@ class StopSignal:
     def __init__(self) -> None:
         self.signal = 0  # no signal yet
         launch = read_launch()
-        self.is_main = launch.rank == 0
+        self.is_main = launch.rank == 0  # prints what the signal does
         self.is_launched = launch.address is not None  # by torchrun, which forwards its signals
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             signal.signal(number, self.receive)

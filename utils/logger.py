@@ -52,7 +52,7 @@ class Logger:
         begins_empty: bool = False,
         open_wandb: Callable[[], Any] | None = None,
     ) -> None:
-        self.is_main = is_main
+        self.is_main = is_main  # the methods of other processes return at once
         if not is_main:
             return
         self.wandb_run: Any = None  # opened below, once `print` works for its warning

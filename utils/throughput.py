@@ -115,7 +115,7 @@ class StepTimer:
     def __init__(self, flops_per_token: int, process: Process) -> None:
         self.flops_per_token = flops_per_token  # of forward and backward pass
         self.gpu = gpu_of(process.device, process.dtype)  # None: peak not known, so no MFU
-        self.num_devices = process.world_size
+        self.num_devices = process.world_size  # each with the peak of self.gpu
         self.start_seconds = 0.0  # time.perf_counter() at the start of the step
 
     def start(self) -> None:

@@ -138,7 +138,7 @@ class Float32Rows:
     def __init__(self, high: Tensor, low: Tensor) -> None:
         self.high = high  # bfloat16, mapped from the file
         self.low = low  # int16, mapped from the file
-        self.shape = high.shape
+        self.shape = high.shape  # as Rows have one; reads nothing from the file
 
     def __getitem__(self, rows: RowIndex) -> Tensor:
         return join_float32(self.high[rows], self.low[rows])

@@ -92,7 +92,7 @@ class SharedDropout(nn.Dropout):
 
     def __init__(self, p: float, mesh: DeviceMesh) -> None:
         super().__init__(p)
-        self.mesh = mesh
+        self.mesh = mesh  # of the group, to all of which `forward` sends one mask
 
     def forward(self, x: Tensor) -> Tensor:
         """Set the same entries of x to 0 on every process, and divide the others by 1 - p."""
