@@ -50,7 +50,8 @@ def tokens_per_chunk(num_tokens: int, padded_vocab_size: int, device: torch.devi
 
     A chunk is counted in float32, though 16-bit logits take half of that.
     Chunks of one size share one compiled graph, so all chunks are equal if that needs at most twice
-    the minimal number of chunks; else the last chunk is smaller.
+    the minimal number of chunks; else the last chunk is smaller. On a GPU 5,312 tokens of GPT-2's
+    padded vocabulary fit into a chunk: 16,384 tokens are 4 chunks of 4,096.
     """
     max_tokens = rows_within(chunk_bytes(device), 4 * padded_vocab_size)
     min_chunks = -(-num_tokens // max_tokens)  # rounded up

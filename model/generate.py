@@ -59,7 +59,8 @@ def sample_token(logits: Tensor, uniform: Tensor, sampling: Sampling) -> Tensor:
     # each row from outside. The sum is below 1 after top_p, and otherwise 1 except for rounding.
     cumulative = probabilities.cumsum(-1)
     threshold = uniform.unsqueeze(-1) * cumulative[:, -1:]  # (B, 1)
-    # the first column whose cumulative probability is above the threshold
+    # the first column whose cumulative probability is above the threshold: 1 for a threshold of 0.6
+    # and [0.5, 0.8, 1.0]
     column = torch.searchsorted(cumulative, threshold, right=True)  # (B, 1)
     # If rounding lifts the threshold to the sum, no column is above it: take the last column.
     column = column.clamp_(max=logits.size(-1) - 1)
@@ -205,7 +206,8 @@ def draw_uniforms(num_prompts: int, sampling: Sampling, first_index: int = 0) ->
 def positions_and_mask(first_columns: Tensor, S: int, T: int) -> tuple[Tensor, Tensor]:
     """Return the positions (B, T) and the attention mask (B, 1, T, S) of the last T of S tokens in
     rows with left padding. The text of a row begins in its column of `first_columns` (B,). The mask
-    is True where a token may attend."""
+    is True where a token may attend. For the columns [2, 0] and S = T = 4, the positions are
+    [[0, 0, 0, 1], [0, 1, 2, 3]]."""
     key_columns = torch.arange(S, device=first_columns.device)
     query_columns = key_columns[-T:]
     positions = (query_columns - first_columns[:, None]).clamp(min=0)  # (B, T), 0 for padding

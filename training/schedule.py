@@ -42,7 +42,8 @@ SCHEDULES = {
 
 
 def learning_rate(step: int, options: ResolvedOptions) -> float:
-    """Return the learning rate of step `step`, which counts from 0."""
+    """Return the learning rate of step `step`, which counts from 0. After 9 steps of warmup it is
+    max_lr: 0.1, 0.2, ..., 0.9, 1 of it."""
     num_steps = options.decay_end + 1  # decay_end is the step of min_lr, from 0
     # Warmup takes at most half of all steps, which leaves some for the decay.
     warmup_steps = min(options.warmup_steps, num_steps // 2)

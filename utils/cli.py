@@ -210,8 +210,8 @@ def join_dashes(words: list[str]) -> list[str]:
 
 
 def to_flags(options: dict[str, object]) -> list[str]:
-    """Return the flags that `parse` turns into these options. Options that are None or an empty
-    list are left out."""
+    """Return the flags that `parse` turns into these options: ["--max_lr", "0.001", "--no_wandb"]
+    for {"max_lr": 1e-3, "wandb": False}. Options that are None or an empty list are left out."""
     flags: list[str] = []
     for name, value in options.items():
         if value in (None, [], ()):
@@ -226,7 +226,8 @@ def to_flags(options: dict[str, object]) -> list[str]:
 
 
 def named_flags(flags: list[str]) -> list[tuple[str, str | None]]:
-    """Return a pair for each flag: its name with underscores, and its first value or None."""
+    """Return a pair for each flag: its name with underscores, and its first value or None. For
+    ["--max_lr", "1e-3", "--wandb"] they are ("max_lr", "1e-3") and ("wandb", None)."""
     pairs: list[tuple[str, str | None]] = []
     for word in flags:
         if word.startswith("--"):  # --name or --name=value

@@ -167,7 +167,8 @@ class Process:
         outputs of all items, in the order of the items, on every process.
 
         Every process calls the function equally often, because a sharded model's forward is a
-        collective: in the last round, processes beyond the end do the last item again. Before each
+        collective: in the last round, processes beyond the end do the last item again. Of 5 items,
+        process 0 of two does 0, 2 and 4, process 1 does 1, 3 and again 4. Before each
         item all processes meet, so none waits longer than one item takes (TIMEOUT): raises Stopped
         there after a signal. An error of `function` is of this process alone, and the others may
         wait for it in a forward: no caller goes on past it.

@@ -35,12 +35,15 @@ def read_launch() -> Launch:
     """Return the launch of this process. Raises UserError unless the environment has all of its
     variables, and they fit together, or none of NUMBERS: a variable that is left over in a shell
     would otherwise make a process wait for others that nobody has started."""
-    given = {name: os.environ[name] for name in NUMBERS + PLACE if os.environ.get(name)}
-    if not given.keys() & set(NUMBERS):
+    # {"RANK": "3", "WORLD_SIZE": "16", ..., "MASTER_PORT": "29500"}
+    variables = {name: os.environ[name] for name in NUMBERS + PLACE if os.environ.get(name)}
+    if not variables.keys() & set(NUMBERS):
         return Launch()
     try:
-        rank, world_size, local_rank, processes_per_machine = [int(given[name]) for name in NUMBERS]
-        address = f"{given['MASTER_ADDR']}:{int(given['MASTER_PORT'])}"
+        rank, world_size, local_rank, processes_per_machine = [
+            int(variables[name]) for name in NUMBERS
+        ]
+        address = f"{variables['MASTER_ADDR']}:{int(variables['MASTER_PORT'])}"
         is_launch = (
             0 <= local_rank < processes_per_machine <= world_size
             and local_rank <= rank < world_size
@@ -48,11 +51,11 @@ def read_launch() -> Launch:
     except (KeyError, ValueError):  # a variable is missing or no number
         is_launch = False
     if not is_launch:
-        settings = " ".join(f"{name}={value}" for name, value in given.items())
+        settings = " ".join(f"{name}={value}" for name, value in variables.items())
         raise UserError(
             f"the environment has {settings}, which is no launch of torchrun: that sets "
             f"{', '.join(NUMBERS + PLACE)}, and each rank is below its number of processes; "
-            f"to start without torchrun type: unset {' '.join(given)}"
+            f"to start without torchrun type: unset {' '.join(variables)}"
         )
     return Launch(rank, world_size, local_rank, processes_per_machine, address)
 

@@ -76,6 +76,7 @@ VARIANTS = {"MIG", "Laptop", "D", "Ti", "SUPER", "FHHL"}
 def plan_gpus(device: str) -> tuple[GPU, Launch] | None:
     """Return the GPU that --device names for a dry run, and the numbers of processes; None for a
     device of this machine. "16xh100" are 16 GPUs on two machines, "4x4xh100" are 16 on four."""
+    # parts 1, 2 and 3 of "4x8xh100" are "4", "8" and "h100"; 1 and 2 of "h100" are None
     parts = re.fullmatch(r"(?:([1-9]\d*)x)?(?:([1-9]\d*)x)?(\w+)", device)
     if parts is None or parts[3] not in NAMED_GPUS:
         return None

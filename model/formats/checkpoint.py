@@ -113,8 +113,8 @@ def split_float32(x: Tensor) -> tuple[Tensor, Tensor]:
     A reader of a checkpoint may use the bfloat16 half alone.
 
     The 32 bits, read as an integer, are rounded half up, so that the difference always fits into
-    the int16, from -2^15 to 2^15 - 1. All NaNs become the same NaN, because rounding would turn
-    some of them into infinity.
+    the int16, from -2^15 to 2^15 - 1: 0x3F80C000 gives 0x3F81 and -0x4000. All NaNs become the same
+    NaN, because rounding would turn some of them into infinity.
     """
     # `view` reads the 32 bits of each number as an integer
     bits = x.masked_fill(x.isnan(), torch.nan).contiguous().view(torch.int32)
