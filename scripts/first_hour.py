@@ -69,11 +69,11 @@ def run_script(command: str) -> str:
     return script.stdout
 
 
-def print_verdict(name: str, measured: float, low: float, high: float) -> bool:
+def print_verdict(quantity: str, measured: float, low: float, high: float) -> bool:
     """Return whether low <= measured <= high, and print the verdict."""
     is_right = low <= measured <= high  # False for NaN
     word = "ok   " if is_right else "WRONG"
-    print(f"{word} {name}: {measured:.4g}, expected {low:.4g} to {high:.4g}", flush=True)
+    print(f"{word} {quantity}: {measured:.4g}, expected {low:.4g} to {high:.4g}", flush=True)
     return is_right
 
 
@@ -89,8 +89,8 @@ def check_loss(flags: str, folder: Path, step: int, expected: float, tolerance: 
             if line.startswith(f"step {step}: validation loss "):  # Logger.log_evaluation
                 loss = float(line.split()[4])
                 process.terminate()  # SIGTERM: the run saves and ends
-    name = f"validation loss at step {step}"
-    return print_verdict(name, loss, expected - tolerance, expected + tolerance)
+    quantity = f"validation loss at step {step}"
+    return print_verdict(quantity, loss, expected - tolerance, expected + tolerance)
 
 
 def check_resume(flags: str, out: Path, tolerance: float) -> bool:

@@ -51,14 +51,16 @@ def measure_and_profile(
     with profile(activities=[activity], acc_events=True) as profiler:
         for _ in range(PROFILED_STEPS):
             train_step()
-    microseconds: Counter[str] = Counter()
+    microseconds_by_kernel: Counter[str] = Counter()
     for event in profiler.key_averages():
         if not is_cuda:
-            microseconds[event.key] += event.self_cpu_time_total
+            microseconds_by_kernel[event.key] += event.self_cpu_time_total
         # A GPU's timeline also has calls of the host, and annotations, which span kernels.
         elif event.device_type == DeviceType.CUDA and not event.is_user_annotation:
-            microseconds[event.key] += event.self_device_time_total
-    kernel_ms = {name: total / 1000 / PROFILED_STEPS for name, total in microseconds.most_common()}
+            microseconds_by_kernel[event.key] += event.self_device_time_total
+    kernel_ms = {
+        name: total / 1000 / PROFILED_STEPS for name, total in microseconds_by_kernel.most_common()
+    }
     return measurement, kernel_ms
 
 

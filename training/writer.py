@@ -129,14 +129,15 @@ def write_together(path: Path, sections: Sections, plain_entries: dict, process:
     """Write a checkpoint of several processes atomically, in the steps of this file's docstring.
     `sections` has the OwnRows of this process, `plain_entries` everything beside tensors and the
     checksums. Every process must call it."""
-    layout: dict[int, tuple[str, Offsets]] = {}  # of rank 0; `merge` sends it to all
+    # {0: ("model_last.pt.3f9c....tmp", offsets)}: of rank 0; `merge` sends it to all
+    layout: dict[int, tuple[str, Offsets]] = {}
     try:
         with process.together():
             if process.is_main:
                 layout[0] = lay_out(path, sections, plain_entries)
-        name, offsets = process.merge(layout)[0]
+        temporary_name, offsets = process.merge(layout)[0]
         # All processes write into this file. The main process renames it when it is complete.
-        temporary = path.with_name(name)
+        temporary = path.with_name(temporary_name)
         with process.together(), process.meeting():
             write_own_rows(temporary, sections, offsets)
         # Read it back before it replaces a good file: a network file system may have lost rows.

@@ -107,7 +107,8 @@ def parse(options_class: type[Options], args: list[str] | None = None) -> Option
     # that a backslash continues on the next line do not count.
     commands = re.findall(r"^ *(python .*[^\\])$", sys.modules["__main__"].__doc__ or "", re.M)
     description = "\n  ".join([inspect.cleandoc(options_class.__doc__ or "")] + commands[:2])
-    # empty for classes that declare their options themselves, such as EvalOptions
+    # [RunOptions, DataOptions, ModelOptions, ...] of TrainOptions; empty for classes that declare
+    # their options themselves, such as EvalOptions
     groups = [base for base in reversed(options_class.__bases__) if is_dataclass(base)]
     if not groups:
         options = call_tyro(options_class, args, description)

@@ -150,7 +150,7 @@ def division_agrees(mesh: DeviceMesh, device: torch.device, plain: GPT) -> bool:
     divided.eval()  # the dropout of parallelize, too
     plain.to(device)
 
-    # ids that do not repeat each other, without random numbers
+    # ids that do not repeat each other, without random numbers: 0, 1, 4, 9, ...
     idx = torch.arange(min(32, plain.config.block_size), device=device).square()
     idx = (idx % plain.config.vocab_size).unsqueeze(0)  # (1, T)
     # Parameters that are not divided get the same gradients on every process. They are compared as
