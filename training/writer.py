@@ -67,7 +67,7 @@ def save_checkpoint(
             own_sums = sum_own_rows(sections)
         checksums = sum_over_processes(own_sums, process)
         plain_entries = {
-            # first, because `is_own` of model/formats/checkpoint.py looks for it in the first bytes
+            # first, because is_own_checkpoint looks for it in the first bytes of a file
             "format_version": FORMAT_VERSION,
             "versions": {"torch": str(torch.__version__)},
             **entries,

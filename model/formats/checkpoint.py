@@ -324,7 +324,7 @@ def find_checkpoint_folder(path: Path) -> Path:
     return folder if folder.is_dir() else path
 
 
-def is_own(path: Path) -> bool:
+def is_own_checkpoint(path: Path) -> bool:
     """Return True for a file that begins like a checkpoint of this project."""
     with open(path, "rb") as file:
         beginning = file.read(1024)
@@ -343,7 +343,7 @@ def find_checkpoint(model_name: str | Path) -> Path | None:
     """
     path = Path(model_name)
     if path.is_file():
-        return path if is_own(path) else None
+        return path if is_own_checkpoint(path) else None
     if not path.is_dir():
         if isinstance(model_name, Path):
             raise UserError(f"there is no {path}{searched_place(path)}")
@@ -354,7 +354,7 @@ def find_checkpoint(model_name: str | Path) -> Path | None:
     # in order of preference
     candidates = [folder / BEST, *newest_first(folder), *sorted(folder.glob("*.pt"))]
     for file in candidates:
-        if file.exists() and is_own(file):
+        if file.exists() and is_own_checkpoint(file):
             # Only the main process prints; it prints to stderr, because stdout is for results.
             if is_main_process():
                 # step 0: a run that has just begun
