@@ -389,8 +389,8 @@ class Run(Generic[Options]):
 
     def finish(self, next_commands: list[str]) -> None:
         """Print how the run ended. After the last step, also print its metrics and `next_commands`,
-        each followed by the checkpoint folder. After a signal, exit with 128 + its number. Call it
-        when the log is closed."""
+        such as "sample.py --checkpoint", each followed by the checkpoint folder. After a signal,
+        exit with 128 + its number. Call it when the log is closed."""
         folder = shlex.quote(str(self.options.checkpoint_dir))
         # a demo or a sweep, which sets the variable, says itself what to type
         is_part = "RUN_IS_PART" in os.environ

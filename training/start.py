@@ -131,7 +131,8 @@ def open_initial_checkpoint(path: Path, checkpoint: Checkpoint, process: Process
 
 
 def crc32_of(content: object) -> int:
-    """Return the CRC-32 of plain values as JSON, so that processes can compare one number."""
+    """Return the CRC-32 of plain values as JSON, such as {"model": 83, "optimizer": 17}, so that
+    processes can compare one number."""
     return zlib.crc32(json.dumps(content).encode())
 
 
@@ -189,8 +190,9 @@ def warn_of_log(process: Process, options: ResolvedOptions, checkpoint: Checkpoi
 
 
 def list_changes(saved: Mapping[str, object], here: Mapping[str, object]) -> str:
-    """Return the names whose values differ, such as "n_layer 12 (here 6), n_head 12 (here 6)".
-    Messages of a resumed run or sweep show it."""
+    """Return the names whose values differ as text: "n_layer 12 (here 6), n_head 12 (here 6)" for
+    {"n_layer": 12, "n_head": 12} and {"n_layer": 6, "n_head": 6}. Messages of a resumed run or
+    sweep show it."""
     changes: list[str] = []
     for name, value in saved.items():
         if here.get(name) != value:  # None if this version has no such option

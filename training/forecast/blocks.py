@@ -57,6 +57,7 @@ def measure_blocks(
     """Return the costs of each block on each of the `tensor_parallel` processes that share it, with
     matmuls in `dtype` on a device of the type "cpu" or "cuda"."""
     model = build_without_weights(GPT, model_config).to("meta")  # buffers, too
+    # of 2 and of 3 sequences: ((x (B, T, C), angles or None, None, None), {}) for Block.forward
     inputs = [first_inputs(model, num_sequences) for num_sequences in (2, 3)]
     cost_by_kind: dict[str, BlockCost] = {}
     kinds: list[str] = []  # of all blocks, in their order
@@ -149,7 +150,7 @@ def record(block: nn.Module, inputs: tuple, mode: str) -> BlockCost:
     counter.flop_registry[cpu_attention] = sdpa_flop
     with counter, SavedOutputs() as saved, saved_tensors_hooks(keep, lambda tensor: tensor):
         functional_call(block, weights_on_cpu(block), *inputs)
-    x = inputs[0][0]
+    x = inputs[0][0]  # the first argument, (B, T, C)
     if mode == "cheap":
         kept = [x] + saved.outputs
     elif mode == "block":
