@@ -193,8 +193,7 @@ def add_matmul_(grad_weight: Tensor, grad_logits: Tensor, inputs: Tensor) -> Non
     its inputs (n, C)."""
     # On CUDA one addmm multiplies in 16 bits and adds in float32, without a product in memory.
     if inputs.is_cuda and inputs.dtype is not grad_weight.dtype:
-        dtype = grad_weight.dtype
-        torch.addmm(grad_weight, grad_logits, inputs, out_dtype=dtype, out=grad_weight)
+        torch.addmm(grad_weight, grad_logits, inputs, out_dtype=torch.float32, out=grad_weight)
         return
     # elsewhere, add a few rows at a time, so that the product in memory is small
     max_bytes = MATMUL_BYTES_ON_CPU if inputs.device.type == "cpu" else MATMUL_BYTES

@@ -46,8 +46,9 @@ def load_nanogpt(path: Path) -> GPT:
             # {"model": {"transformer.wte.weight": (50304, 768), ...}, "model_args": {...}, ...}
             checkpoint = read_torch(path)
             # nanoGPT saves a compiled model with this prefix
-            by_name = checkpoint["model"].items()
-            weights = {name.removeprefix("_orig_mod."): x for name, x in by_name}
+            weights = {
+                name.removeprefix("_orig_mod."): x for name, x in checkpoint["model"].items()
+            }
             if "model_args" in checkpoint:  # nanoGPT: a dict with GPTConfig's names
                 config = GPTConfig(**checkpoint["model_args"], activation="gelu_exact")
             else:  # build-nanogpt: attributes with the same names
