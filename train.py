@@ -71,7 +71,7 @@ def main() -> None:
     note_recipe(options, recipe, initial, process)  # prints if the weights had another recipe
     model, weights = build_model(options, recipe, train_data.stream, initial)
     if initial is not None:
-        train_data.stream.tokenizer = initial.tokenizer_spec  # same ids; may add a chat template
+        train_data.stream.tokenizer_spec = initial.tokenizer_spec  # same ids; may add a chat template
     is_forecast = options.micro_batch_size == "auto"
     options = resolve_on_device(options, recipe, model.config, process)  # dtype, micro_batch_size
     weights_checksum = init_checksum(options, checkpoint, initial, process)
@@ -253,7 +253,7 @@ def checkpoint_entries(
         "command": sys.argv,
         "derived": derived,  # a resumed run derives these options again
         "recipe": asdict(recipe),
-        "tokenizer": train_data.stream.tokenizer,  # its spec, see data/tokenizer.py
+        "tokenizer": train_data.stream.tokenizer_spec,  # its spec, see data/tokenizer.py
         "corpus": train_data.title,
         # The order of the sequences depends on these values. A resumed run warns if they changed.
         "data_order": {

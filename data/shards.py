@@ -159,7 +159,7 @@ class ShardFolder:
     """"train" or "val"."""
     shards: list[Shard]
     """Shards of the split, in the order of the stream; [] if the folder lacks the split."""
-    tokenizer: str
+    tokenizer_spec: str
     """Spec of the tokenizer (data/tokenizer.py)."""
     manifest: Manifest | None
     """None if another project made the folder."""
@@ -174,7 +174,7 @@ class ShardFolder:
         # evaluation/figure.py draws published losses beside the losses of a run with this name;
         # they hold only for this corpus with GPT-2's tokens.
         edu_match = re.search("fineweb-edu|edu_?fineweb", origin.lower())
-        if edu_match and self.tokenizer == "gpt2":
+        if edu_match and self.tokenizer_spec == "gpt2":
             return "FineWeb-Edu"
         return self.path.resolve().name  # "." has no name before it is resolved
 
@@ -199,8 +199,8 @@ def open_folder(folder: Path, split: str) -> ShardFolder:
             # the last "train" or "val" in the name counts, as in retrieval_train_000001.npy
             if re.findall("train|val", path.stem.lower())[-1:] == [split]:
                 shards.append(Shard(path, inspect_shard(path).num_tokens))
-    tokenizer = find_tokenizer_spec(folder, manifest, shards)
-    return ShardFolder(folder, split, shards, tokenizer, manifest)
+    tokenizer_spec = find_tokenizer_spec(folder, manifest, shards)
+    return ShardFolder(folder, split, shards, tokenizer_spec, manifest)
 
 
 def open_folders(paths: list[Path], split: str) -> list[ShardFolder]:
@@ -267,16 +267,16 @@ class TokenStream:
     def __init__(self, folders: list[ShardFolder]) -> None:
         self.folders = folders
         self.split = folders[0].split  # "train" or "val", the same in all folders
-        self.tokenizer = folders[0].tokenizer
+        self.tokenizer_spec = folders[0].tokenizer_spec
         """Spec of the tokenizer. main of train.py replaces it, for the train split, by the spec of
         a pre-trained or resumed model, which has the same tokens and may have a chat template."""
-        self.vocab_size = count_tokens(self.tokenizer)  # without the model's padding
+        self.vocab_size = count_tokens(self.tokenizer_spec)  # without the model's padding
         self.shards: list[Shard] = []
         for folder in folders:
             self.shards += folder.shards
         # The spec changes with the order of the keys in tokenizer.json, the identity does not.
-        identities = {tokenizer_identity(folder.tokenizer) for folder in folders}
-        self.tokenizer_identity = tokenizer_identity(self.tokenizer)
+        identities = {tokenizer_identity(folder.tokenizer_spec) for folder in folders}
+        self.tokenizer_identity = tokenizer_identity(self.tokenizer_spec)
         # None for folders of older versions, which do not know it
         fractions = {x.manifest.val_fraction for x in folders if x.manifest} - {None}
         # with several rules of the split, one folder may train on the validation text of another

@@ -56,8 +56,8 @@ class Evaluator:
         # GPT-2's vocabulary is downloaded once. Training itself needs only ids, so a run on a
         # machine without network goes on.
         try:
-            # val.stream.tokenizer is the spec of the tokenizer that made the shards
-            self.tokenizer = process.read_on_all(partial(load_tokenizer, val.stream.tokenizer))
+            # the tokenizer that made the shards
+            self.tokenizer = process.read_on_all(partial(load_tokenizer, val.stream.tokenizer_spec))
         except UserError as error:
             process.print(f"{error}; so there are no samples and no benchmarks")
             return

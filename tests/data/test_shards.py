@@ -165,7 +165,7 @@ def test_folders_of_datatrove_are_streams_of_their_files(tmp_path, dtype):
     train, val = (TokenStream([open_folder(tmp_path, split)]) for split in ("train", "val"))
     assert train.read(1, 6).tolist() == [2, 50256, 3, 50256, 4, 50256]
     assert len(train) == 7 and val.read(0, 2).tolist() == [5, 50256]
-    assert train.tokenizer == "gpt2" and train.bytes_per_token is None
+    assert train.tokenizer_spec == "gpt2" and train.bytes_per_token is None
 
 
 def test_datatrove_tokens_of_another_tokenizer_need_its_file(tmp_path):
@@ -173,7 +173,7 @@ def test_datatrove_tokens_of_another_tokenizer_need_its_file(tmp_path):
     with user_error(r"train.ds holds tokens of /data/\|/tok.*json beside it"):
         open_folder(tmp_path, "train")
     save_tokenizer(load_tokenizer("bytes"), tmp_path, block_size=8)
-    assert open_folder(tmp_path, "train").tokenizer == "bytes"
+    assert open_folder(tmp_path, "train").tokenizer_spec == "bytes"
     (tmp_path / "train.ds").write_bytes(b"\0\0")
     with user_error("train.ds is damaged.* 2 bytes instead of 4"):
         open_folder(tmp_path, "train")
