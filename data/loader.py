@@ -237,13 +237,15 @@ class Mixture:
         if len(set(self.names)) < len(self.names):  # e.g. a/shards and b/shards
             self.names = [str(folder.path) for folder in first_folders]
         sizes = [len(sequences) for sequences in self.corpus_sequences]
-        self.starts = np.cumsum([0] + sizes)
-        """Id of the first sequence of each corpus, and at the end the number of all sequences."""
+        self.corpus_starts = np.cumsum([0] + sizes)
+        """Id of the first sequence of each corpus, and at the end the number of all sequences:
+        [0, 900, 1_000] for corpora of 900 and 100 sequences."""
         self.period = period_of(corpora)
         """Positions after which the places of the corpora repeat."""
         self.places_per_period = [int(corpus.weight * self.period) for corpus in corpora]
         """Places of each corpus in a period."""
-        # corpus and turn of each place of a period, (period,) each
+        # corpus and turn of each place of a period, (period,) each: 0, 0, 1, 0 and 0, 1, 0, 2 for
+        # the weights 0.75 and 0.25
         self.corpus_of_place, self.turn_of_place = assign_places(self.places_per_period)
 
     def sequence_ids_at(self, positions: range | np.ndarray, seed: int) -> np.ndarray:
@@ -259,16 +261,16 @@ class Mixture:
             corpus_positions = num_periods[in_corpus] * self.places_per_period[i] + turns
             # each corpus is shuffled separately, with ids from 0
             ids_in_corpus = epoch_order(corpus_positions, len(sequences), seed)
-            sequence_ids[in_corpus] = self.starts[i] + ids_in_corpus
+            sequence_ids[in_corpus] = self.corpus_starts[i] + ids_in_corpus
         return sequence_ids
 
     def make_batch(self, sequence_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return inputs and targets, int64 (B, T) each, of sequences (B,)."""
         rows: list[np.ndarray] = []  # (T + 1,) each
         for sequence_id in sequence_ids:
-            # corpus i has ids [starts[i], starts[i + 1]): take the last start not above the id
-            corpus_id = np.searchsorted(self.starts, sequence_id, side="right") - 1
-            id_in_corpus = sequence_id - self.starts[corpus_id]
+            # the last start that is not above the id
+            corpus_id = np.searchsorted(self.corpus_starts, sequence_id, side="right") - 1
+            id_in_corpus = sequence_id - self.corpus_starts[corpus_id]
             rows.append(self.corpus_sequences[corpus_id].read(id_in_corpus))
         return shift(rows)
 

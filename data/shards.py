@@ -288,12 +288,12 @@ class TokenStream:
                     "them alike"
                 )
         sizes = [shard.num_tokens for shard in self.shards]
-        self.starts = np.cumsum([0] + sizes)
+        self.shard_starts = np.cumsum([0] + sizes)
         """Index in the stream of the first token of each shard, and at the end the length of the
-        stream: int64 (shards + 1,)."""
+        stream: int64 (shards + 1,), [0, 100, 150] for shards of 100 and 50 tokens."""
 
     def __len__(self) -> int:
-        return self.starts[-1]
+        return self.shard_starts[-1]
 
     def read(self, start: int, length: int) -> np.ndarray:
         """Return tokens [start, start + length), int64 (length,), across the borders of shards.
@@ -302,11 +302,11 @@ class TokenStream:
         assert 0 <= start and start + length <= len(self)
         tokens_by_shard: list[np.ndarray] = []  # one array from each shard in the range
         # the last shard that begins at `start` or before
-        index = np.searchsorted(self.starts, start, side="right") - 1
+        index = np.searchsorted(self.shard_starts, start, side="right") - 1
         while length > 0:
             shard = self.shards[index]
             # at most to the end of the shard, whose first read opens and checks the file
-            tokens = shard.read(start - self.starts[index], length)
+            tokens = shard.read(start - self.shard_starts[index], length)
             # Check ids here: on a GPU, an id beyond the embedding fails without naming a file.
             highest = tokens.max(initial=0)  # initial: an empty shard has no maximum
             if highest >= self.vocab_size:

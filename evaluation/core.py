@@ -141,13 +141,13 @@ class FewShotTask(Task):
         for choice in item.choices:
             wholes.append(start_ids + tokenizer.encode(item.context + choice).tolist())
         shortest = min(len(ids) for ids in wholes)
-        # `starts` has for each choice the index of the first of its ids that counts
+        # counted_starts[i] is the index in wholes[i] of the first id that counts
         if self.type == "schema":
             # a common prefix of the reversed ids is the common end of the prompts
             num_counted = len(commonprefix([ids[::-1] for ids in wholes]))
             # split_ids needs a token to score and a token before it
             num_counted = min(max(num_counted, 1), shortest - 1)
-            starts = [len(ids) - num_counted for ids in wholes]
+            counted_starts = [len(ids) - num_counted for ids in wholes]
         else:
             compared = wholes  # ids whose common start does not count
             if self.type == "language_modeling":
@@ -155,9 +155,9 @@ class FewShotTask(Task):
                 compared = [*wholes, start_ids + tokenizer.encode(item.context).tolist()]
             # If one choice is the beginning of another one, it has no token after the common start,
             # and nanochat's mean loss is NaN. Here the last common token counts for all choices.
-            starts = [min(len(commonprefix(compared)), shortest - 1)] * len(wholes)
+            counted_starts = [min(len(commonprefix(compared)), shortest - 1)] * len(wholes)
         # nanochat feeds the last token to the model, too, so block_size tokens fit, not one more
-        pairs = zip(wholes, starts, strict=True)
+        pairs = zip(wholes, counted_starts, strict=True)
         return [split_ids(ids, start, block_size) for ids, start in pairs]
 
     def score_example(

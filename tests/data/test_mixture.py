@@ -61,11 +61,11 @@ def test_shares_are_exact_and_each_corpus_runs_through_its_own_order(folders):
     for start in (0, 2**55 // 10_000 * 10_000 + 7_000):
         positions = start + np.arange(10_000)
         ids = mixture.sequence_ids_at(positions, seed=3)
-        corpus = np.searchsorted(mixture.starts, ids, side="right") - 1
+        corpus = np.searchsorted(mixture.corpus_starts, ids, side="right") - 1
         for i, (sequences, tenths) in enumerate(
             zip(mixture.corpus_sequences, (7, 2, 1), strict=True)
         ):
-            ids_in_corpus = ids[corpus == i] - mixture.starts[i]
+            ids_in_corpus = ids[corpus == i] - mixture.corpus_starts[i]
             corpus_positions = start * tenths // 10 + np.arange(1000 * tenths)
             assert (ids_in_corpus == epoch_order(corpus_positions, len(sequences), seed=3)).all()
             batch, expected = (
@@ -74,7 +74,7 @@ def test_shares_are_exact_and_each_corpus_runs_through_its_own_order(folders):
             )
             assert (batch[0] == expected[0]).all()
     without_c = Mixture([*names[:2], f"{folders}/c:0"], "train", 32)  # only validated
-    assert without_c.sequence_ids_at(positions, 3).max() < without_c.starts[2]
+    assert without_c.sequence_ids_at(positions, 3).max() < without_c.corpus_starts[2]
     tokens_of_c = len(mixture.corpus_sequences[2].stream)
     assert mixture.describe_epochs(10 * tokens_of_c).startswith("1.00 epochs of c, the corpus seen")
     assert mixture.title == "70 % of a, 20 % of b, 10 % of c"
