@@ -182,13 +182,13 @@ def tokenize(
     """
     text_hash = hashlib.blake2b(digest_size=8)
     token_file = TokenFile(folder)
-    lost: Counter[str] = Counter()
+    lost_characters: Counter[str] = Counter()
     encode = tokenizer.encode_document  # for the first chunk: start_ids, then the text
     for chunk in split_text(tokenizer, text):
         text_hash.update(chunk.encode())
         ids = encode(chunk)  # uint32 (n,)
         token_file.append(ids)
-        lost.update(tokenizer.lost_text(chunk, ids))  # "" for gpt2 and bytes
+        lost_characters.update(tokenizer.lost_text(chunk, ids))  # "" for gpt2 and bytes
         encode = tokenizer.encode_continuation
     num_tokens = token_file.num_tokens
     # 64 bits of the hash as a number in [0, 1)
@@ -199,7 +199,7 @@ def tokenize(
         num_start=len(tokenizer.start_ids),
         num_train=0 if is_val else num_tokens,  # all tokens are in one split
         num_bytes=size_of(text),
-        lost=lost,
+        lost_characters=lost_characters,
     )
 
 
@@ -265,7 +265,7 @@ def write_shards(
     # seconds between updates of the bar; each update of a log file is a line of its own
     bar_seconds = 0.1 if sys.stderr.isatty() else 60
     bar = tqdm(
-        initial=sum(sharder.num_tokens.values()),  # tokens of earlier runs
+        initial=sum(sharder.tokens_by_split.values()),  # tokens of earlier runs
         unit="tok",
         unit_scale=True,  # 1.2M, not 1200000
         delay=bar_seconds,  # a short run shows no bar
@@ -273,27 +273,28 @@ def write_shards(
     )
     # hold_back yields the same documents, but may hold out a part of the last documents.
     for document in sharder.hold_back(documents):
-        # e.g. tabs, for a tokenizer.json whose pre-tokenizer drops white space
-        if document.lost and not options.allow_loss:
-            characters = "".join(document.lost)
+        # Counter({"\t": 12}) for a tokenizer.json whose pre-tokenizer drops white space
+        lost_characters = document.lost_characters
+        if lost_characters and not options.allow_loss:
             raise UserError(
-                f"{tokenizer.name} loses {document.lost.total():,} characters of a text, such as "
-                f"{characters[:20]!r}; take another --tokenizer, or accept the loss by --allow_loss"
+                f"{tokenizer.name} loses {lost_characters.total():,} characters of a text, such as "
+                f"{''.join(lost_characters)[:20]!r}; take another --tokenizer, or accept the loss "
+                "by --allow_loss"
             )
         bar.update(document.num_tokens - document.num_written)
         if not sharder.write(document):  # max_shards are full, and the resume point is saved
             return False
     sharder.save_resume_point(SourcePosition(len(source.names)))  # after the last file
     # the shards must hold every byte of text that this run and earlier runs have read
-    num_bytes = sum(counts.bytes for counts in source.ledger.values())
-    assert num_bytes == sum(sharder.manifest.bytes.values()), "text was lost"
+    num_bytes = sum(counts.bytes for counts in source.counts_by_file.values())
+    assert num_bytes == sum(sharder.manifest.text_bytes_by_split.values()), "text was lost"
     return True
 
 
 def continue_sharding(options: ShardOptions, folder: Path) -> tuple[Manifest, int]:
     """Write the shards that the folder lacks; return its manifest and the number of new tokens."""
-    # bytes of each file by its name, other workers' files included; {} to read the dataset
-    sizes = list_files(options.input) if options.input else {}
+    # other workers' files included; {} to read the dataset
+    bytes_by_file = list_files(options.input) if options.input else {}
     tokenizer_spec = options.tokenizer
     if tokenizer_spec not in TOKENIZERS:
         path = Path(tokenizer_spec)  # a tokenizer.json of any name, or meta.pkl
@@ -319,8 +320,8 @@ def continue_sharding(options: ShardOptions, folder: Path) -> tuple[Manifest, in
         replace_bad_bytes=options.replace_bad_bytes,
         worker_index=options.worker_index,
         worker_count=options.worker_count,
-        files=list(sizes),
-        sizes=list(sizes.values()),
+        files=list(bytes_by_file),
+        sizes=list(bytes_by_file.values()),
     )
     if isinstance(tokenizer, FileTokenizer):
         settings.end_of_text = tokenizer.end_of_text
@@ -335,19 +336,19 @@ def continue_sharding(options: ShardOptions, folder: Path) -> tuple[Manifest, in
                 file.write(tokenizer.tokenizer_json.encode())
         # the manifest of an earlier run, or a new manifest; the sharder updates it in place
         manifest = sharder.manifest
-        source.ledger.update(manifest.ledger)  # rows that earlier runs have sharded
+        source.counts_by_file.update(manifest.ledger)  # rows that earlier runs have sharded
         manifest.source = list(options.input) or [options.dataset, options.remote_name]
         if manifest.complete:  # the source is read to its end
             return manifest, 0
         sharder.reopen()
-        num_tokens_before = sum(sharder.num_tokens.values())
+        num_tokens_before = sum(sharder.tokens_by_split.values())
         is_complete = False  # whether the source is read to its end
         if not sharder.is_full:  # else an earlier run has written --max_shards already
             is_complete = write_shards(options, source, sharder, tokenizer)
         sharder.end(is_complete)
     finally:
         os.close(lock)
-    return manifest, sum(sharder.num_tokens.values()) - num_tokens_before
+    return manifest, sum(sharder.tokens_by_split.values()) - num_tokens_before
 
 
 def print_summary(manifest: Manifest) -> None:
@@ -360,7 +361,7 @@ def print_summary(manifest: Manifest) -> None:
         num_tokens = sum(entry.tokens for entry in shards)
         line = f"{split}: {num_tokens:,} tokens; shards: {len(shards)}"
         if num_tokens:
-            line += f"; {manifest.bytes[split] / num_tokens:.2f} bytes per token"
+            line += f"; {manifest.text_bytes_by_split[split] / num_tokens:.2f} bytes per token"
         print(line)
         if 0 < num_tokens < MIN_VAL_TOKENS and manifest.worker_count == 1:
             print(
@@ -369,7 +370,7 @@ def print_summary(manifest: Manifest) -> None:
                 f"{num_tokens}"
             )
     if manifest.lost_bytes:
-        share = manifest.lost_bytes / sum(manifest.bytes.values())
+        share = manifest.lost_bytes / sum(manifest.text_bytes_by_split.values())
         print(f"lost: {share:.2%} of the bytes, which {manifest.tokenizer} cannot restore")
     if manifest.held_out:  # hashes gave a split too little text, or none
         print(

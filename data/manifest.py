@@ -144,6 +144,12 @@ class Manifest(Settings):
     state: ResumePoint = field(default_factory=ResumePoint)
     """Where the next run continues."""
 
+    @property
+    def text_bytes_by_split(self) -> dict[str, int]:
+        """Bytes of the source text, {"train": 4_950_000, "val": 50_000}; the key in the file is
+        `bytes`."""
+        return self.bytes
+
 
 def time_of_change(path: Path | str) -> int:
     """Return when a file was last changed, in nanoseconds."""

@@ -76,7 +76,7 @@ class Document:
     except for a text with a held-out part."""
     num_bytes: int
     """Size of the text in UTF-8, before a normalizer of the tokenizer changes it."""
-    lost: Counter[str] = field(default_factory=Counter)
+    lost_characters: Counter[str] = field(default_factory=Counter)
     """Characters of the text that the tokens do not give back, and how often."""
     position: SourcePosition = field(default_factory=SourcePosition)
     """Where to read the document's batch again (data/source.py), for the next resume point."""
@@ -248,9 +248,9 @@ class Sharder:
         self.dtype = "<u2" if settings.vocab_size <= 2**16 else "<u4"
         self.writers: dict[str, ShardWriter] = {}
         """Writer of the open shard, by split; a split without an open shard has no entry."""
-        self.num_tokens = {"train": 0, "val": 0}
-        """Tokens of each split in the folder: in the full shards, and after `reopen` also in the
-        open shard. (ShardWriter.num_tokens counts the open shard alone.)"""
+        self.tokens_by_split = {"train": 0, "val": 0}
+        """Tokens in the folder: of the full shards, and after `reopen` also of the open shard.
+        (ShardWriter.num_tokens counts the open shard alone.)"""
         manifest = read_manifest(folder)
         difference = describe_difference(folder, manifest, settings)
         if difference is not None:
@@ -265,11 +265,12 @@ class Sharder:
             # than the manifest lists
             layout = Shard(folder / entry.file, entry.tokens).layout
             if entry.tokens == self.shard_size:
-                self.num_tokens[entry.split] += layout.num_tokens
+                self.tokens_by_split[entry.split] += layout.num_tokens
 
     def num_full(self, split: str) -> int:
         """Return the number of shards of a split that have shard_size tokens."""
-        return self.num_tokens[split] // self.shard_size  # only the last shard has fewer tokens
+        # only the last shard has fewer tokens
+        return self.tokens_by_split[split] // self.shard_size
 
     @property
     def is_full(self) -> bool:
@@ -285,7 +286,7 @@ class Sharder:
         write_manifest(self.folder, self.manifest)
         for split, num_tokens in self.manifest.state.open.items():
             self.open_shard(split, num_tokens)
-            self.num_tokens[split] += num_tokens
+            self.tokens_by_split[split] += num_tokens
             # The file may have been replaced, for example from a backup.
             writer = self.writers[split]
             if writer.checksum != self.manifest.state.checksums[split]:
@@ -339,19 +340,20 @@ class Sharder:
         to_divide = [document for document in documents if document.num_train]
         in_val = [document for document in documents if not document.num_train]
         # validation tokens that are written so far or in `documents`
-        num_val = self.num_tokens["val"] + sum(document.num_tokens for document in in_val)
+        num_val = self.tokens_by_split["val"] + sum(document.num_tokens for document in in_val)
         if not to_divide:  # hashes put all of these documents into validation
             to_divide, in_val = in_val, []
         num_tokens = sum(document.num_tokens for document in to_divide)
         # If an earlier run has written a part of these tokens, keep its manifest.held_out: a new
-        # result would differ, because self.num_tokens has grown since.
+        # result would differ, because tokens_by_split has grown since.
         if documents[0].num_written == 0:
             self.manifest.held_out = 0
             # False if hashes put every text of the source into validation
-            has_train = to_divide[0].num_train > 0 or self.num_tokens["train"] > 0
+            has_train = to_divide[0].num_train > 0 or self.tokens_by_split["train"] > 0
             if num_val < self.min_val_tokens or not has_train:
                 # val_fraction of all tokens: those written so far and those of `to_divide`
-                num_by_fraction = int(val_fraction * (sum(self.num_tokens.values()) + num_tokens))
+                num_all = sum(self.tokens_by_split.values()) + num_tokens
+                num_by_fraction = int(val_fraction * num_all)
                 num_held_out = max(self.min_val_tokens, num_tokens // 10, num_by_fraction)
                 self.manifest.held_out = min(num_held_out, num_tokens // 2)
         if self.manifest.held_out == 0:  # both splits have enough
@@ -364,7 +366,7 @@ class Sharder:
             token_file=token_file,
             ranges=[range(num_tokens)],
             num_bytes=sum(document.num_bytes for document in to_divide),
-            lost=sum((document.lost for document in to_divide), Counter()),
+            lost_characters=sum((document.lost_characters for document in to_divide), Counter()),
             num_texts=len(to_divide),
         )
         num_texts = last_texts(to_divide, self.manifest.held_out)
@@ -383,12 +385,12 @@ class Sharder:
         """Append the tokens of a document that no earlier run has written. Return False once
         `max_shards` train shards are full, else True. Saves the manifest each time a shard gets
         full."""
-        num_tokens = document.num_tokens  # of this document; self.num_tokens counts by split
+        num_tokens = document.num_tokens
         # tokens [start, num_tokens) are not written yet
         start = document.num_written  # by an earlier run (ResumePoint.tokens); usually 0
         if start == 0:  # else an earlier run has counted the document
             self.manifest.documents += document.num_texts
-            for character, count in document.lost.items():
+            for character, count in document.lost_characters.items():
                 self.manifest.lost_bytes += count * len(character.encode())
         while start < num_tokens:
             # tokens [0, num_train) go to train, [num_train, num_tokens) to validation
@@ -402,12 +404,12 @@ class Sharder:
             end = min(split_end, start + self.shard_size - writer.num_tokens)
             end = min(end, start + TOKENS_AT_ONCE)
             writer.append(document.read(start, end))
-            self.num_tokens[split] += end - start
+            self.tokens_by_split[split] += end - start
             # A part of a text counts bytes in proportion to its tokens, because a normalizer may
             # have changed the text. Differences of rounded sums add up to exactly num_bytes.
             bytes_before = document.num_bytes * start // num_tokens
             bytes_after = document.num_bytes * end // num_tokens
-            self.manifest.bytes[split] += bytes_after - bytes_before
+            self.manifest.text_bytes_by_split[split] += bytes_after - bytes_before
             start = end
             if writer.num_tokens == self.shard_size:
                 # a later run can continue from here
@@ -423,21 +425,21 @@ class Sharder:
         """Save the manifest with a resume point: the batch at `position`, in it the document of
         row `row`, after its first `num_written` tokens. The tokens of the open shards are synced to
         disk before the manifest counts them."""
-        # tokens of each open shard, by split; `sync` forces them to disk
-        open_tokens = {split: writer.sync() for split, writer in self.writers.items()}
+        # tokens of the open shards, which `sync` forces to disk
+        open_by_split = {split: writer.sync() for split, writer in self.writers.items()}
         self.manifest.state = ResumePoint(
             source=asdict(position),
             documents=row,  # ResumePoint.first_row
             tokens=num_written,
-            open=open_tokens,
+            open=open_by_split,
             checksums={split: writer.checksum for split, writer in self.writers.items()},
         )
         # up to `position`: rows that are read but not yet written do not count
-        self.manifest.ledger = self.source.ledger_at(position)
-        skipped: Counter[str] = Counter()  # rows by reason
+        self.manifest.ledger = self.source.counts_at(position)
+        skipped_by_reason: Counter[str] = Counter()  # rows
         for counts in self.manifest.ledger.values():
-            skipped.update(counts.skipped)  # Counter.update adds
-        self.manifest.skipped = dict(skipped)
+            skipped_by_reason.update(counts.skipped)  # Counter.update adds
+        self.manifest.skipped = dict(skipped_by_reason)
         write_manifest(self.folder, self.manifest)
 
     def end(self, complete: bool) -> None:

@@ -327,10 +327,12 @@ class TokenStream:
         bytes of a folder are unknown."""
         num_bytes = 0
         for folder in self.folders:
-            # 0: an older version did not count the bytes
-            if folder.manifest is None or folder.manifest.bytes[self.split] == 0:
+            if folder.manifest is None:
                 return None
-            num_bytes += folder.manifest.bytes[self.split]
+            folder_bytes = folder.manifest.text_bytes_by_split[self.split]
+            if folder_bytes == 0:  # an older version did not count the bytes
+                return None
+            num_bytes += folder_bytes
         return num_bytes / len(self)
 
     @property

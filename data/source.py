@@ -236,17 +236,17 @@ def list_files(inputs: tuple[str, ...]) -> dict[str, int]:
     """Return the size in bytes of each file by name: the named files, and the files in the named
     folders, in name order. Prints which files of the folders are left out. Raises UserError if no
     file is left, and OSError for a name that is missing or cannot be listed."""
-    sizes: dict[str, int] = {}
-    left_out: Counter[str] = Counter()  # number of files that are not read, by suffix
+    bytes_by_file: dict[str, int] = {}
+    num_left_out: Counter[str] = Counter()  # files that are not read, by suffix
     for name in inputs:
         if not os.path.isdir(name):
             # A named file is read with any suffix. OSError if it is missing.
-            sizes[name] = os.path.getsize(name)
+            bytes_by_file[name] = os.path.getsize(name)
             continue
         paths: list[Path] = []
         for path in walk(Path(name)):
             if path.is_dir():  # walk yields a folder only where it is a link
-                left_out["link to a folder"] += 1
+                num_left_out["link to a folder"] += 1
             else:
                 paths.append(path)
         suffixes_here = {suffix_of(path.name) for path in paths}
@@ -255,12 +255,12 @@ def list_files(inputs: tuple[str, ...]) -> dict[str, int]:
         for path in paths:
             if suffix_of(path.name) in suffixes:
                 # OSError for a broken link
-                sizes[str(path)] = path.stat().st_size
+                bytes_by_file[str(path)] = path.stat().st_size
             else:
-                left_out[path.suffix.lower() or "without a suffix"] += 1
+                num_left_out[path.suffix.lower() or "without a suffix"] += 1
     # e.g. "2 .jpg, 1 without a suffix"; "" if nothing is left out
-    summary = ", ".join(f"{count:,} {suffix}" for suffix, count in left_out.most_common(8))
-    if not sizes:
+    summary = ", ".join(f"{count:,} {suffix}" for suffix, count in num_left_out.most_common(8))
+    if not bytes_by_file:
         suffixes = tuple(chain.from_iterable(SUFFIXES_IN_FOLDERS))
         raise UserError(
             f"{' '.join(inputs)} holds none of {', '.join(suffixes)}, but {summary or 'nothing'}; "
@@ -268,7 +268,7 @@ def list_files(inputs: tuple[str, ...]) -> dict[str, int]:
         )
     if summary:
         print(f"left out: {summary}; name a file or a folder to read it", file=sys.stderr)
-    return sizes
+    return bytes_by_file
 
 
 # Readers: each yields the rows of an open text file: dicts by column, texts, or Skipped
@@ -563,9 +563,9 @@ class Source:
     """Folder for long texts, which `batches` keeps on disk."""
     has_noted_marks: bool = False
     has_noted_controls: bool = False
-    ledger: dict[str, FileCounts] = field(default_factory=dict)
-    """Counts of each file that was read, by name, in the order of `names`. `batches` updates it;
-    before that, the caller adds the counts of earlier runs."""
+    counts_by_file: dict[str, FileCounts] = field(default_factory=dict)
+    """The ledger of the manifest: counts of each file that was read, by name, in the order of
+    `names`. `batches` updates it; before that, the caller adds the counts of earlier runs."""
 
     @cached_property
     def names(self) -> list[str]:
@@ -579,13 +579,13 @@ class Source:
         """The argument `errors` of bytes.decode: what becomes of a byte that is not UTF-8."""
         return "replace" if self.settings.replace_bad_bytes else SURROGATES
 
-    def ledger_at(self, position: SourcePosition) -> dict[str, FileCounts]:
-        """Return the ledger up to a position, for the manifest. `self.ledger` is ahead of the
-        shards: it counts batches that still wait for the tokenizer."""
-        ledger = dict(islice(self.ledger.items(), position.file))
+    def counts_at(self, position: SourcePosition) -> dict[str, FileCounts]:
+        """Return the counts up to a position, for the manifest. `self.counts_by_file` is ahead of
+        the shards: it counts batches that still wait for the tokenizer."""
+        counts_by_file = dict(islice(self.counts_by_file.items(), position.file))
         if position.counts:  # {} after the last file
-            ledger[self.names[position.file]] = FileCounts(**position.counts)
-        return ledger
+            counts_by_file[self.names[position.file]] = FileCounts(**position.counts)
+        return counts_by_file
 
     def batches(self, position_json: dict | None = None) -> Iterator[RowBatch]:
         """Yield batches of rows from a position on: a SourcePosition as JSON, ResumePoint.source of
@@ -595,12 +595,12 @@ class Source:
         position = SourcePosition(**(position_json or {}))
         # both yield the batches of a file or dataset, from a position in it on
         read = self.read_batches if self.settings.files else self.read_dataset
-        sizes = dict(zip(self.settings.files, self.settings.sizes, strict=True))
+        bytes_by_file = dict(zip(self.settings.files, self.settings.sizes, strict=True))
         for index in range(position.file, len(self.names)):
             name = self.names[index]
             # The counts begin with the rows that an earlier run has sharded.
-            counts = FileCounts(**(position.counts or {"size": sizes.get(name, 0)}))
-            self.ledger[name] = counts  # updated in place by count_rows
+            counts = FileCounts(**(position.counts or {"size": bytes_by_file.get(name, 0)}))
+            self.counts_by_file[name] = counts  # updated in place by count_rows
             try:
                 # a pipe can be read only once
                 if os.path.isfile(name) and not position.counts:
@@ -626,13 +626,15 @@ class Source:
             warn_if_suspect(name, counts)
             position = SourcePosition()  # the next file is read from its beginning
         rows_of_text_files = [
-            counts.rows for name, counts in self.ledger.items() if suffix_of(name) not in READERS
+            counts.rows
+            for name, counts in self.counts_by_file.items()
+            if suffix_of(name) not in READERS
         ]
         separator = self.settings.separator
         if separator is not None and max(rows_of_text_files, default=0) < 2:
             print(f"note: no text file has --separator {separator!r}", file=sys.stderr)
-        # The ledger counts texts of earlier runs, too: this run may have begun at the very end.
-        if not any(counts.texts for counts in self.ledger.values()):
+        # with the texts of earlier runs: this run may have begun at the very end
+        if not any(counts.texts for counts in self.counts_by_file.values()):
             # a worker may have no file
             names = " ".join(self.names) or f"the input of worker {self.settings.worker_index}"
             raise UserError(f"{names:.300} holds no text")
@@ -718,13 +720,13 @@ class Source:
     def note_marks(self, name: str, pieces: Iterator[str]) -> Iterator[str]:
         """Yield the pieces of a text file. Print a note, once in a run, if the file has many usual
         marks between texts: they would be learned as text."""
-        marks: Counter[str] = Counter()
+        counts_by_mark: Counter[str] = Counter()
         for piece in pieces:
             yield piece
             if self.has_noted_marks or suffix_of(name) == ".py":  # code has lines of -----
                 continue
-            marks.update(MARKS.findall(piece))
-            for mark, count in marks.most_common(1):
+            counts_by_mark.update(MARKS.findall(piece))
+            for mark, count in counts_by_mark.most_common(1):
                 if count >= MANY_MARKS:
                     self.has_noted_marks = True
                     print(

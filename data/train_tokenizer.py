@@ -69,11 +69,11 @@ def read_passages(source: Source, share: float) -> Iterator[str]:
 
 
 def main(options: TokenizerOptions) -> None:
-    sizes = list_files(options.input)  # bytes of each file, by its name
+    bytes_by_file = list_files(options.input)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     settings = SourceSettings(
-        files=list(sizes),
-        sizes=list(sizes.values()),
+        files=list(bytes_by_file),
+        sizes=list(bytes_by_file.values()),
         text_column=options.text_column,
         separator=options.separator,
         replace_bad_bytes=options.replace_bad_bytes,
@@ -81,7 +81,7 @@ def main(options: TokenizerOptions) -> None:
     source = Source(settings, options.out.parent)
     # Share of the text to train on; above 1 if the files are smaller than --sample_mb. The sizes
     # are sizes on disk, so that compressed files give more text.
-    share = options.sample_mb * 1e6 / max(1, sum(sizes.values()))
+    share = options.sample_mb * 1e6 / max(1, sum(bytes_by_file.values()))
     # an untrained tokenizer: no tokens and no merges, only the rule that cuts a text into pieces
     backend = byte_level(models.BPE(), options.split)
     trainer = trainers.BpeTrainer(
