@@ -141,13 +141,13 @@ def hold_out(document: Document, num_held_out: int) -> Document:
 
 
 class ShardWriter:
-    """Appends tokens of `dtype`, "<u2" or "<u4", to a temporary file; `finish` renames the file to
-    its final name, `path` (.npy or .bin). An earlier run has written the first `num_written`
+    """Appends tokens of `dtype`, uint16 or uint32, to a temporary file; `finish` renames the file
+    to its final name, `path` (.npy or .bin). An earlier run has written the first `num_written`
     tokens."""
 
-    def __init__(self, path: Path, split: str, dtype: str, num_written: int = 0) -> None:
+    def __init__(self, path: Path, split: str, dtype: np.dtype, num_written: int = 0) -> None:
         self.path = path
-        self.dtype = np.dtype(dtype)
+        self.dtype = dtype
         self.split = split
         self.temporary = path.with_name(path.name + ".tmp")
         # read by Sharder.reopen, which removes a copy that does not hold the expected tokens
@@ -170,11 +170,11 @@ class ShardWriter:
         of an earlier header. All headers of a format have the same length."""
         self.file.seek(0)
         if self.path.suffix == ".bin":
-            self.file.write(bin_header(self.dtype.str, self.num_tokens))
+            self.file.write(bin_header(self.dtype, self.num_tokens))
             return
         # NumPy pads a header to a multiple of 64 bytes: here to 128 for any number of tokens
         description = {
-            "descr": self.dtype.str,
+            "descr": self.dtype.str,  # "<u2"
             "fortran_order": False,
             "shape": (self.num_tokens,),
         }
@@ -244,8 +244,8 @@ class Sharder:
         self.min_val_tokens = min(MIN_VAL_TOKENS, max(1, self.shard_size // 4))
         """`divide_last` holds out more if validation has fewer tokens. Below the size of a shard,
         so that a run which continues after a full validation shard never finds too few."""
-        # the smallest dtype for all ids; little-endian on any machine, as the headers say
-        self.dtype = "<u2" if settings.vocab_size <= 2**16 else "<u4"
+        # the smallest dtype for all ids: little-endian uint16 or uint32, as the headers say
+        self.dtype = np.dtype("<u2" if settings.vocab_size <= 2**16 else "<u4")
         self.writers: dict[str, ShardWriter] = {}
         """Writer of the open shard, by split; a split without an open shard has no entry."""
         self.tokens_by_split = {"train": 0, "val": 0}

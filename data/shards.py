@@ -38,7 +38,7 @@ SUFFIXES = (".npy", ".bin", ".ds")  # other files of a folder are ignored
 # magic, version, token count, and zeros up to 1,024 bytes
 BIN_HEADER = struct.Struct("<3i1012x")
 MAX_BIN_TOKENS = 2**31 - 1  # most tokens of a .bin shard: its header counts in int32
-# magic and version by dtype: llm.c writes GPT-2's tokens as uint16 and Llama 3's as uint32
+# magic and version by np.dtype.str: llm.c writes GPT-2's tokens as uint16, Llama 3's as uint32
 BIN_VERSIONS = {"<u2": (20240520, 1), "<u4": (20240801, 7)}
 GPT2_NAMES = ("gpt2", "openai-community/gpt2")  # names on the Hugging Face hub
 
@@ -78,18 +78,18 @@ def inspect_shard(path: Path) -> Layout:
     return layout
 
 
-def bin_header(dtype: str, num_tokens: int) -> bytes:
-    """Return the header of a .bin shard of tokens of `dtype`, "<u2" or "<u4"."""
-    return BIN_HEADER.pack(*BIN_VERSIONS[dtype], num_tokens)
+def bin_header(dtype: np.dtype, num_tokens: int) -> bytes:
+    """Return the header of a .bin shard of tokens of `dtype`, little-endian uint16 or uint32."""
+    return BIN_HEADER.pack(*BIN_VERSIONS[dtype.str], num_tokens)
 
 
 def inspect_bin(path: Path) -> Layout:
     """Return the layout of a .bin file; raise ValueError if its header is not llm.c's."""
     with open(path, "rb") as file:
         magic, version, num_tokens = BIN_HEADER.unpack(file.read(BIN_HEADER.size))
-    for dtype, magic_and_version in BIN_VERSIONS.items():
+    for dtype_name, magic_and_version in BIN_VERSIONS.items():
         if magic_and_version == (magic, version):
-            return Layout(BIN_HEADER.size, num_tokens, np.dtype(dtype))
+            return Layout(BIN_HEADER.size, num_tokens, np.dtype(dtype_name))
     raise ValueError("no header of llm.c; np.save(path, np.fromfile(...)) adds one")
 
 

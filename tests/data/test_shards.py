@@ -20,7 +20,7 @@ from data.tokenizer import load_tokenizer
 
 
 def write(folder, split, index, tokens, suffix=".npy", dtype="<u2"):
-    writer = ShardWriter(folder / f"{split}_{index:06d}{suffix}", split, dtype)
+    writer = ShardWriter(folder / f"{split}_{index:06d}{suffix}", split, np.dtype(dtype))
     writer.append(np.asarray(tokens, np.uint32))
     return writer.finish()
 
@@ -44,18 +44,18 @@ def test_shards_are_what_numpy_and_llm_c_read(tmp_path, dtype, magic, version):
 def test_an_unfinished_shard_is_not_seen_and_continued_equals_one_written_at_once(tmp_path, suffix):
     whole = write(tmp_path, "train", 0, range(100), suffix, "<u4")
     path = tmp_path / f"train_000001{suffix}"
-    first = ShardWriter(path, "train", "<u4")
+    first = ShardWriter(path, "train", np.dtype("<u4"))
     first.append(np.arange(70))
     first.sync()  # 40 of these 70 are in the manifest; then a kill
     assert [shard.path.name for shard in open_folder(tmp_path, "train").shards] == [whole.file]
-    second = ShardWriter(path, "train", "<u4", num_written=40)
+    second = ShardWriter(path, "train", np.dtype("<u4"), num_written=40)
     second.append(np.arange(40, 100))
     assert second.finish().sha256 == whole.sha256
 
 
 np.save(buffer := io.BytesIO(), np.zeros(4, np.int32))
 INT32 = buffer.getvalue()
-BIN = bin_header("<u2", 100)
+BIN = bin_header(np.dtype("<u2"), 100)
 
 
 @pytest.mark.parametrize(
