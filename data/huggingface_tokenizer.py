@@ -32,10 +32,10 @@ class ModelTokens:
     """Ids at which transformers' `generate` ends a text."""
 
 
-def read_folder(folder: Path, num_rows: int) -> tuple[str, ModelTokens]:
+def read_folder(folder: Path, declared_vocab_size: int) -> tuple[str, ModelTokens]:
     """Return the tokenizer of a folder, as transformers reads it: the content of a tokenizer.json,
     with the added tokens of all files, and the other statements about tokens. Leaves out tokens
-    beyond the `num_rows` rows of the embedding, which classes of transformers add to any
+    from id `declared_vocab_size` of the model on, which classes of transformers add to any
     vocabulary. Raise any error of transformers for unusable folders."""
     from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
@@ -43,8 +43,13 @@ def read_folder(folder: Path, num_rows: int) -> tuple[str, ModelTokens]:
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     # AttributeError for a tokenizer that cannot be written as a tokenizer.json, such as ByT5's
     content = json.loads(tokenizer.backend_tokenizer.to_str())
-    added_tokens = [entry for entry in content["added_tokens"] if entry["id"] < num_rows]
-    without_row = [x["content"] for x in content["added_tokens"] if x["id"] >= num_rows]
+    added_tokens: list[dict] = []  # [{"id": 50256, "content": "<|endoftext|>", ...}, ...]
+    without_row: list[str] = []  # ["<|im_start|>", ...]
+    for entry in content["added_tokens"]:
+        if entry["id"] < declared_vocab_size:
+            added_tokens.append(entry)
+        else:
+            without_row.append(entry["content"])
     if without_row:
         logging.getLogger("notes").warning(
             "note: the model of %s has no row of its embedding for %s: read as text",
@@ -53,7 +58,8 @@ def read_folder(folder: Path, num_rows: int) -> tuple[str, ModelTokens]:
         )
     content["added_tokens"] = added_tokens
     token_names = [entry["content"] for entry in added_tokens]
-    # without tokens that were left out above, and without additional_special_tokens, a list
+    # {"bos_token": "<s>", ...}, without tokens that were left out above, and without
+    # additional_special_tokens, a list
     special_tokens = tokenizer.special_tokens_map.items()
     template_tokens = {name: token for name, token in special_tokens if token in token_names}
 

@@ -24,23 +24,23 @@ def open_pretrained(name: str | Path) -> tuple[GPT, str]:
     # a local file or folder, or the folder of a download from the hub
     path = find_or_download(str(name))
     model = load_nanogpt(path) if path.is_file() else load_pretrained(name)
-    num_rows = model.config.vocab_size  # rows of the embedding, padding included
+    declared_vocab_size = model.config.vocab_size  # 50257 of OpenAI's GPT-2, 50304 of nanoGPT's
     tokenizer_path = find_tokenizer(path) if path.is_file() else None
     if tokenizer_path is not None:
         tokenizer_spec = read_tokenizer(tokenizer_path)
     else:
-        tokenizer_spec = pretrained_tokenizer(path, num_rows)
+        tokenizer_spec = pretrained_tokenizer(path, declared_vocab_size)
     num_tokens = count_tokens(tokenizer_spec)
     # nanoGPT does not pad a vocabulary of characters. Fewer characters mean that its prepare.py has
     # read another text since the training.
     is_padded = tokenizer_path is None or tokenizer_path.suffix != ".pkl"
-    if num_tokens > num_rows or (num_tokens < num_rows and not is_padded):
+    is_smaller = num_tokens < declared_vocab_size
+    if num_tokens > declared_vocab_size or (is_smaller and not is_padded):
         raise UserError(
-            f"{tokenizer_path or name} has {num_tokens:,} tokens, the model of {name} {num_rows:,}"
+            f"{tokenizer_path or name} has {num_tokens:,} tokens, the model of {name} "
+            f"{declared_vocab_size:,}"
         )
-    # Cut off rows of padding, because sampling could draw their ids: some models have 50,304 rows
-    # for 50,257 tokens.
-    if num_tokens < num_rows:
+    if is_smaller:  # cut off the rows of padding, because sampling could draw their ids
         model = rebuild(model, replace(model.config, vocab_size=num_tokens))
     return model, tokenizer_spec
 

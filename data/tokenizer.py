@@ -469,19 +469,20 @@ def read_tokenizer(path: Path, end_of_text: str | None = None) -> str:
         return make_spec(backend, find_end_of_text(path, backend, candidates), ModelTokens())
 
 
-def pretrained_tokenizer(folder: Path, vocab_size: int) -> str:
+def pretrained_tokenizer(folder: Path, declared_vocab_size: int) -> str:
     """Return the spec of the tokenizer of a Hugging Face model, or of a file with only weights.
-    `vocab_size` is the number of rows of the embedding. Raise UserError if the tokenizer is missing
-    or cannot be used."""
+    `declared_vocab_size` is what the model's own config says. Raise UserError if the tokenizer is
+    missing or cannot be used."""
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
-        if vocab_size == 50_304:  # GPT-2's, padded for fast matmuls
-            vocab_size = 50_257
+        num_tokens = declared_vocab_size
+        if num_tokens == 50_304:  # GPT-2's, padded for fast matmuls
+            num_tokens = 50_257
         # some GPT-2 models come without tokenizer files
         for name, tokenizer_class in TOKENIZERS.items():
-            if tokenizer_class.vocab_size == vocab_size:
+            if tokenizer_class.vocab_size == num_tokens:
                 return name  # the size is the only evidence
         raise UserError(
-            f"{folder} has no {TOKENIZER_FILE} for its {vocab_size:,} tokens, which are neither "
+            f"{folder} has no {TOKENIZER_FILE} for its {num_tokens:,} tokens, which are neither "
             "GPT-2's (50,257, or 50,304 with padding) nor bytes (257): put it, or nanoGPT's "
             "meta.pkl, beside the weights"
         )
@@ -495,7 +496,7 @@ def pretrained_tokenizer(folder: Path, vocab_size: int) -> str:
             # "gpt2" or "bytes" without the import of transformers, which takes seconds
             if known_name and tokenizer_json_says_all(folder, TOKENIZERS[known_name].eot):
                 return known_name
-        tokenizer_json, model_tokens = read_folder(folder, vocab_size)
+        tokenizer_json, model_tokens = read_folder(folder, declared_vocab_size)
         backend = make_backend(tokenizer_json)
         # some classes of transformers replace the pre-tokenizer or the normalizer of the file
         if probe_ids not in (None, encode_with(backend, PROBE).tolist()):
