@@ -50,7 +50,8 @@ class Tokenizer(ABC):
     @abstractmethod
     def encode(self, text: str) -> np.ndarray:
         """Return token ids, uint32 (n,). The name of a special token in the text is encoded as
-        text: a document about tokenizers must not end a document. For prompts: encode_prompt."""
+        text: a document about tokenizers must not end a document. encode_with_added_tokens is for
+        prompts."""
 
     @property
     def start_ids(self) -> tuple[int, ...]:
@@ -71,7 +72,7 @@ class Tokenizer(ABC):
         # GPT-2's and byte tokenizers put no space there; FileTokenizer overrides this method
         return self.encode(text)
 
-    def encode_prompt(self, text: str, *, follows: bool = False) -> np.ndarray:
+    def encode_with_added_tokens(self, text: str, *, follows: bool = False) -> np.ndarray:
         """Return the ids, uint32 (n,), of a text of a prompt or an answer; with `follows` of one
         that follows another text. As in transformers, the names of the model's own added tokens are
         these tokens, except that of end of text, which would end the prompt."""

@@ -174,7 +174,8 @@ class FileTokenizer(Tokenizer):
 
     @cached_property
     def prompt_backends(self) -> list[Backend]:
-        """Backends of encode_prompt: of a text that begins, and of one that follows another."""
+        """Backends of encode_with_added_tokens, by its bool `follows`: [0] for a text that begins,
+        [1] for one that follows another."""
         content = json.loads(self.tokenizer_json)
         for token in content["added_tokens"]:
             # make_backend reads special tokens as text, and other added tokens as tokens
@@ -182,7 +183,7 @@ class FileTokenizer(Tokenizer):
         prompt_json = json.dumps(content)
         return [make_backend(prompt_json), make_continuing_backend(prompt_json)]
 
-    def encode_prompt(self, text: str, *, follows: bool = False) -> np.ndarray:
+    def encode_with_added_tokens(self, text: str, *, follows: bool = False) -> np.ndarray:
         return encode_with(self.prompt_backends[follows], text)
 
     def encode_with_special_tokens(self, text: str) -> list[int]:

@@ -33,7 +33,7 @@ ROLES = {
 }
 
 
-def encode_with_special_tokens(
+def encode_dialog(
     messages: Messages, tokenizer: Tokenizer, open_turn: bool = False, tools: Tools = None
 ) -> list[int]:
     """Return the token ids of a dialog. With `open_turn` they end where the assistant's next answer
@@ -55,10 +55,10 @@ def encode_with_special_tokens(
 
 
 def encode_text(text: str, tokenizer: Tokenizer, *, follows: bool = False) -> list[int]:
-    """Return the ids of a text of a prompt or an answer (see Tokenizer.encode_prompt)."""
+    """Return the ids of a text of a prompt or an answer by Tokenizer.encode_with_added_tokens."""
     if tokenizer.end_ids and tokenizer.end_of_text in text:  # not in a vocabulary of characters
         note_name_as_text(tokenizer.end_of_text)
-    return tokenizer.encode_prompt(text, follows=follows).tolist()
+    return tokenizer.encode_with_added_tokens(text, follows=follows).tolist()
 
 
 @cache  # once, not for each row
@@ -81,7 +81,7 @@ def encode_prompt(
         if prompt and not tokenizer.end_ids:  # vocabulary of characters, without end of text
             return prompt_ids
         return [*tokenizer.start_ids, *prompt_ids]
-    return encode_with_special_tokens(as_messages(prompt), tokenizer, open_turn=True, tools=tools)
+    return encode_dialog(as_messages(prompt), tokenizer, open_turn=True, tools=tools)
 
 
 def texts_of(message: Message) -> list[str]:
@@ -111,7 +111,7 @@ def fit_history(
     has room for an answer of `max_new_tokens`, or of half the context if that is less."""
     longest_prompt = block_size - min(max_new_tokens, block_size // 2)  # in tokens
     while True:
-        prompt_ids = encode_with_special_tokens(messages, tokenizer, open_turn=True)
+        prompt_ids = encode_dialog(messages, tokenizer, open_turn=True)
         # Never drop the newest question: sample.py refuses it if it exceeds the context.
         if len(prompt_ids) <= longest_prompt or len(messages) == 1:
             return prompt_ids

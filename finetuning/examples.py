@@ -23,9 +23,9 @@ from finetuning.chat import (
     Messages,
     Tools,
     as_messages,
+    encode_dialog,
     encode_prompt,
     encode_text,
-    encode_with_special_tokens,
     texts_of,
 )
 from finetuning.template import find_answer, is_learned
@@ -58,7 +58,7 @@ class Example:
 def encode_messages(messages: Messages, tokenizer: Tokenizer, tools: Tools = None) -> Example:
     """Encode a dialog. Only the assistant's turns count in the loss, except turns of "weight" 0.
     Raise ValueError if the chat template writes a turn in a way that cannot be learned."""
-    ids = encode_with_special_tokens(messages, tokenizer, tools=tools)  # T token ids
+    ids = encode_dialog(messages, tokenizer, tools=tools)  # T token ids
     loss_mask = np.zeros(len(ids), bool)
     for i, message in enumerate(messages):
         if is_learned(message):
@@ -85,7 +85,7 @@ def encode_completion(
         return Example.of_completion(prompt_ids, completion_ids)
     # Answers of earlier turns belong to the prompt here: they do not count in the loss.
     dialog = [*as_messages(prompt), {"role": "assistant", "content": completion}]
-    ids = encode_with_special_tokens(dialog, tokenizer, tools=tools)
+    ids = encode_dialog(dialog, tokenizer, tools=tools)
     answer = find_answer(dialog, len(dialog) - 1, ids, tokenizer, tools)
     return Example.of_completion(ids[: answer.start], ids[answer])
 

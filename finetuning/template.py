@@ -13,7 +13,7 @@ A row is refused if its chat template writes an answer in a way that does not al
 
 from data.named_tokenizer import Tokenizer
 from data.tokenizer import FileTokenizer
-from finetuning.chat import Message, Messages, Tools, encode_with_special_tokens, texts_of
+from finetuning.chat import Message, Messages, Tools, encode_dialog, texts_of
 
 # fields of an answer that a template may write beside its content
 ANSWER_FIELDS = ("reasoning_content", "reasoning", "thinking", "tool_calls")
@@ -32,7 +32,7 @@ def find_answer(
     writes the answer in a way that cannot be learned."""
     if not (isinstance(tokenizer, FileTokenizer) and tokenizer.chat_template):
         # The project's own format: end of text closes the answer, and is learned, too.
-        start = len(encode_with_special_tokens(messages[:index], tokenizer, open_turn=True))
+        start = len(encode_dialog(messages[:index], tokenizer, open_turn=True))
         return slice(start, dialog_ids.index(tokenizer.eot, start) + 1)
 
     if index == 0:  # chat templates cannot write a prompt without a message
