@@ -116,8 +116,11 @@ class ShardOptions:
 
 def split_text(tokenizer: Tokenizer, text: str | LongText) -> Iterator[str]:
     """Yield chunks of a text whose token ids together are the ids of the whole text: encode the
-    first chunk with `encode`, all others with encode_continuation. The text is read in pieces of
-    CHUNK characters. A chunk ends where a piece can be cut; without such a place it goes on.
+    first chunk with `encode`, all others with encode_continuation. "The cat sat" may become "The"
+    and " cat sat", as GPT-2's tokens are "The", " cat" and " sat".
+
+    The text is read in pieces of CHUNK characters. A chunk ends where a piece can be cut; without
+    such a place it goes on.
     """
     chunk: list[str] = []  # pieces of the next chunk
     for piece in pieces_of(text, CHUNK):

@@ -121,7 +121,11 @@ def hold_out(document: Document, num_held_out: int) -> Document:
     """Divide a document into train and validation tokens. Hold out the end of each of
     HELD_OUT_SPANS equal spans, so that both splits get a part of each chapter, which may be in
     another language. start_ids precede the beginning of each span, and its held-out end.
-    `num_held_out` counts tokens: at least 1, at most half of the document's tokens."""
+    `num_held_out` counts tokens: at least 1, at most half of the document's tokens.
+
+    Of 21 tokens, a start id among them, 2 are held out: token 10 and token 20. The ranges are
+    [0:1] [1:10] [0:1] [11:20] for training, then [0:1] [10:11] [0:1] [20:21] for validation.
+    """
     start_ids = range(document.num_start)
     # at most as many spans as held-out tokens, so that each span has an end
     num_spans = min(HELD_OUT_SPANS, num_held_out)

@@ -1,9 +1,20 @@
 """Tokenizers by their spec: text to token ids and back.
 
 The spec of a tokenizer is a string: a key of TOKENIZERS, or JSON with a whole tokenizer.json, so
-that no other file is needed. Checkpoints hold the spec; manifests hold only Tokenizer.name.
-data/named_tokenizer.py has the interface and the named tokenizers, data/export_tokenizer.py writes
-files for other programs.
+that no other file is needed. Two specs:
+
+    gpt2
+    {"eot": "</s>", "turn_end": "</s>", "end_ids": [2], "chat_template": null,
+     "template_tokens": {"bos_token": "<s>"}, "tokenizer.json": {...}}
+
+A tokenizer.json is read as a dict. Of GPT-2's, these entries decide the ids of a text:
+
+    {"added_tokens": [{"id": 50256, "content": "<|endoftext|>", "special": True, ...}],
+     "normalizer": None, "pre_tokenizer": {"type": "ByteLevel", ...}, "post_processor": {...},
+     "model": {"type": "BPE", "vocab": {"!": 0, ...}, "merges": [["Ġ", "t"], ...], ...}, ...}
+
+Checkpoints hold the spec; manifests hold only Tokenizer.name. data/named_tokenizer.py has the
+interface and the named tokenizers, data/export_tokenizer.py writes files for other programs.
 
 The library `tokenizers` reads a tokenizer.json. transformers reads the other files of a Hugging
 Face folder (data/huggingface_tokenizer.py). Files are untrusted: an unusable file is refused with a
@@ -94,24 +105,26 @@ class FileTokenizer(Tokenizer):
 
     def __init__(self, spec_fields: dict[str, Any]) -> None:
         content = spec_fields[TOKENIZER_FILE]  # a dict
-        # a string for the library; ensure_ascii would write \u escapes in place of characters
+        # Shards and exports get this text, and each backend is made of it. ensure_ascii would write
+        # \u escapes in place of characters.
         self.tokenizer_json = json.dumps(content, ensure_ascii=False)
         backend = make_backend(self.tokenizer_json)
         self.backend = backend
         self.bos_ids = find_bos_ids(backend)  # () if there is no BOS
         self.end_of_text = spec_fields["eot"]  # the token; self.eot is its id
 
-        # two files with the same definition are the same tokenizer and get the same name
+        # "tokenizer-8f3a01c2": two files with the same definition are the same tokenizer
         self.name = spec_fields.get("name", f"tokenizer-{definition_checksum(content)}")
         self.identity = self.name
         if self.name not in TOKENIZERS:
             # with another end-of-text token, other tokens separate the documents
             self.identity = f"{self.name} with {self.end_of_text}"
 
-        vocab = backend.get_vocab()  # ids by token, added tokens included
+        # ids by token, added tokens included: {"!": 0, ..., "<|endoftext|>": 50256}
+        vocab = backend.get_vocab()
         self.vocab_size = max(vocab.values()) + 1  # not len(vocab): ids may have gaps
         self.eot = vocab[self.end_of_text]
-        added_tokens = backend.get_added_tokens_decoder()
+        added_tokens = backend.get_added_tokens_decoder()  # the library's AddedToken of each id
         self.added_ids = set(added_tokens)
         """Ids of added tokens, special and others: plain text, not pieces of the vocabulary."""
         self.special_ids = frozenset(i for i, token in added_tokens.items() if token.special)
@@ -139,6 +152,9 @@ class FileTokenizer(Tokenizer):
 
     def find_bytes(self, vocab: dict[str, int], is_byte_level: bool) -> dict[int, bytes]:
         """Return the bytes of each id, given `vocab`, the ids by token.
+
+        Files write the bytes b" the" as "Ġthe" (byte-level BPE) or "▁the" (SentencePiece), and the
+        byte of a line break as "Ċ" or "<0x0A>".
 
         The file's own decoder does not serve: it returns strings, which lose a character that spans
         two tokens. Some files have no decoder.
@@ -250,8 +266,8 @@ class FileTokenizer(Tokenizer):
         # it may drop white space.
         if self.backend.normalizer is not None:
             text = self.backend.normalizer.normalize_str(text)
-        # Count the characters that `decoded` lacks. A difference of Counters ignores characters
-        # that `decoded` has in addition, such as a space.
+        # Count the characters that `decoded` lacks: "bb" of "abba" and "a a". A difference of
+        # Counters ignores characters that `decoded` has in addition, such as the space.
         lost_counts = Counter(text.replace(SPACE, " ")) - Counter(decoded)
         return "".join(lost_counts.elements())
 
@@ -312,12 +328,13 @@ def find_bos_ids(backend: Backend) -> tuple[int, ...]:
     """Return the ids that the post-processor of a tokenizer.json writes before a text.
 
     Several kinds of post-processors write such ids: encode a text to see them. The text needs at
-    least one token, to tell the ids before it from the ids after it.
+    least one token, to tell the ids before it from the ids after it. For "Hello" LLaMA 2 gives the
+    ids [1, 15043] and the sequence ids [None, 0], so that 1 is its BOS.
     """
     # try the probe, then the tokens themselves, until a text has a token
     for text in (PROBE, *backend.get_vocab()):
         encoding = backend.encode(text)  # includes what the post-processor adds
-        if 0 in encoding.sequence_ids:  # 0: from the text; None: from the post-processor
+        if 0 in encoding.sequence_ids:  # 0: id of the text; None: id of the post-processor
             return tuple(encoding.ids[: encoding.sequence_ids.index(0)])
     return ()  # no text has a token
 
@@ -325,7 +342,8 @@ def find_bos_ids(backend: Backend) -> tuple[int, ...]:
 def without_prefix(component: dict) -> dict:
     """Return a component of a tokenizer.json (normalizer, pre-tokenizer, ...) that puts nothing
     before a text: the component itself, changed in place, or another one. An object_hook of
-    json.loads."""
+    json.loads, which calls it for {"type": "Metaspace", "add_prefix_space": True} and each other
+    object of the file."""
     component_type = component.get("type")
     if component_type == "Prepend":  # Llama 2's normalizer
         # not `"prepend": ""`, with which the library fails on a text that begins with spaces
@@ -359,10 +377,10 @@ def byte_characters() -> list[str]:
 def definition_of(backend: Backend) -> dict:
     """Return the content of a backend's tokenizer.json. Changes the backend in place, to write only
     BOS and no ids after a text, because models here train without such ids."""
-    bos_ids = find_bos_ids(backend)
-    bos_tokens = [backend.id_to_token(token_id) for token_id in bos_ids]
+    bos_ids = find_bos_ids(backend)  # (1,) of LLaMA 2, () of GPT-2
+    bos_tokens = [backend.id_to_token(token_id) for token_id in bos_ids]  # ["<s>"]
     backend.post_processor = TemplateProcessing(
-        single=[*bos_tokens, "$A"],  # BOS, then the text
+        single=[*bos_tokens, "$A"],  # BOS, then the text, which the library calls $A
         special_tokens=list(zip(bos_tokens, bos_ids, strict=True)),
     )
     return json.loads(backend.to_str())
@@ -372,14 +390,14 @@ def definition_checksum(content: dict) -> str:
     """Return the CRC-32, in hexadecimal, of all parts of a tokenizer.json that decide the ids of a
     text. It names a tokenizer, `tokenizer-<checksum>`, and recognizes files that hold the tokenizer
     gpt2 or bytes (CHECKSUMS). Files of one tokenizer may differ in other parts."""
-    added_tokens: dict[str, dict] = {}
+    added_tokens: dict[str, dict] = {}  # entries of the file by token
     for entry in content["added_tokens"]:
         # "normalized" has no effect without a normalizer
         is_normalized = entry["normalized"] and content["normalizer"] is not None
         added_tokens[entry["content"]] = entry | {"normalized": is_normalized}
     # drop options that are off (null, "", false or 0.0), because some files leave them out
     model = {name: value for name, value in content["model"].items() if value}
-    if isinstance(model["vocab"], dict):
+    if isinstance(model["vocab"], dict):  # a Unigram model has a list of pairs
         # drop added tokens, because only some files list them in the vocabulary, too
         vocab = sorted(model["vocab"].items())
         model["vocab"] = [pair for pair in vocab if pair[0] not in added_tokens]
@@ -416,11 +434,11 @@ def find_end_of_text(path: Path, backend: Backend, candidates: Iterable[str | No
 def make_spec(backend: Backend, end_of_text: str, model_tokens: ModelTokens) -> str:
     """Return the spec of a tokenizer, with a model's statements about its tokens. Raise an error
     for an unusable vocabulary or chat template."""
-    content = definition_of(backend)
+    content = definition_of(backend)  # a tokenizer.json as a dict
     spec_fields = {  # read by FileTokenizer
         "eot": end_of_text,
         "turn_end": end_of_text,  # provisional: replaced below if there is a chat template
-        **asdict(model_tokens),
+        **asdict(model_tokens),  # template_tokens, chat_template, end_ids
         TOKENIZER_FILE: content,
     }
     # If the file defines the tokenizer gpt2 or bytes, the spec is only this name, so that shards,
@@ -449,7 +467,7 @@ class PlainUnpickler(pickle.Unpickler):
 def character_backend(path: Path) -> Backend:
     """Return a tokenizer with the characters and ids of nanoGPT's meta.pkl."""
     with open(path, "rb") as file:
-        ids_of_characters = PlainUnpickler(file).load()["stoi"]
+        ids_of_characters = PlainUnpickler(file).load()["stoi"]  # {"\n": 0, " ": 1, "!": 2, ...}
     backend = Backend(BPE(ids_of_characters, []))  # no merges: each character is a token
     backend.decoder = Fuse()  # for other programs: no spaces between tokens
     return backend
