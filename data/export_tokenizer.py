@@ -49,11 +49,11 @@ def byte_level(model: models.BPE, split: str = "gpt2") -> tokenizers.Tokenizer:
 def to_backend(tokenizer: Tokenizer) -> tokenizers.Tokenizer:
     """Return a named tokenizer, GPT-2's or bytes, as an object of the library `tokenizers`."""
     characters = byte_characters()
-    vocab: dict[str, int] = {}  # ids by token; a token is written in byte_characters
+    vocab: dict[str, int] = {}  # {"!": 0, ..., "Ġthe": 262, ...}: tokens in byte_characters
     for token_id in range(tokenizer.eot):  # end of text is the last id
         token_bytes = tokenizer.decode_bytes([token_id])
         vocab["".join(characters[byte] for byte in token_bytes)] = token_id
-    # pairs of tokens in order of priority; byte tokens have none
+    # [("Ġ", "t"), ("Ġ", "a"), ...]: pairs of tokens in order of priority; byte tokens have none
     merges: list[tuple[str, str]] = []
     if tokenizer.name == "gpt2":
         # tiktoken's encoding lacks the pairs, but its cache has OpenAI's file of merges: a line

@@ -71,6 +71,7 @@ def read_folder(folder: Path, declared_vocab_size: int) -> tuple[str, ModelToken
     for file_name, config_class in config_classes.items():
         if not (folder / file_name).is_file():
             continue
+        # 50256, or [128001, 128009] of Llama 3, or None
         end_id = config_class.from_pretrained(folder).eos_token_id
         if isinstance(end_id, list):
             end_ids += end_id

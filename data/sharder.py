@@ -98,7 +98,7 @@ class Document:
         parts = []
         position = 0  # number of tokens in earlier ranges
         for indices in self.ranges:
-            # a slice of a range is a range
+            # a slice of a range is a range: range(10, 20)[5:7] is range(15, 17)
             part = indices[max(0, first - position) : max(0, last - position)]
             if part:
                 parts.append(self.token_file.read(part.start, part.stop))
@@ -152,7 +152,7 @@ class ShardWriter:
     def __init__(self, path: Path, split: str, dtype: np.dtype, num_written: int = 0) -> None:
         self.path = path
         self.dtype = dtype
-        self.split = split
+        self.split = split  # for the manifest entry that `finish` returns
         self.temporary = path.with_name(path.name + ".tmp")
         # read by Sharder.reopen, which removes a copy that does not hold the expected tokens
         self.is_copy = num_written > 0 and not self.temporary.exists()
@@ -241,9 +241,9 @@ class Sharder:
     def __init__(
         self, folder: Path, settings: Settings, source: Source, max_shards: int | None
     ) -> None:
-        self.source = source
+        self.source = source  # gives save_resume_point the counts up to a batch
         self.folder = folder
-        self.max_shards = max_shards
+        self.max_shards = max_shards  # `is_full` reads it after each shard
         self.shard_size = settings.shard_size  # tokens
         self.min_val_tokens = min(MIN_VAL_TOKENS, max(1, self.shard_size // 4))
         """`divide_last` holds out more if validation has fewer tokens. Below the size of a shard,
@@ -288,6 +288,7 @@ class Sharder:
         # Neither complete nor stopped: until `end`, training warns that the folder is not finished.
         self.manifest.stopped = False
         write_manifest(self.folder, self.manifest)
+        # {"train": 31_000, "val": 400}
         for split, num_tokens in self.manifest.state.open.items():
             self.open_shard(split, num_tokens)
             self.tokens_by_split[split] += num_tokens

@@ -209,8 +209,10 @@ def open_folders(paths: list[Path], split: str) -> list[ShardFolder]:
     to make shards, if no folder has the split, or if a folder has no shards of any split."""
     folders = [open_folder(path, split) for path in paths]
     folders_with_split = [folder for folder in folders if folder.shards]
-    # a mistyped folder
-    empty = [x.path for x in folders if not x.shards and not shard_paths(x.path)]
+    empty: list[Path] = []  # folders without a shard of any split, such as a mistyped one
+    for folder in folders:
+        if not folder.shards and not shard_paths(folder.path):
+            empty.append(folder.path)
     if empty or not folders_with_split:
         missing = empty or paths
         problem = (
@@ -265,23 +267,24 @@ class TokenStream:
     """
 
     def __init__(self, folders: list[ShardFolder]) -> None:
-        self.folders = folders
+        self.folders = folders  # bytes_per_token and `unfinished` read their manifests
         self.split = folders[0].split  # "train" or "val", the same in all folders
         self.tokenizer_spec = folders[0].tokenizer_spec
         """Spec of the tokenizer. main of train.py replaces it, for the train split, by the spec of
         a pre-trained or resumed model, which has the same tokens and may have a chat template."""
-        self.vocab_size = count_tokens(self.tokenizer_spec)  # without the model's padding
+        # without the model's padding: `read` refuses ids from this one on
+        self.vocab_size = count_tokens(self.tokenizer_spec)
         self.shards: list[Shard] = []
         for folder in folders:
             self.shards += folder.shards
         # The spec changes with the order of the keys in tokenizer.json, the identity does not.
-        identities = {tokenizer_identity(folder.tokenizer_spec) for folder in folders}
+        identities = {tokenizer_identity(folder.tokenizer_spec) for folder in folders}  # {"gpt2"}
         self.tokenizer_identity = tokenizer_identity(self.tokenizer_spec)
-        # None for folders of older versions, which do not know it
-        fractions = {x.manifest.val_fraction for x in folders if x.manifest} - {None}
+        # {0.01}; without the None of folders of older versions, which do not know it
+        fractions = {folder.manifest.val_fraction for folder in folders if folder.manifest} - {None}
         # with several rules of the split, one folder may train on the validation text of another
-        settings: dict[str, set] = {"tokenizers": identities, "val_fractions": fractions}
-        for setting, values in settings.items():
+        values_by_setting: dict[str, set] = {"tokenizers": identities, "val_fractions": fractions}
+        for setting, values in values_by_setting.items():
             if len(values) > 1:
                 raise UserError(
                     f"the folders of data_dir have several {setting}, {sorted(values)}: shard "

@@ -116,8 +116,9 @@ class SourcePosition:
     file: int = 0
     """Index of the batch's file in Source.names, the files of this worker; 0 for a dataset."""
     counts: dict = field(default_factory=dict)
-    """FileCounts, as JSON, of the rows of this file before the batch. {} if there is no batch:
-    before the first batch of a first run, and after the last file."""
+    """FileCounts, as JSON, of the rows of this file before the batch: {"size": 5_000_000, "rows":
+    300, "texts": 298, ...}. {} if there is no batch: before the first batch of a first run, and
+    after the last file."""
     revision: str | None = None
     """Commit of the hub's dataset, so that a later run reads the same files; None for files."""
     stream: dict | None = None
@@ -158,7 +159,7 @@ class UntilDamage(io.RawIOBase):
     def __init__(self, name: str) -> None:
         self.open = partial(COMPRESSIONS.get(Path(name).suffix.lower(), open), name, "rb")
         self.file = self.open()
-        self.num_read = 0  # bytes
+        self.num_read = 0  # bytes so far, up to which readinto reads the file again at its damage
         self.error: Exception | None = None
 
     def readable(self) -> bool:
@@ -249,9 +250,9 @@ def list_files(inputs: tuple[str, ...]) -> dict[str, int]:
                 num_left_out["link to a folder"] += 1
             else:
                 paths.append(path)
-        suffixes_here = {suffix_of(path.name) for path in paths}
+        suffixes_here = {suffix_of(path.name) for path in paths}  # {".jsonl", ".md", ".png"}
         groups = (group for group in SUFFIXES_IN_FOLDERS if suffixes_here & set(group))
-        suffixes = next(groups, ())
+        suffixes = next(groups, ())  # the first group of which the folder has a file
         for path in paths:
             if suffix_of(path.name) in suffixes:
                 # OSError for a broken link
@@ -306,6 +307,7 @@ def separator_pattern(separator: str) -> re.Pattern[str]:
     """Return the expression of --separator. A mark in brackets, <|endoftext|>, separates texts
     anywhere, and so does a separator with a line break. Another one, such as "---", has to stand
     alone on a line. The blanks and the line break behind a separator belong to it."""
+    # the separator by its line breaks, which a user types as \n: ["---"], ["", "", ""] for \n\n
     lines = separator.replace("\\r", "").replace("\\n", "\n").split("\n")
     text = r"\r?\n".join(map(re.escape, lines))
     if len(lines) > 1 or BRACKETS.fullmatch(separator):
@@ -315,7 +317,8 @@ def separator_pattern(separator: str) -> re.Pattern[str]:
 
 def number_pieces(pieces: Iterable[str], separator: str) -> Iterator[tuple[int, str]]:
     """Yield the pieces of several texts with a separator between them, each with the index of its
-    text. Leaves out the separators, and texts without a character."""
+    text: "one\\n--", "-\\ntwo" with the separator --- become (0, "one\\n"), (1, "two"). Leaves out
+    the separators. Some yielded pieces are empty."""
     pattern = separator_pattern(separator)
     max_length = 2 * len(separator) + 4  # of a match: each \n may be \r\n
     index = 0  # of the text
@@ -561,8 +564,8 @@ class Source:
     settings: SourceSettings
     folder: Path
     """Folder for long texts, which `batches` keeps on disk."""
-    has_noted_marks: bool = False
-    has_noted_controls: bool = False
+    has_noted_marks: bool = False  # note_marks prints its note once in a run
+    has_noted_controls: bool = False  # so does note_controls
     counts_by_file: dict[str, FileCounts] = field(default_factory=dict)
     """The ledger of the manifest: counts of each file that was read, by name, in the order of
     `names`. `batches` updates it; before that, the caller adds the counts of earlier runs."""
@@ -593,7 +596,7 @@ class Source:
         UserError for a source that cannot be read, and at the end if no row was a text. `datasets`
         retries downloads, for DOWNLOAD_SECONDS a batch."""
         position = SourcePosition(**(position_json or {}))
-        # both yield the batches of a file or dataset, from a position in it on
+        # both yield a RowBatch of a file or dataset in turn, from a position in it on
         read = self.read_batches if self.settings.files else self.read_dataset
         bytes_by_file = dict(zip(self.settings.files, self.settings.sizes, strict=True))
         for index in range(position.file, len(self.names)):
@@ -695,7 +698,7 @@ class Source:
             numbered = number_pieces(pieces, self.settings.separator)
         else:
             numbered = ((0, piece) for piece in self.note_marks(name, pieces))
-        with_characters = (pair for pair in numbered if pair[1])
+        with_characters = (pair for pair in numbered if pair[1])  # (index of the text, piece)
         for _, text in groupby(with_characters, itemgetter(0)):  # the pieces of one text
             yield join_pieces(map(itemgetter(1), text), self.folder)
 
@@ -765,7 +768,8 @@ class Source:
             stream.load_state_dict(stream_state)
         batches = iter(stream.iter(ROWS_PER_BATCH))
         next_batch = partial(ask, HUB, partial(next, batches, None), DOWNLOAD_SECONDS)
-        for columns in iter(next_batch, None):  # a dict of lists, by column; None: the end
+        # {"text": [up to 100 texts], "id": [...], ...}; None: the end
+        for columns in iter(next_batch, None):
             if column not in columns:  # fail now, not after hours without a text
                 reason = without_column(column, columns).reason
                 raise UserError(f"{name} is {reason}; name the column of its texts")
