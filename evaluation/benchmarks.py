@@ -50,9 +50,11 @@ class HellaSwag(Task):
         llm.c does. The other protocols take the text of lm-evaluation-harness (version 1.0 of its
         task): activity, colon and context, without WikiHow's marks."""
         items = []
+        # {"activity_label": "Roof repair", "ctx_a": "A man sits.", "ctx_b": "he",
+        # "ctx": "A man sits. he", "endings": [four texts], "label": 3, ...}
         for row in rows:
             context = get_field(row, "ctx", str)
-            endings = get_field(row, "endings", list)  # four texts
+            endings = get_field(row, "endings", list)
             label = get_label(row, "label", len(endings))
             if protocol != "build-nanogpt":
                 # ctx is ctx_a and ctx_b together; the endings complete the sentence of ctx_b. Some
@@ -70,12 +72,12 @@ class HellaSwag(Task):
         """Return the log-probability of an ending as "acc", and its mean per token as "acc_norm".
         lm-eval takes the mean per character instead, and as "acc_bytes" the mean per byte."""
         # logprob is a sum over all tokens in nats, so it is lower for longer endings
-        lengths = {"acc_norm": prediction.num_tokens}
+        length_by_metric = {"acc_norm": prediction.num_tokens}
         if protocol != "build-nanogpt":
             ending = choice[1:]  # the harness does not count the space in front
-            lengths = {"acc_norm": len(ending), "acc_bytes": len(ending.encode())}
+            length_by_metric = {"acc_norm": len(ending), "acc_bytes": len(ending.encode())}
         value_by_metric = {"acc": prediction.logprob}
-        for metric, length in lengths.items():
+        for metric, length in length_by_metric.items():
             # 0 if the ending had only WikiHow's marks: never chosen, as in the harness
             value_by_metric[metric] = prediction.logprob / length if length else -math.inf
         return value_by_metric
@@ -122,7 +124,7 @@ class Lambada(Task):
         """Split each passage before its last word, as lm-evaluation-harness does. White space after
         the word is dropped: some copies of OpenAI's file have it."""
         items = []
-        for row in rows:
+        for row in rows:  # {"text": "... to the door, and there stood Tom"}
             context, _, word = row["text"].rstrip().rpartition(" ")
             assert word, "a passage without a word"  # `read` puts this text into its UserError
             items.append(Item(context, (f" {word}",)))
@@ -133,12 +135,13 @@ class Lambada(Task):
     ) -> ScoredExample:
         """Return whether the model writes the word, and for lm-eval the nats of the word."""
         [prediction] = predictions  # the word is the only choice
-        hits = {  # protocol -> whether the word counts as right
+        is_right_by_protocol = {
             "lm-eval": prediction.is_greedy,
             "last token": prediction.is_last_greedy,
             "stop words": prediction.is_greedy_filtered,
         }
-        score_by_metric = {"acc": ExampleScore(hits[protocol])}  # True counts as 1
+        # True counts as 1
+        score_by_metric = {"acc": ExampleScore(is_right_by_protocol[protocol])}
         if protocol == "lm-eval":
             # `result` turns the mean of these nats per word into a perplexity
             score_by_metric["perplexity"] = ExampleScore(-prediction.logprob)
@@ -195,6 +198,8 @@ class ChildrensBookTest(Task):
         """Return the text up to the blank as context. Each choice is a candidate and the rest of
         the question."""
         items = []
+        # {"sentences": [20 lines], "question": "She saw the XXXXX .", "answer": "fox",
+        # "options": ["dog", "fox", ...]}
         for row in rows:
             before, after = row["question"].split("XXXXX", 1)
             # CBT's spaces around punctuation stay, as in the paper. The space before the blank

@@ -13,9 +13,13 @@ types, which differ in the fields of an item (FewShotTask.prompts) and in the to
 (FewShotTask.continuations):
 
     multiple_choice         one question, several answers: the likeliest answer is the model's
+                            {"query": "2 + 2 is", "choices": ["3", "4"], "gold": 1}
     schema                  several questions, one answer: the question after which the answer is
-                            likeliest is the model's (Winograd schemas: "Ann ...", "Tom ...")
+                            likeliest is the model's (Winograd schemas)
+                            {"context_options": ["Ann saw Tom. Ann", "Ann saw Tom. Tom"],
+                             "continuation": "was seen", "gold": 1}
     language_modeling       one question, one answer: greedy decoding must write it
+                            {"context": "2 + 2 is", "continuation": "4"}
 """
 
 import contextlib
@@ -137,27 +141,27 @@ class FewShotTask(Task):
         """
         # ids at the start of each document of the shards: end of text, or BOS of a LLaMA
         start_ids = list(tokenizer.start_ids)
-        wholes: list[list[int]] = []  # for each choice the ids of examples and prompt
+        whole_ids: list[list[int]] = []  # for each choice the ids of examples and prompt
         for choice in item.choices:
-            wholes.append(start_ids + tokenizer.encode(item.context + choice).tolist())
-        shortest = min(len(ids) for ids in wholes)
-        # counted_starts[i] is the index in wholes[i] of the first id that counts
+            whole_ids.append(start_ids + tokenizer.encode(item.context + choice).tolist())
+        shortest = min(len(ids) for ids in whole_ids)  # in tokens
+        # counted_starts[i] is the index in whole_ids[i] of the first id that counts
         if self.type == "schema":
             # a common prefix of the reversed ids is the common end of the prompts
-            num_counted = len(commonprefix([ids[::-1] for ids in wholes]))
+            num_counted = len(commonprefix([ids[::-1] for ids in whole_ids]))
             # split_ids needs a token to score and a token before it
             num_counted = min(max(num_counted, 1), shortest - 1)
-            counted_starts = [len(ids) - num_counted for ids in wholes]
+            counted_starts = [len(ids) - num_counted for ids in whole_ids]
         else:
-            compared = wholes  # ids whose common start does not count
+            compared_ids = whole_ids  # ids whose common start does not count
             if self.type == "language_modeling":
                 # compare the prompt with the same prompt without its answer
-                compared = [*wholes, start_ids + tokenizer.encode(item.context).tolist()]
+                compared_ids = [*whole_ids, start_ids + tokenizer.encode(item.context).tolist()]
             # If one choice is the beginning of another one, it has no token after the common start,
             # and nanochat's mean loss is NaN. Here the last common token counts for all choices.
-            counted_starts = [min(len(commonprefix(compared)), shortest - 1)] * len(wholes)
+            counted_starts = [min(len(commonprefix(compared_ids)), shortest - 1)] * len(whole_ids)
         # nanochat feeds the last token to the model, too, so block_size tokens fit, not one more
-        pairs = zip(wholes, counted_starts, strict=True)
+        pairs = zip(whole_ids, counted_starts, strict=True)
         return [split_ids(ids, start, block_size) for ids, start in pairs]
 
     def score_example(
@@ -167,14 +171,19 @@ class FewShotTask(Task):
         first of equal ones. For language_modeling return whether greedy decoding writes the answer.
         """
         # nats per token for each choice: the negative of nanochat's mean loss
-        means = [prediction.logprob / prediction.num_tokens for prediction in predictions]
-        pick = means.index(max(means))
+        mean_logprobs = [prediction.logprob / prediction.num_tokens for prediction in predictions]
+        pick = mean_logprobs.index(max(mean_logprobs))  # index of the model's choice
         is_right = pick == item.label
         if self.type == "language_modeling":  # it has a single choice, so `pick` is always right
             is_right = predictions[0].is_greedy
-        score_by_metric = {"acc": ExampleScore(is_right, is_tie=means.count(max(means)) > 1)}
-        details = {"label": item.label, "pick": pick, "correct": is_right, "mean_logprobs": means}
-        return score_by_metric, details
+        is_tie = mean_logprobs.count(max(mean_logprobs)) > 1
+        details = {  # for --dump, with the task, protocol and index of the item
+            "label": item.label,
+            "pick": pick,
+            "correct": is_right,
+            "mean_logprobs": mean_logprobs,
+        }
+        return {"acc": ExampleScore(is_right, is_tie)}, details
 
     def result(self, protocol: str, metric: str, example_scores: list[ExampleScore]) -> Result:
         """Return the accuracy, and in Result.centered the accuracy on the scale of CORE."""
@@ -185,7 +194,7 @@ class FewShotTask(Task):
         return replace(mean, centered=centered)
 
 
-LoadedTask = tuple[FewShotTask, list[dict]]  # a task, and the rows of its file
+LoadedTask = tuple[FewShotTask, list[dict]]  # a task, and the rows of its file, see above
 
 
 class FewShotTasks(Benchmark):
@@ -204,25 +213,27 @@ class FewShotTasks(Benchmark):
     ) -> list[LoadedTask]:
         """Return each task of core.yaml with its rows. If no folder is given, download CORE."""
         folder = path or download_bundle()
-        baselines = {}  # label of a task -> accuracy of guessing, from 0 to 1
+        baseline_by_label = {}  # {"hellaswag_zeroshot": 0.25, ...}: accuracies of guessing
         if (folder / "eval_meta_data.csv").exists():
             lines = (folder / "eval_meta_data.csv").read_text(encoding="utf-8").splitlines()
             for row in csv.DictReader(lines):
-                baselines[row["Eval Task"]] = float(row["Random baseline"]) / 100  # percent
+                baseline_by_label[row["Eval Task"]] = float(row["Random baseline"]) / 100  # percent
         tasks: list[LoadedTask] = []
+        # {"label": "hellaswag_zeroshot", "dataset_uri": "language_understanding/hellaswag.jsonl",
+        # "num_fewshot": [0], "icl_task_type": "multiple_choice"}
         for entry in yaml.safe_load((folder / "core.yaml").read_bytes())["icl_tasks"]:
             label = entry["label"]
             [num_shots] = entry.get("num_fewshot", [0])  # a list of one number
             delimiter = entry.get("continuation_delimiter", " ")
             # provisional: without an entry the baseline is computed from the choices below
-            baseline = baselines.get(label, 0.0)
+            baseline = baseline_by_label.get(label, 0.0)
             task = FewShotTask(label, entry["icl_task_type"], num_shots, delimiter, baseline)
             # raises UserError if num_fewshot is negative, or a baseline is not in [0, 1)
             check_ranges(task, f"{folder}/core.yaml, {label}: ")
             file = folder / "eval_data" / entry["dataset_uri"]
             rows = task.read(file, limit, tokenizer, block_size)
             # language_modeling keeps 0: a guess is never right
-            if label not in baselines and task.type != "language_modeling":
+            if label not in baseline_by_label and task.type != "language_modeling":
                 # the mean over the items, which may have different numbers of choices
                 chances = [1 / len(task.prompts(row)) for row in rows]
                 task.baseline = sum(chances) / len(chances)

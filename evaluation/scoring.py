@@ -221,6 +221,7 @@ def score_items(
     # The rows of a batch have equal lengths (rounded up). The longest rows come first: if memory
     # runs out, it does so at once and not after an hour.
     block_size = scorer.model.config.block_size
+    # for each item a list of Continuations, one for each choice
     continuations = [task.continuations(item, tokenizer, block_size) for item in items]
     # The comparison runs on each machine: all processes must make equally many batches.
     is_shared = scorer.process.all_agree(shares_rows(scorer.model))
@@ -232,12 +233,12 @@ def score_items(
 
     # Process.map shares the batches among the processes, returns the predictions of all processes,
     # and raises Stopped after a signal.
-    predictions: dict[int, Prediction] = {}  # by index, see PackedItem.first_index
+    prediction_by_index: dict[int, Prediction] = {}  # of a choice, see PackedItem.first_index
     for batch_predictions in scorer.process.map(partial(score_batch, scorer, banned_ids), batches):
-        predictions |= batch_predictions
+        prediction_by_index |= batch_predictions
     scorer.model.train()  # dropout again: a training step may follow
     # The weights are of a run that diverged. Comparisons with NaN are false: no choice would win.
-    if not all(math.isfinite(prediction.logprob) for prediction in predictions.values()):
+    if not all(math.isfinite(prediction.logprob) for prediction in prediction_by_index.values()):
         raise UserError("the model gives NaN or infinity instead of log-probabilities")
 
     # restore the order of the items, as rows were sorted by length
@@ -245,7 +246,7 @@ def score_items(
     start = 0  # index of the first continuation of the item
     for item in items:
         end = start + len(item.choices)
-        predictions_of_items.append([predictions[index] for index in range(start, end)])
+        predictions_of_items.append([prediction_by_index[index] for index in range(start, end)])
         start = end
     return predictions_of_items
 
@@ -269,14 +270,14 @@ def score_batch(
     logprobs = logprobs.double()  # keeps the digits of a sum over hundreds of tokens
 
     # The N targets are in the order of PackedBatch. [start, end) are the targets of one choice.
-    predictions: dict[int, Prediction] = {}
+    prediction_by_index: dict[int, Prediction] = {}
     start = 0
     for packed_item in packed_items:
         for index, choice in enumerate(packed_item.choices, packed_item.first_index):
             end = start + len(choice)
             # a banned word may not come first, but may follow
             is_rest_greedy = is_argmax[start + 1 : end].all()
-            predictions[index] = Prediction(
+            prediction_by_index[index] = Prediction(
                 logprob=logprobs[start:end].sum().item(),
                 num_tokens=len(choice),
                 is_greedy=bool(is_argmax[start:end].all()),
@@ -284,7 +285,7 @@ def score_batch(
                 is_last_greedy=bool(is_argmax[end - 1]),
             )
             start = end
-    return predictions
+    return prediction_by_index
 
 
 def refuse_other_data(process: Process, name: str, content: object) -> None:
@@ -307,6 +308,7 @@ def open_benchmark(
     Raise UserError if the data cannot be read or scored: now, not in the middle of a run."""
     block_size = scorer.model.config.block_size
     read = partial(benchmark.read, path, limit, tokenizer, block_size)
-    loaded = scorer.process.read_on_all(read)  # a dict per example; for CORE (task, rows) per task
-    refuse_other_data(scorer.process, benchmark.name, loaded)
-    return partial(benchmark.score, loaded, partial(score_items, scorer, tokenizer), protocols)
+    # [{"text": "... stood Tom"}, ...] of LAMBADA; for CORE a pair (task, its rows) for each task
+    rows = scorer.process.read_on_all(read)
+    refuse_other_data(scorer.process, benchmark.name, rows)
+    return partial(benchmark.score, rows, partial(score_items, scorer, tokenizer), protocols)

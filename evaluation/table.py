@@ -86,7 +86,7 @@ def format_table(results: list[Result], model_type: str) -> str:
     """Format results as an aligned table. The last column has the published values of `model_type`,
     a size of OpenAI's GPT-2, and the lines below the table cite their sources."""
     rows = [["task", "protocol", "metric", "n", "value", "", f"OpenAI's {model_type}"]]
-    marks: dict[str, str] = {}  # citation -> "[1]", "[2]", ...
+    mark_by_citation: dict[str, str] = {}  # {"Radford et al. 2019, table 3": "[1]", ...}
     for result in results:
         details = []
         if result.stderr is not None:
@@ -97,7 +97,8 @@ def format_table(results: list[Result], model_type: str) -> str:
         published = PUBLISHED.get((result.task, result.protocol, result.metric))
         if published and model_type in published.by_model_type:
             # a citation that is known keeps its mark, a new one gets the next number
-            mark = marks.setdefault(published.citation, f"[{len(marks) + 1}]")
+            next_mark = f"[{len(mark_by_citation) + 1}]"
+            mark = mark_by_citation.setdefault(published.citation, next_mark)
             published_text = f"{published.by_model_type[model_type]:.4f} {mark}"
         unit = " tokens" if result.task == "val" else ""  # n counts examples in other tasks
         count = f"{result.n:,}{unit}"
@@ -114,6 +115,7 @@ def format_table(results: list[Result], model_type: str) -> str:
             ]
         )
 
+    # zip(*rows) gives the columns; a width in characters for each
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     # False: the column has no text below its heading, and is left out
     has_content = [any(column[1:]) for column in zip(*rows, strict=True)]
@@ -123,7 +125,7 @@ def format_table(results: list[Result], model_type: str) -> str:
         # {cell:<12} pads a cell with spaces on the right to 12 characters
         line = "  ".join(f"{cell:{side}{width}}" for cell, side, width, kept in cells if kept)
         lines.append(line.rstrip())
-    lines += [f"{mark} {citation}" for citation, mark in marks.items()]
+    lines += [f"{mark} {citation}" for citation, mark in mark_by_citation.items()]
     if results and results[-1].task == "core":  # the last result of CORE is the mean of its tasks
         lines.append(f"CORE of GPT-2, all 22 tasks: {listed(CORE_OF_GPT2)} ({NANOCHAT})")
         lines.append(f"CORE of GPT-3, estimated there: {listed(CORE_OF_GPT3)}")

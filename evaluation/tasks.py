@@ -72,8 +72,8 @@ class ExampleScore:
     """True if several choices are equally good; Result.ties counts these items."""
 
 
-# the scores of an example by metric, and the fields of its row for --dump: the caller adds task,
-# protocol and index to them
+# The scores of an example by metric, {"acc": ExampleScore(1.0)}, and the fields of its row for
+# --dump, {"label": 2, "logprobs": [-41.2, ...], ...}. The caller adds task, protocol and index.
 ScoredExample = tuple[dict[str, ExampleScore], dict]
 
 
@@ -97,7 +97,8 @@ class Result:
     """Accuracy on the scale of CORE, where 0 is guessing and 1 is perfect; None in other tasks."""
 
 
-# results, and one row per example for --dump
+# Results, and one row per example for --dump:
+# {"task": "lambada", "protocol": "lm-eval", "index": 0, "logprob": -3.1, ...}
 TaskScores = tuple[list[Result], list[dict]]
 ScoreBenchmark = Callable[[], TaskScores]  # scores a benchmark whose data has been read
 # maps items and their task to a Prediction for each choice of each item. It is
@@ -246,18 +247,19 @@ class Task(Benchmark):
         # Context and choice are encoded together, because a merge can join their characters. The
         # ids after the first len(context) ids belong to the continuation.
         context: list[int] = tokenizer.encode(item.context.rstrip()).tolist()
-        wholes = [tokenizer.encode(item.context + choice).tolist() for choice in item.choices]
+        # ids of the context and each choice as one text
+        whole_ids = [tokenizer.encode(item.context + choice).tolist() for choice in item.choices]
         # One token may contain the end of the context and a whole choice. Then the continuations of
         # all choices begin with that token. The harness fails on such an item.
-        seam = min(len(context), min(len(whole) for whole in wholes) - 1)
+        seam = min(len(context), min(len(ids) for ids in whole_ids) - 1)
         # As in the harness, only BOS stands before a context: GPT-2's published scores are without
         # end of text. Without BOS, an empty context becomes end of text, as it needs one token.
         context = [*tokenizer.bos_ids, *context[:seam]] or [tokenizer.eot]
         continuations = []
-        for whole in wholes:
-            ids = context + whole[seam:]
+        for ids in whole_ids:
             # The last token is no input of the model, so block_size + 1 tokens fit.
-            continuations.append(split_ids(ids, len(context), block_size + 1))
+            continuation = split_ids(context + ids[seam:], len(context), block_size + 1)
+            continuations.append(continuation)
         return continuations
 
     def choice_values(self, protocol: str, choice: str, prediction: Prediction) -> dict[str, float]:
@@ -314,7 +316,7 @@ class Task(Benchmark):
             if items != scored_items:
                 predictions = score_items(items, self)
                 scored_items = items
-            # the score of each example, in the order of `rows`
+            # {"acc": [ExampleScore(1.0), ...], ...}: a score for each of `rows`
             example_scores_by_metric: dict[str, list[ExampleScore]] = defaultdict(list)
             for index, (item, item_predictions) in enumerate(zip(items, predictions, strict=True)):
                 score_by_metric, details = self.score_example(protocol, item, item_predictions)
@@ -334,12 +336,12 @@ class Task(Benchmark):
         `predictions` has one for each choice of the item. For each metric, this method picks the
         choice with the highest value and compares it with the label.
         """
-        # for each choice a dict: metric -> value by which the metric picks a choice
+        # values by which a metric picks a choice: [{"acc": -41.2, "acc_norm": -3.4}, ...]
         values_of_choices: list[dict[str, float]] = []
         for choice, prediction in zip(item.choices, predictions, strict=True):
             values_of_choices.append(self.choice_values(protocol, choice, prediction))
         logprobs = [prediction.logprob for prediction in predictions]
-        details = {"label": item.label, "logprobs": logprobs}
+        details = {"label": item.label, "logprobs": logprobs}  # for --dump
         score_by_metric: dict[str, ExampleScore] = {}
         for metric in values_of_choices[0]:  # all choices have the same metrics
             values = [value_by_metric[metric] for value_by_metric in values_of_choices]

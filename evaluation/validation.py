@@ -63,13 +63,14 @@ class Scorer:
         """Return the metrics of validation_loss for each corpus of a split, by the corpus's name.
         Several corpora have a last entry "weighted mean". Evaluator.validate takes the last entry.
         """
+        # [{"loss": 3.29, "n": 10_485_760, "bits_per_byte": 0.98}, ...]
         corpus_metrics = [
             self.validation_loss(corpus, num_tokens) for corpus in val.corpus_sequences
         ]
-        by_corpus = dict(zip(val.names, corpus_metrics, strict=True))
+        metrics_by_corpus = dict(zip(val.names, corpus_metrics, strict=True))
         if len(corpus_metrics) > 1:
-            by_corpus["weighted mean"] = weighted_mean(corpus_metrics, val.corpus_weights)
-        return by_corpus
+            metrics_by_corpus["weighted mean"] = weighted_mean(corpus_metrics, val.corpus_weights)
+        return metrics_by_corpus
 
     @torch.no_grad()
     def validation_loss(self, sequences: Sequences, num_tokens: int) -> dict[str, float]:
@@ -90,8 +91,8 @@ class Scorer:
             """Return the sum of the loss over all targets of a batch of sequences, in nats."""
             # A shorter last batch would be compiled anew for its shape: repeat its ids up to the
             # full batch size. The loss ignores the targets of the repeated sequences, -1.
-            filled = np.resize(sequence_ids, len(batches[0]))
-            inputs, targets = sequences.make_batch(filled)  # int64 (B, T) each
+            filled_ids = np.resize(sequence_ids, len(batches[0]))  # (B,)
+            inputs, targets = sequences.make_batch(filled_ids)  # int64 (B, T) each
             targets[len(sequence_ids) :] = -1
             idx = torch.from_numpy(inputs).to(self.process.device)
             target_ids = torch.from_numpy(targets).to(self.process.device)
