@@ -115,8 +115,9 @@ def training_folders(checkpoint: Checkpoint) -> tuple[Path, ...]:
 
 
 def check(options: EvalOptions) -> dict[str, Path]:
-    """Return the path of --data for each benchmark by its name, {} without --data. Raise UserError
-    for a wrong option, before the script reads or scores anything."""
+    """Return the path of --data by benchmark, {"hellaswag": Path("hellaswag_val.jsonl")}, {}
+    without --data. Raise UserError for a wrong option, before the script reads or scores anything.
+    """
     # a/sums.jsonl and b/sums.jsonl would both write CHECKPOINT_sums.json
     if len({Path(task_name).stem for task_name in options.tasks}) < len(options.tasks):
         raise UserError(
@@ -134,10 +135,10 @@ def check(options: EvalOptions) -> dict[str, Path]:
                 f"there is no task {task_name}; --tasks takes {names} or a FOLDER with core.yaml"
             )
     # The script replaces earlier results, but no checkpoint and no file that it reads.
-    inputs = {Path(task_name).resolve() for task_name in options.tasks}
-    inputs |= {path.resolve() for path in options.data}
+    input_paths = {Path(task_name).resolve() for task_name in options.tasks}
+    input_paths |= {path.resolve() for path in options.data}
     for flag, path, suffix in (("out", options.out, ".json"), ("dump", options.dump, ".jsonl")):
-        if path and (path.suffix != suffix or path.resolve() in inputs):
+        if path and (path.suffix != suffix or path.resolve() in input_paths):
             raise UserError(
                 f"--{flag} {path} must end in {suffix}, and not be a file of --tasks or --data: "
                 "each evaluation replaces it"
@@ -172,10 +173,10 @@ def open_validation(options: EvalOptions, block_size: int, tokenizer: Tokenizer)
 def score_validation(val: Mixture, num_tokens: int, scorer: Scorer) -> TaskScores:
     """Return loss, bits per byte and perplexity of each corpus of --data_dir, and the weighted mean
     of several corpora. Result.protocol is the name of the corpus."""
-    # for each corpus "loss" in nats per token, "n" (number of targets) and perhaps "bits_per_byte"
-    by_corpus = scorer.metrics_by_corpus(val, num_tokens)
+    # {"FineWeb-Edu": {"loss": 3.29, "n": 10_485_760, "bits_per_byte": 0.98}}
+    metrics_by_corpus = scorer.metrics_by_corpus(val, num_tokens)
     results = []
-    for corpus, metrics in by_corpus.items():
+    for corpus, metrics in metrics_by_corpus.items():
         num_tokens = int(metrics.pop("n"))  # each remaining metric becomes a Result
         metrics["perplexity"] = exponential(metrics["loss"])  # per token
         for metric, value in metrics.items():
@@ -230,11 +231,12 @@ def main(options: EvalOptions) -> None:
     model_name = options.model or options.checkpoint
     checkpoint_path = find_checkpoint(model_name)  # None for a model of another project
     options = replace(options, tasks=options.tasks or default_tasks(options, checkpoint_path))
-    data_paths = check(options)
+    path_by_benchmark = check(options)
     process = distributed.start(options.device, options.dtype)
 
     # float32 keeps all bits of the weights, so that training has the same validation loss.
-    # `checkpoint` is the content of the file, {} for a model of another project.
+    # `checkpoint` is the content of the file, {} for a model of another project; the spec of
+    # GPT-2's tokenizer is "gpt2".
     model, tokenizer_spec, checkpoint = open_model(checkpoint_path or model_name, float32=True)
     model.to(process.device)
     # in place: on a CPU oneDNN's layers may replace the linear ones
@@ -257,20 +259,20 @@ def main(options: EvalOptions) -> None:
     stem = Path("logs", Path(model_name).resolve().name)
     if checkpoint_path is not None:
         stem = checkpoint_path.with_suffix("")
-    header = {
+    header = {  # of each file of results
         "step": checkpoint.get("step"),  # None for a model of another project
         "model": str(model_name),
         "dtype": str(process.dtype).removeprefix("torch."),
     }
     # Print and write the results of each task at once, because a later task may fail.
     results: list[Result] = []
-    dump_rows: list[dict] = []
+    dump_rows: list[dict] = []  # [{"task": "lambada", "protocol": "lm-eval", "index": 0, ...}, ...]
     failed_tasks: list[str] = []
     for task_name in options.tasks:
         bar.reset()
         bar.set_description(task_name)
         try:
-            path = data_paths.get(task_name)
+            path = path_by_benchmark.get(task_name)  # None: val, a path, or a download
             score = open_task(task_name, path, options, scorer, tokenizer)
         # on every process, such as a failed download or a missing file: all go on
         except (UserError, OSError) as error:

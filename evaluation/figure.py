@@ -49,7 +49,8 @@ class LoggedRun:
     as in {"train": [{"step": 1, "loss": 10.9, ...}, ...]}. A split is "train", "val", "held_out" or
     the name of a benchmark."""
     logged_config: dict
-    """Content of the config.json beside the log; {} if there is no config.json."""
+    """Content of the config.json beside the log, {"tokenizer": "gpt2", "corpus": "FineWeb-Edu",
+    ...}; {} if there is no config.json."""
 
 
 def read_run(path: Path) -> LoggedRun:
@@ -84,7 +85,7 @@ def comparable_loss(runs: list[LoggedRun]) -> str:
     "bits_per_byte". A token of one tokenizer holds more text than a token of another, so losses per
     token are not comparable."""
     # None for a run without config.json, as when metrics.jsonl was copied alone
-    tokenizers = {run.logged_config.get("tokenizer") for run in runs}
+    tokenizers = {run.logged_config.get("tokenizer") for run in runs}  # {"gpt2", "bytes"}
     if len(tokenizers - {None}) > 1:
         return "bits_per_byte"
     return "loss"
@@ -110,7 +111,7 @@ def curve(run: LoggedRun, split: str, metric: str) -> tuple[np.ndarray, np.ndarr
 def tokens_per_step(runs: list[LoggedRun]) -> float | None:
     """Return the number of tokens per training step for the axis of steps. Return None if it
     differs between or within runs, so that one axis of steps cannot fit all curves."""
-    means = []  # mean tokens per step up to the first and up to the last step of each run
+    means = []  # tokens per step up to the first and up to the last step of each run
     for run in runs:
         for metrics in (run.log["train"][0], run.log["train"][-1]):
             means.append(metrics["tokens"] / metrics["step"])
@@ -136,16 +137,17 @@ def draw(paths: list[Path], out: Path, model_type: str | None = None) -> None:
             print(f"skipped: {error}")
     labels = shorten([run.label for run in runs])
     runs = [replace(run, label=label) for run, label in zip(runs, labels, strict=True)]
-    last_metrics = [run.log["train"][-1] for run in runs]  # metrics of the last training step
+    # of the last training step: {"step": 19072, "loss": 3.05, "lr": 6e-05, ...}
+    last_metrics = [run.log["train"][-1] for run in runs]
     metric = comparable_loss(runs)  # metric of the panel at the top; GRPO changes it below
-    columns = ["lr", "tokens_per_s"]  # training metrics of the panels at the bottom, side by side
+    bottom_metrics = ["lr", "tokens_per_s"]  # of training, in panels side by side
     is_grpo = all("reward" in metrics for metrics in last_metrics)  # only GRPO logs a reward
     if is_grpo:  # the loss of GRPO does not tell how good the texts are
         metric = "reward"
-        columns = ["completion_tokens", "cut"]
+        bottom_metrics = ["completion_tokens", "cut"]
         if any("kl" in metrics for metrics in last_metrics):  # absent with --kl 0
-            columns.append("kl")
-    panel_names = [[metric], columns]  # rows from top to bottom, panels from left to right
+            bottom_metrics.append("kl")
+    panel_names = [[metric], bottom_metrics]  # rows from top to bottom, panels from left to right
     # the log has a benchmark's scores as a split with the benchmark's name
     if any(run.log.keys() & BENCHMARKS.keys() for run in runs):
         panel_names.insert(1, ["accuracy"])
@@ -154,9 +156,10 @@ def draw(paths: list[Path], out: Path, model_type: str | None = None) -> None:
     for i, run in enumerate(runs):
         color = f"C{i}"
         draw_main(panels[metric], run, metric, color)
-        for name in columns:
+        for name in bottom_metrics:
             panels[name].plot(*curve(run, "train", name), lw=1, color=color)
-    for name in columns:  # after all runs, because a fixed limit does not grow with later curves
+    # after all runs, because a fixed limit does not grow with later curves
+    for name in bottom_metrics:
         panels[name].set_ylim(0, upper_limit(panels[name]))  # None: Matplotlib chooses the end
     if metric != "bits_per_byte":  # training steps do not log bits_per_byte: there is no thin line
         explanation = "thin line: training, each step; dots: validation"
@@ -173,6 +176,7 @@ def make_panels(panel_names: list[list[str]]) -> tuple[Figure, dict[str, Axes]]:
     panels; it has one, two or three keys of LABELS."""
     # subplot_mosaic merges neighboring cells with one name into a wide panel. 6 cells per row
     # divide into 1, 2 or 3 equally wide panels.
+    # [["loss", "loss", ...], ["lr", "lr", "lr", "tokens_per_s", ...]]
     grid = [np.repeat(names, 6 // len(names)).tolist() for names in panel_names]
     figure = Figure(figsize=(WIDTH, 2.6 * len(panel_names)), layout="constrained")
     panels = figure.subplot_mosaic(grid)
@@ -199,17 +203,17 @@ def draw_main(axes: Axes, run: LoggedRun, metric: str, color: str) -> None:
         validation = without_start(*validation)
     [line] = axes.plot(*training, lw=0.8, alpha=0.6, color=color)
     label = run.label
-    # validations with a finite value: a step may lack the metric, and a run that diverged logs null
-    # (both are None, which becomes NaN)
-    finite = [
+    # the metrics of each validation with a finite value: a step may lack the metric, and a run that
+    # diverged logs null (both are None, which becomes NaN)
+    finite_metrics = [
         metrics
         for metrics in run.log.get(split, [])
         if np.isfinite(np.float64(metrics.get(metric)))
     ]
-    if finite:
+    if finite_metrics:
         # only this line gets the label below: the legend names each run once
         [line] = axes.plot(*validation, lw=1.8, marker="o", ms=3, color=color)
-        best_metrics = best(finite, key=lambda metrics: metrics[metric])
+        best_metrics = best(finite_metrics, key=lambda metrics: metrics[metric])
         label += f": {best_label} {best_metrics[metric]:.3f}, at step {best_metrics['step']:,}"
     line.set_label(label)
 
@@ -233,9 +237,9 @@ def upper_limit(axes: Axes) -> float | None:
         values = values[np.isfinite(values)]
         if values.size:
             limit = 1.05 * values.max()
-            usual = np.percentile(values, 98)  # outliers are at most 2 % of a curve
-            if usual > 0:  # 0 means that all other values are 0: then outliers count
-                limit = min(limit, 3 * usual)
+            percentile = np.percentile(values, 98)  # outliers are at most 2 % of a curve
+            if percentile > 0:  # 0 means that all other values are 0: then outliers count
+                limit = min(limit, 3 * percentile)
             limits.append(limit)
     return max(limits, default=0) or None
 
