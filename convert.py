@@ -93,7 +93,7 @@ def export_checkpoint(checkpoint_path: Path, out: Path) -> None:
     # block_size lets transformers warn of a text longer than the context.
     save_tokenizer(tokenizer, out, model.config.block_size, chat_template)
 
-    # options of the run that wrote the checkpoint: values by the names of their flags
+    # options of the run that wrote the checkpoint, by flag: {"init_from": "gpt2", "method": "sft"}
     options = checkpoint["config"]
     weights_from = Path(options["init_from"] or "random weights")  # a path, or a name on the hub
     if weights_from.parent.name == "checkpoints":  # RUN/checkpoints/model_best.pt becomes RUN
@@ -155,7 +155,7 @@ def import_model(model_name: str, out: Path) -> None:
         **asdict(Progress()),
         "best_loss": math.inf,  # no validation yet
     }
-    # ALONE is a single process: `weights` has all rows (OwnRows by name).
+    # ALONE is a single process, so `weights` has all rows: OwnRows by parameter name.
     weights, optimizer_state = copy_state(model, {}, ALONE)
     save_checkpoint(out, weights, optimizer_state, entries)
 

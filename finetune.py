@@ -67,7 +67,8 @@ METHODS: dict[str, type[Method]] = {
 
 
 def main() -> None:
-    # derived: names of options to compute below; checkpoint: content of the --resume file, or None
+    # derived: options to compute below, {"max_lr": None, "log_dir": None, ...}; checkpoint: content
+    # of the --resume file, or None
     given_options, derived, checkpoint = read_options(FinetuneOptions, "finetune.py", sys.argv[1:])
     process = start_process(given_options)  # catches signals from here on
     device_options = resolve_on_device(given_options, derived, process)
@@ -76,7 +77,8 @@ def main() -> None:
     initial = open_initial(device_options, checkpoint, process)
     assert initial is not None  # --init_from is required
     weights_checksum = init_checksum(device_options, checkpoint, initial, process)
-    model, weights = build_model(device_options, initial)  # on "meta"; weights: Rows by name
+    # model on "meta"; weights: {"transformer.wte.weight": Rows (50257, 768), ...}
+    model, weights = build_model(device_options, initial)
     # Numbers of rows and parameters set the defaults of --batch_size, --max_steps and --max_lr.
     assert device_options.data is not None  # FinetuneOptions requires --data
     num_rows = len(read_lines(device_options.data))
@@ -213,7 +215,8 @@ def train_step(
     seed_step(options.seed, progress.step, process.rank)  # for dropout
 
     # gradient accumulation: each micro-batch adds its gradients to those before
-    addends: dict[str, Tensor] = {}  # scalars: what this process adds to each mean of the step
+    # scalars, what this process adds to each mean of the step: {"loss": 0.29, "accuracy": 0.06}
+    addends: dict[str, Tensor] = {}
     num_local_tokens = 0  # of this process in this step
     for batch in prepared.batches:
         is_last = batch is prepared.batches[-1]
@@ -323,7 +326,7 @@ def checkpoint_entries(
     val_checksum = None  # identifies the rows that the lowest held-out loss belongs to
     if options.eval_data is not None:
         val_checksum = zlib.crc32(options.eval_data.read_bytes())
-    # determines the examples of each step: a resumed run warns if one of these has changed
+    # These determine the examples of each step: a resumed run warns if one of them has changed.
     data_order = {
         "batch_size": options.batch_size,
         "seed": options.seed,

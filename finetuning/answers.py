@@ -30,11 +30,11 @@ def score_questions(
         return complete_questions(scorer.model, question_batch, encoder, sampling, scorer.process)
 
     # one list of Completions per batch, of all processes, in the order of the questions
-    completions_by_batch = scorer.process.map(answer, batched(questions, scorer.batch_size))
+    completions_of_batches = scorer.process.map(answer, batched(questions, scorer.batch_size))
     # part of the protocol's name, because a model answers differently in a chat and in plain text
     text_format = "chat" if encoder.chat else "plain text"
     dump_rows: list[dict] = []
-    for index, completion in enumerate(chain.from_iterable(completions_by_batch)):
+    for index, completion in enumerate(chain.from_iterable(completions_of_batches)):
         dump_row = {
             "task": name,
             "index": index,
@@ -45,5 +45,5 @@ def score_questions(
             "exact": is_exact(completion),  # False if the completion was cut at max_new_tokens
         }
         dump_rows.append(dump_row)
-    exact = [dump_row["exact"] for dump_row in dump_rows]
-    return [mean_result(name, f"greedy, {text_format}", "exact match", exact)], dump_rows
+    are_exact = [dump_row["exact"] for dump_row in dump_rows]  # their mean is the share
+    return [mean_result(name, f"greedy, {text_format}", "exact match", are_exact)], dump_rows

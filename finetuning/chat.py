@@ -21,7 +21,7 @@ from data.tokenizer import FileTokenizer, load_tokenizer
 from evaluation.tasks import get_field
 from model.formats.checkpoint import Checkpoint
 
-# One turn: "role", "content", and further fields that a chat template may read.
+# One turn, {"role": "user", "content": "2+3?"}, with further fields that a chat template may read.
 Message = dict[str, Any]
 Messages = list[Message]
 Tools = list[dict[str, Any]] | None  # JSON schemas of functions that an assistant may call
@@ -41,7 +41,7 @@ def encode_dialog(
     if isinstance(tokenizer, FileTokenizer) and tokenizer.chat_template:
         # as one text, like transformers: many tokenizers encode the beginning of a text differently
         return tokenizer.encode_with_special_tokens(tokenizer.render(messages, open_turn, tools))
-    ids = list(tokenizer.start_ids)  # BOS, or end of text if there is no BOS
+    ids = list(tokenizer.start_ids)  # BOS, or end of text if there is no BOS: [50256] of GPT-2
     for message in messages:
         # Encode role and content separately. Sampling continues after the ":", so training must
         # not merge the ":" with the letters that follow it into one token.
@@ -122,7 +122,7 @@ def is_chat(checkpoint: Checkpoint, tokenizer_spec: str) -> bool:
     """Return True if a model has learned to chat. A checkpoint of finetune.py records it as the
     option --plain; any other model has learned it if its tokenizer has a chat template.
     `checkpoint` is {} for a model of another project."""
-    options = checkpoint.get("config", {})  # by the names of their flags
+    options = checkpoint.get("config", {})  # by the names of their flags: {"plain": False, ...}
     if "plain" in options:  # only finetune.py has this option
         return not options["plain"]
     # Tokenizers in TOKENIZERS have no template. Do not load them: "gpt2" could need a download.

@@ -17,7 +17,7 @@ class Completion:
     """A completion of the prompt of a row."""
 
     row: dict
-    """Row of the file: has "prompt", and for exact rewards "answer"."""
+    """Row of the file: {"prompt": "2+3?", "answer": "5"}; only exact rewards need an answer."""
     text: str
     """Text without the token that ended it."""
     example: Example
@@ -57,19 +57,20 @@ def complete_questions(
     # Stopped after a signal, so a run ends within seconds.
     with process.autocast():
         end_ids = tokenizer.end_ids
-        # GeneratedTokens: the tokens before the end, and end_id (None if max_new_tokens came first)
+        # [GeneratedTokens(tokens=[20], end_id=50256), ...]: the tokens before the end, and the end
+        # (None if max_new_tokens came first)
         generated = complete(model, prompts, end_ids, sampling, process.all_done, first_index)
     model.train()  # a training step may follow
     completions: list[Completion] = []
-    for question, written in zip(questions, generated, strict=True):
-        is_cut = written.end_id is None
-        completion_ids = written.tokens
+    for question, answer in zip(questions, generated, strict=True):
+        is_cut = answer.end_id is None
+        completion_ids = answer.tokens
         # The end token is learned, too: GRPO teaches when to end. A cut completion has none.
-        if written.end_id is not None:
-            completion_ids = completion_ids + [written.end_id]
+        if answer.end_id is not None:
+            completion_ids = completion_ids + [answer.end_id]
         example = Example.of_completion(question.prompt_ids, completion_ids)
         # without the end token, such as <|im_end|>
-        text = decode_completion(written.tokens, tokenizer, encoder.chat)
+        text = decode_completion(answer.tokens, tokenizer, encoder.chat)
         completions.append(Completion(question.row, text, example, is_cut))
     return completions
 

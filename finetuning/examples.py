@@ -50,7 +50,8 @@ class Example:
 
     @classmethod
     def of_completion(cls, prompt_ids: list[int], completion_ids: list[int]) -> "Example":
-        """Join a prompt and a completion, of which only the completion counts in the loss."""
+        """Join a prompt and a completion, of which only the completion counts in the loss: the ids
+        7 8 and 9 become the tokens 7 8 9 with the mask False False True."""
         tokens = np.array(prompt_ids + completion_ids, np.uint32)  # half the memory of int64
         return cls(tokens, np.arange(len(tokens)) >= len(prompt_ids))
 
@@ -91,8 +92,8 @@ def encode_completion(
 
 
 def read_lines(path: Path) -> list[tuple[int, str]]:
-    """Return the non-empty lines of a UTF-8 file as (line number from 1, line), so that errors can
-    name a line."""
+    """Return the non-empty lines of a UTF-8 file, each with its number for errors, from 1:
+    [(1, '{"prompt": ...}'), ...]."""
     with reading(path, "a text in UTF-8"):
         # utf-8-sig drops a byte order mark (Windows). splitlines would also split at U+2028.
         lines = path.read_text(encoding="utf-8-sig").split("\n")
@@ -103,7 +104,7 @@ def read_examples(path: Path, to_example: Callable[[dict], Any]) -> list:
     """Return to_example(row) for each row of a .jsonl file, in order. If `to_example` raises, raise
     UserError with the file, the line and the reason of the first such row, and the other lines."""
     examples = []
-    reasons: dict[int, str] = {}  # why a row cannot be used, by the number of its line
+    reason_by_line: dict[int, str] = {}  # {3: 'there is no "prompt" of type str, ...'}
     for line_number, line in read_lines(path):
         row = None
         try:
@@ -113,10 +114,10 @@ def read_examples(path: Path, to_example: Callable[[dict], Any]) -> list:
             reason = str(error)
             if not isinstance(row, dict):
                 reason = f"each row must be a JSON object; train.py takes plain text ({error})"
-            reasons[line_number] = reason
-    if reasons:
-        first, *others = reasons
-        message = f"{path}, line {first}: {reasons[first]}"
+            reason_by_line[line_number] = reason
+    if reason_by_line:
+        first, *others = reason_by_line  # numbers of lines
+        message = f"{path}, line {first}: {reason_by_line[first]}"
         if others:
             lines = textwrap.shorten(", ".join(map(str, others)), 60, placeholder=" ...")
             message += f"; and {len(others):,} more rows cannot be used: lines {lines}"
@@ -131,7 +132,7 @@ class Question:
     """A prompt to complete, for grpo or evaluate.py."""
 
     row: dict
-    """Row of the file: has "prompt", and for exact rewards "answer"."""
+    """Row of the file: {"prompt": "2+3?", "answer": "5"}; only exact rewards need an answer."""
     prompt_ids: list[int]
     """Token ids of the prompt, which the model continues: of a chat up to "Assistant:"."""
 
@@ -150,13 +151,17 @@ class TextEncoder:
     """Number of examples so far that were cut to the context; finetune.py warns about them."""
 
     def dialog(self, row: dict) -> Example:
-        """Encode a row with "messages", with "prompt" and "completion", or with "instruction",
-        "input" and "output"."""
+        """Encode a row of one of three forms.
+
+        {"messages": [{"role": "user", "content": "2+3?"}, {"role": "assistant", ...}]}
+        {"prompt": "2+3?", "completion": "5"}
+        {"instruction": "Add the numbers.", "input": "2 3", "output": "5"}
+        """
         # plain text has no turns, so its rows need a prompt in place of messages
         if self.chat and "messages" in row:
             messages = as_messages(self.get_text(row, "messages"))
             return self.cut(encode_messages(messages, self.tokenizer, row.get("tools")))
-        # Alpaca's names: "input", often empty, is the text that the instruction is about
+        # Alpaca's names; "input", the text that the instruction is about, is often empty
         if "instruction" in row and "prompt" not in row:
             prompt = get_field(row, "instruction", str)
             if row.get("input"):
@@ -216,7 +221,8 @@ class TextEncoder:
                 # only a chat template reads other roles, and further fields of a message
                 if not self.tokenizer.chat_template:
                     get_field(message, "content", str)
-                    fields = {field for field in message if message[field]}  # no null, no []
+                    # {"role", "content"}, without fields that are null or []
+                    fields = {field for field in message if message[field]}
                     is_supported &= role in ROLES and fields <= {"role", "content", "weight"}
                 if not is_supported:
                     raise ValueError(

@@ -71,8 +71,9 @@ class GroupRelativePolicy(Method):
         rewards = torch.tensor(
             [completion.reward for completion in completions], dtype=torch.float64
         )
-        rewards_by_group = rewards.view(-1, group_size)  # (batch_size, group_size)
-        advantages = group_advantages(rewards_by_group).flatten().tolist()
+        group_rewards = rewards.view(-1, group_size)  # (batch_size, group_size)
+        # (reward - mean) / standard deviation of its group
+        advantages = group_advantages(group_rewards).flatten().tolist()
         for completion, advantage in zip(completions, advantages, strict=True):
             completion.advantage = advantage  # make_batch copies it into Batch.advantages
         batches = [self.make_batch(micro_batch) for micro_batch in self.of_process(micro_batches)]
@@ -82,13 +83,13 @@ class GroupRelativePolicy(Method):
         for completion in completions[:group_size]:
             sample += f"\n{completion.reward:g}  {completion.text!r}"
         # tokens of each completion, including the end token
-        lengths = [completion.example.loss_mask.sum() for completion in completions]
-        is_equal = rewards_by_group == rewards_by_group[:, :1]  # (batch_size, group_size)
+        completion_lengths = [completion.example.loss_mask.sum() for completion in completions]
+        is_equal = group_rewards == group_rewards[:, :1]  # (batch_size, group_size)
         metrics = {  # for the log: means over the completions of all processes
             "reward": rewards.mean().item(),
             # share of groups whose rewards are all equal, from which nothing is learned but --kl
             "equal_rewards": is_equal.all(dim=1).double().mean().item(),
-            "completion_tokens": float(np.mean(lengths)),
+            "completion_tokens": float(np.mean(completion_lengths)),
             "cut": float(np.mean([completion.is_cut for completion in completions])),  # share
             "rollout_ms": 1000 * rollout_seconds,  # part of the step's "ms"
         }
@@ -103,9 +104,9 @@ class GroupRelativePolicy(Method):
 
         def complete_micro_batch(indices: list[int]) -> list[Completion]:
             """Return the completions of a micro-batch, which has consecutive indices."""
-            of_batch = [questions[index] for index in indices]
+            questions_here = [questions[index] for index in indices]
             return complete_questions(
-                model, of_batch, self.encoder, sampling, self.process, first_index=indices[0]
+                model, questions_here, self.encoder, sampling, self.process, first_index=indices[0]
             )
 
         indices = list(range(len(questions)))
@@ -116,15 +117,16 @@ class GroupRelativePolicy(Method):
     def reward(self, micro_batches: list[list[Completion]]) -> None:
         """Set the reward of each completion; each process rewards some micro-batches. Raise
         RewardError on every process if the function fails on one. Every process must call it."""
-        rewards: dict[int, list[float]] = {}  # of this process, by the index of the micro-batch
+        # of this process, by the index of the micro-batch: {0: [1.0, 0.0, ...], 2: [...]}
+        rewards_by_index: dict[int, list[float]] = {}
         try:
             with self.process.together(), self.process.meeting():
                 for index in self.of_process(list(range(len(micro_batches)))):
-                    rewards[index] = self.reward_function(micro_batches[index])
+                    rewards_by_index[index] = self.reward_function(micro_batches[index])
         except UserError as error:
             raise RewardError(str(error)) from error
-        for index, values in self.process.merge(rewards).items():
-            for completion, reward in zip(micro_batches[index], values, strict=True):
+        for index, rewards in self.process.merge(rewards_by_index).items():  # of all processes
+            for completion, reward in zip(micro_batches[index], rewards, strict=True):
                 completion.reward = reward
 
     @torch.no_grad()
@@ -144,7 +146,7 @@ class GroupRelativePolicy(Method):
         is_target = batch.targets >= 0  # (N, T): True if the next token is in the completion
         logprobs = token_logprobs(model, batch)  # (N, T), in nats; 0 where there is no target
         assert batch.advantages is not None  # make_batch sets it
-        losses = policy_losses(logprobs, batch.advantages)  # (N, T)
+        losses = policy_losses(logprobs, batch.advantages)  # (N, T): -advantage of the completion
         sums: Sums = {}
         if batch.ref_logprobs is not None:
             kl = kl_estimate(logprobs, batch.ref_logprobs)  # (N, T), in nats

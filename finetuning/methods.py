@@ -24,7 +24,8 @@ from finetuning.rewards import RewardFunction, rewards_at_end
 from model.gpt import GPT
 from utils.distributed import Process
 
-# Sum of each metric over a batch, a tensor (), by the metric's name; has "loss" in training.
+# Sum of each metric over a batch, a tensor () each; has "loss" in training:
+# {"margin": 3.1, "loss": 5.2, "accuracy": 7.0} for the 8 pairs of a reward model
 Sums = dict[str, Tensor]
 
 
@@ -83,7 +84,7 @@ class Method(ABC):
 
     def prepare(self, model: GPT, step: int, example_ids: np.ndarray) -> PreparedStep:
         """Return the data of step number `step`: the examples with the indices `example_ids`
-        (batch_size,), as batches of this process."""
+        (batch_size,), which are indices of rows of --data, as batches of this process."""
         # Every process collects the examples of the whole step, because the divisor counts them,
         # but makes batches only of its own micro-batches.
         examples = [self.examples[i] for i in example_ids]
@@ -117,7 +118,7 @@ class Method(ABC):
         divisor = self.divisor(self.held_out)
 
         def addends_of(micro_batch: list) -> dict[str, float]:
-            """Return what a micro-batch adds to each mean."""
+            """Return what a micro-batch adds to each mean, such as {"loss": 0.21}."""
             # one forward pass, as in training: cached casts of the weights would only take memory
             with self.process.autocast(keep_weights=False):
                 sums = self.metric_sums(model, self.make_batch(micro_batch))
@@ -174,7 +175,7 @@ class RewardModeling(Method):
     """Reward model: learns to give the chosen completion of a pair a higher reward than the
     rejected one (Ouyang et al. 2022, equation 1)."""
 
-    def to_example(self, row: dict) -> Pair:
+    def to_example(self, row: dict) -> Pair:  # {"prompt": "2+3?", "chosen": "5", "rejected": "6"}
         # both examples contain the prompt, which does not count in the loss
         chosen = self.encoder.completion(row, "chosen")
         rejected = self.encoder.completion(row, "rejected")
@@ -193,20 +194,21 @@ class RewardModeling(Method):
         rejected = [pair.rejected for pair in pairs]
         batch = super().make_batch(chosen + rejected)
         # (2,) for each pair; empty for reward, and for dpo until __post_init__ has set ref_logprobs
-        columns = [pair.ref_logprobs for pair in pairs if pair.ref_logprobs is not None]
-        if columns:
+        logprobs = [pair.ref_logprobs for pair in pairs if pair.ref_logprobs is not None]
+        if logprobs:
             # (2, N), then (2 N,) in the order of the batch: chosen 0, ..., rejected 0, ...
-            batch.ref_logprobs = self.process.copy_to_device(torch.stack(columns, 1).flatten())
+            batch.ref_logprobs = self.process.copy_to_device(torch.stack(logprobs, 1).flatten())
         return batch
 
     def margin(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return the margin (N,) of each pair: the reward of the chosen sequence minus the reward
         of the rejected one."""
+        # make_batch puts all chosen sequences before all rejected ones
         chosen, rejected = rewards_at_end(model, batch).chunk(2)  # (N,) each
         return chosen - rejected
 
     def metric_sums(self, model: nn.Module, batch: Batch) -> Sums:
-        margin = self.margin(model, batch)  # (N,)
+        margin = self.margin(model, batch)  # (N,): reward of chosen - reward of rejected
         return {
             "margin": margin.sum(),
             # Bradley-Terry model: a human prefers the chosen one with probability sigmoid(margin)

@@ -113,6 +113,7 @@ class FinetuneOptions(MachineOptions, SaveOptions, MethodOptions, BatchOptions, 
     def checkpoint_folder(cls, flags: list[str]) -> Path:
         """Return the --checkpoint_dir of a command line; by default runs/METHOD/checkpoints."""
         # called before the flags are parsed, because --resume auto looks for a checkpoint there
+        # `flags` are ["--method", "sft", "--data", "chat.jsonl", ...]
         default = f"runs/{flag_value(flags, 'method')}/checkpoints"
         return Path(flag_value(flags, "checkpoint_dir") or default)
 
@@ -172,7 +173,7 @@ def resolve_options(
 
     # Peak learning rates, from trl 1.16. Its 2e-5 for sft suits models of 1B parameters; smaller
     # models need more.
-    max_lrs = {
+    max_lr_by_method = {
         "sft": min(3e-3, 2e-5 * math.sqrt(1e9 / num_parameters)),
         "dpo": 1e-6,
         "reward": 1e-4,
@@ -186,5 +187,5 @@ def resolve_options(
         micro_batch_size=micro_batch_size,
         max_steps=max_steps,
         warmup_steps=min(WARMUP_STEPS, max_steps // 10),  # the rule of pre-training
-        max_lr=max_lrs[options.method],
+        max_lr=max_lr_by_method[options.method],
     )

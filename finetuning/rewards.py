@@ -26,7 +26,7 @@ from training.start import crc32_of
 from utils.distributed import Process
 from utils.errors import UserError
 
-# Takes completions and returns one finite reward for each.
+# Takes completions and returns one finite reward for each: [1.0, 0.0, ...] by "exact".
 RewardFunction = Callable[[list[Completion]], list[float]]
 
 
@@ -66,11 +66,11 @@ def import_file(path: Path) -> ModuleType:
     assert spec is not None and spec.loader is not None
     module = module_from_spec(spec)
     folder = str(path.resolve().parent)
-    own_names = {info.name for info in iter_modules([folder])}  # names of modules in the folder
+    module_names = {info.name for info in iter_modules([folder])}  # in the folder: {"utils"}
     # already loaded modules with these names, such as this project's; restored below
     shadowed: dict[str, ModuleType] = {}
     for name, loaded_module in sys.modules.items():
-        if name.partition(".")[0] in own_names:  # a model.py also shadows model.gpt
+        if name.partition(".")[0] in module_names:  # a model.py also shadows model.gpt
             shadowed[name] = loaded_module
     for name in shadowed:
         del sys.modules[name]
@@ -131,7 +131,7 @@ def load_reward_function(name: str, encoder: TextEncoder, process: Process) -> R
             function = getattr(import_file(path), function_name)
         except Exception as error:
             raise UserError(f"the reward {name} cannot be loaded: {error!r}") from error
-        return partial(rewards_by_function, name, function)
+        return partial(rewards_of_function, name, function)
 
     # The reward model stays in memory beside the trained model. load_model raises UserError for a
     # checkpoint without a reward head.
@@ -148,10 +148,10 @@ def load_reward_function(name: str, encoder: TextEncoder, process: Process) -> R
             f"the reward model {name} has another tokenizer, another kind of text (chats or plain "
             "text), or a shorter context than this run"
         )
-    return partial(rewards_by_model, model.to(process.device), process)
+    return partial(rewards_of_model, model.to(process.device), process)
 
 
-def rewards_by_function(
+def rewards_of_function(
     name: str, function: Callable, completions: list[Completion]
 ) -> list[float]:
     """Return the reward that a function of the user gives to each completion. Raise UserError,
@@ -175,7 +175,7 @@ def rewards_by_function(
 
 
 @torch.no_grad()
-def rewards_by_model(model: GPT, process: Process, completions: list[Completion]) -> list[float]:
+def rewards_of_model(model: GPT, process: Process, completions: list[Completion]) -> list[float]:
     """Return the reward that a reward model gives to each completion, in one forward pass."""
     examples = [completion.example for completion in completions]  # prompt and completion
     # the examples fit: load_reward_function has compared the context with this run's

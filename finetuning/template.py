@@ -45,6 +45,7 @@ def find_answer(
     # Drop text after the end of an answer, such as a line break: sampling never writes it.
     turn_end = tokenizer.backend.id_to_token(tokenizer.turn_end)  # such as <|im_end|>
     assert turn_end  # FileTokenizer takes the id of `turn_end` from its own vocabulary
+    # "5", "<|im_end|>", "\n"
     answer, end, _ = until_answer[len(prompt) :].partition(turn_end)
     if not end:  # sampling would not stop before max_new_tokens
         raise ValueError(

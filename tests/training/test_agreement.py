@@ -55,7 +55,7 @@ training/writer.py sum_written_rows 1 within together
 finetuning/examples.py read_examples 1 raised again
 finetuning/grpo.py GroupRelativePolicy.reward 1 within together
 finetuning/rewards.py load_reward_function 1 raised again
-finetuning/rewards.py rewards_by_function 1 within together
+finetuning/rewards.py rewards_of_function 1 within together
 evaluation/core.py download_bundle 1 together, of read_on_all
 evaluation/figure.py draw 1 one process: before the others join, or in a script
 evaluation/tasks.py Benchmark.read 2 raised again
