@@ -144,11 +144,12 @@ def resolve_options(
     assert options.method is not None  # FinetuneOptions requires --method
     # Default of --batch_size, in rows (for grpo, prompts): at least 16 steps an epoch, but at least
     # four rows a step, and one for each process.
-    batch_size = 32  # a power of 2, which divides among 2, 4 or 8 processes
-    while batch_size > max(4, data_parallel, num_rows // 16):
-        batch_size //= 2
-    batch_size = max(1, batch_size // data_parallel) * data_parallel  # 3 processes: 30, not 32
-    batch_size = options.batch_size or batch_size  # rows per step of all processes
+    power_of_2 = 32  # divides among 2, 4 or 8 processes
+    while power_of_2 > max(4, data_parallel, num_rows // 16):
+        power_of_2 //= 2
+    # 3 processes: 30, not 32
+    default_batch_size = max(1, power_of_2 // data_parallel) * data_parallel
+    batch_size = options.batch_size or default_batch_size  # rows per step of all processes
 
     # Micro-batches have equal sizes, and each process has equally many: a forward pass of a sharded
     # model waits for all processes.
@@ -166,10 +167,10 @@ def resolve_options(
 
     # grpo trains for one epoch only, because it samples each token by a forward pass
     num_epochs = 1 if options.method == "grpo" else 3
-    max_steps = math.ceil(num_epochs * num_rows / batch_size)
+    default_max_steps = math.ceil(num_epochs * num_rows / batch_size)
     if options.method == "sft":
-        max_steps = max(max_steps, 200)  # enough even for a few dialogs
-    max_steps = options.max_steps or max_steps
+        default_max_steps = max(default_max_steps, 200)  # enough even for a few dialogs
+    max_steps = options.max_steps or default_max_steps
 
     # Peak learning rates, from trl 1.16. Its 2e-5 for sft suits models of 1B parameters; smaller
     # models need more.
