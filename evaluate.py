@@ -255,7 +255,7 @@ def main(options: EvalOptions) -> None:
     scorer = Scorer(model, process, options.batch_size, bar.update)
 
     # Without --out the results stand beside the checkpoint, those of a model of another project in
-    # logs. `resolve` gives "." and ".." a name.
+    # logs: logs/gpt2_hellaswag.json. `resolve` gives "." and ".." a name.
     stem = Path("logs", Path(model_name).resolve().name)
     if checkpoint_path is not None:
         stem = checkpoint_path.with_suffix("")

@@ -43,13 +43,9 @@ def read_folder(folder: Path, declared_vocab_size: int) -> tuple[str, ModelToken
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     # AttributeError for a tokenizer that cannot be written as a tokenizer.json, such as ByT5's
     content = json.loads(tokenizer.backend_tokenizer.to_str())
-    added_tokens: list[dict] = []  # [{"id": 50256, "content": "<|endoftext|>", ...}, ...]
-    without_row: list[str] = []  # ["<|im_start|>", ...]
-    for entry in content["added_tokens"]:
-        if entry["id"] < declared_vocab_size:
-            added_tokens.append(entry)
-        else:
-            without_row.append(entry["content"])
+    # [{"id": 50256, "content": "<|endoftext|>", ...}, ...]
+    added_tokens = [x for x in content["added_tokens"] if x["id"] < declared_vocab_size]
+    without_row = [x["content"] for x in content["added_tokens"] if x["id"] >= declared_vocab_size]
     if without_row:
         logging.getLogger("notes").warning(
             "note: the model of %s has no row of its embedding for %s: read as text",

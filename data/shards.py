@@ -209,10 +209,10 @@ def open_folders(paths: list[Path], split: str) -> list[ShardFolder]:
     to make shards, if no folder has the split, or if a folder has no shards of any split."""
     folders = [open_folder(path, split) for path in paths]
     folders_with_split = [folder for folder in folders if folder.shards]
-    empty: list[Path] = []  # folders without a shard of any split, such as a mistyped one
-    for folder in folders:
-        if not folder.shards and not shard_paths(folder.path):
-            empty.append(folder.path)
+    # folders without a shard of any split, such as a mistyped one
+    empty = [
+        folder.path for folder in folders if not folder.shards and not shard_paths(folder.path)
+    ]
     if empty or not folders_with_split:
         missing = empty or paths
         problem = (
@@ -328,15 +328,14 @@ class TokenStream:
     def bytes_per_token(self) -> float | None:
         """Mean number of bytes of source text per token, to compute bits per byte; None if the
         bytes of a folder are unknown."""
-        num_bytes = 0
-        for folder in self.folders:
-            if folder.manifest is None:
-                return None
-            folder_bytes = folder.manifest.text_bytes_by_split[self.split]
-            if folder_bytes == 0:  # an older version did not count the bytes
-                return None
-            num_bytes += folder_bytes
-        return num_bytes / len(self)
+        # 0: made by another project, or by an older version, which did not count the bytes
+        bytes_of_folders = [
+            folder.manifest.text_bytes_by_split[self.split] if folder.manifest else 0
+            for folder in self.folders
+        ]
+        if 0 in bytes_of_folders:
+            return None
+        return sum(bytes_of_folders) / len(self)
 
     @property
     def checksum(self) -> int:

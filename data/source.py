@@ -375,7 +375,8 @@ def read_csv(file: IO[str], delimiter: str = ",") -> Iterator[object]:
     # strict: an unclosed quote is an error. Without it, one cell would reach to the file's end.
     make_reader = partial(csv.reader, delimiter=delimiter, strict=True)
     lines: Iterator[str] = iter(file)
-    columns = next(make_reader(lines), [])  # names in the header; [] for an empty file
+    # the header, ["id", "text"]; [] for an empty file
+    columns = next(make_reader(lines), [])
     while True:
         # The reader takes all lines of one row from `lines`; `lines_again` still has them.
         lines, lines_again = tee(lines)
@@ -393,7 +394,7 @@ def read_csv(file: IO[str], delimiter: str = ",") -> Iterator[object]:
         if any(cells[len(columns) :]):
             yield Skipped("wider than the header")
         elif cells:  # a blank line is no row
-            # a missing cell is None
+            # {"id": "1", "text": "Hello"}; a missing cell is None
             yield dict.fromkeys(columns) | dict(zip(columns, cells, strict=False))
 
 
@@ -687,7 +688,7 @@ class Source:
                 yield from READERS[suffix_of(name)](file)
             else:
                 yield from self.read_documents(name, file)
-        if content.error:
+        if content.error:  # the damage at which the file seemed to end
             raise content.error
 
     def read_documents(self, name: str, file: IO[str]) -> Iterator[object]:
@@ -767,8 +768,9 @@ class Source:
         if stream_state:
             stream.load_state_dict(stream_state)
         batches = iter(stream.iter(ROWS_PER_BATCH))
-        next_batch = partial(ask, HUB, partial(next, batches, None), DOWNLOAD_SECONDS)
+        # next(batches), tried again while the hub does not answer:
         # {"text": [up to 100 texts], "id": [...], ...}; None: the end
+        next_batch = partial(ask, HUB, partial(next, batches, None), DOWNLOAD_SECONDS)
         for columns in iter(next_batch, None):
             if column not in columns:  # fail now, not after hours without a text
                 reason = without_column(column, columns).reason

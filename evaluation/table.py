@@ -97,8 +97,7 @@ def format_table(results: list[Result], model_type: str) -> str:
         published = PUBLISHED.get((result.task, result.protocol, result.metric))
         if published and model_type in published.by_model_type:
             # a citation that is known keeps its mark, a new one gets the next number
-            next_mark = f"[{len(mark_by_citation) + 1}]"
-            mark = mark_by_citation.setdefault(published.citation, next_mark)
+            mark = mark_by_citation.setdefault(published.citation, f"[{len(mark_by_citation) + 1}]")
             published_text = f"{published.by_model_type[model_type]:.4f} {mark}"
         unit = " tokens" if result.task == "val" else ""  # n counts examples in other tasks
         count = f"{result.n:,}{unit}"
