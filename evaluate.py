@@ -109,8 +109,8 @@ def default_tasks(options: EvalOptions, checkpoint_path: Path | None) -> tuple[s
 
 
 def training_folders(checkpoint: Checkpoint) -> tuple[Path, ...]:
-    """Return the folders of training shards of a checkpoint; () if finetune.py, convert.py or
-    another project made the model."""
+    """Return the folders of training shards of a checkpoint, (Path("data/edu_fineweb10B"),); () if
+    finetune.py, convert.py or another project made the model."""
     return tuple(map(Path, checkpoint.get("config", {}).get("data_dir", ())))
 
 
@@ -177,10 +177,10 @@ def score_validation(val: Mixture, num_tokens: int, scorer: Scorer) -> TaskScore
     metrics_by_corpus = scorer.metrics_by_corpus(val, num_tokens)
     results = []
     for corpus, metrics in metrics_by_corpus.items():
-        num_tokens = int(metrics.pop("n"))  # each remaining metric becomes a Result
+        num_targets = int(metrics.pop("n"))  # each remaining metric becomes a Result
         metrics["perplexity"] = exponential(metrics["loss"])  # per token
         for metric, value in metrics.items():
-            results.append(Result("val", corpus, metric, num_tokens, value))
+            results.append(Result("val", corpus, metric, num_targets, value))
     return results, []  # no rows for --dump
 
 

@@ -358,8 +358,8 @@ class Sharder:
             if num_val < self.min_val_tokens or not has_train:
                 # val_fraction of all tokens: those written so far and those of `to_divide`
                 num_all = sum(self.tokens_by_split.values()) + num_tokens
-                num_by_fraction = int(val_fraction * num_all)
-                num_held_out = max(self.min_val_tokens, num_tokens // 10, num_by_fraction)
+                num_of_fraction = int(val_fraction * num_all)
+                num_held_out = max(self.min_val_tokens, num_tokens // 10, num_of_fraction)
                 self.manifest.held_out = min(num_held_out, num_tokens // 2)
         if self.manifest.held_out == 0:  # both splits have enough
             return documents

@@ -629,6 +629,7 @@ class Source:
                 raise UserError(message) from error
             warn_if_suspect(name, counts)
             position = SourcePosition()  # the next file is read from its beginning
+        # several for a text file that --separator divides
         rows_of_text_files = [
             counts.rows
             for name, counts in self.counts_by_file.items()
