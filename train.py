@@ -71,7 +71,7 @@ def main() -> None:
     note_recipe(options, recipe, initial, process)  # prints if the weights had another recipe
     model, weights = build_model(options, recipe, train_data.stream, initial)
     if initial is not None:
-        train_data.stream.tokenizer_spec = initial.tokenizer_spec  # same ids; may add a chat template
+        train_data.stream.tokenizer_spec = initial.tokenizer_spec  # may add a chat template
     is_forecast = options.micro_batch_size == "auto"
     options = resolve_on_device(options, recipe, model.config, process)  # dtype, micro_batch_size
     weights_checksum = init_checksum(options, checkpoint, initial, process)

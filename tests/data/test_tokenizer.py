@@ -275,7 +275,7 @@ def test_end_of_text_is_part_of_a_tokenizer_and_another_one_is_refused(tmp_path,
     with user_error(r"with \[UNK\], the model takes those of .* with </s>"):
         evaluate.open_validation(config, 1024, tokenizer)
     with user_error(r"x takes tokens of .* with </s>, .* with \[UNK\]"):
-        start = SimpleNamespace(model_config=GPTConfig(), tokenizer=folders[0].tokenizer_spec)
+        start = SimpleNamespace(model_config=GPTConfig(), tokenizer_spec=folders[0].tokenizer_spec)
         agreed_model_config(train_options(init_from="x"), Recipe(), TokenStream(folders[1:]), start)
     shutil.copy(trained("NFKC, lower case", tmp_path), tmp_path / "a")
     with user_error(f"not the tokenizer of these .*, which have {file_name}"):
