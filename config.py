@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Annotated, Literal, TypeVar
 
 from model.config import GPT3_SIZES, SIZES, GPTConfig
-from recipes import Recipe, ScheduleName
+from recipes import Recipe, ScheduleName, rate_and_batch
 from utils.cli import flag_value
 from utils.errors import UserError
 from utils.ranges import BelowOne, Count, Natural, NonNegative
@@ -25,13 +25,14 @@ WARMUP_STEPS = 715  # GPT-3's 375M tokens, at 524,288 tokens per step (Brown et 
 
 # Options of one launch of a script. RunOptions.to_dict leaves them out of checkpoints and
 # config.json, so that a resumed run does not take them over.
-PER_LAUNCH = ("run_dir", "config", "resume", "overwrite", "dry_run")
+PER_LAUNCH = ("run_dir", "config", "resume", "overwrite", "dry_run", "minutes")
 
 # Options that follow from other options, the recipe or the device if they are not given or "auto".
 # A resumed run derives all of them again, except for its warmup (saved_options of
 # training/options.py). For example, a new --max_lr changes --min_lr.
 DERIVED = (
     "log_dir",
+    "total_batch_size",
     "max_lr",
     "min_lr",
     "weight_decay",
@@ -122,11 +123,12 @@ class DataOptions:
     data_dir: tuple[Path, ...] = (Path("data/edu_fineweb10B"),)
     """Folders of token shards, made by data/fineweb-edu.py, build-nanogpt, llm.c or modded-nanogpt.
     """
-    total_batch_size: Count = 524_288
-    """Tokens per step, over all processes; it sets the number of gradient accumulation steps."""
-    micro_batch_size: Count | Literal["auto"] = 16
-    """Sequences per forward pass of a process; auto: as many as should fit into memory; default:
-    16, on CUDA auto."""
+    total_batch_size: Count | None = None
+    """Tokens per step, over all processes; it sets the number of gradient accumulation steps.
+    Default: by the width of the model: 524,288 for 768 channels, 2,048 for 128."""
+    micro_batch_size: Count | Literal["auto"] = "auto"
+    """Sequences per forward pass of a process; auto: on CUDA as many as should fit into memory,
+    else up to 16."""
 
     @property
     def sequences_per_pass(self) -> int:
@@ -162,9 +164,7 @@ class ModelOptions:
         "gpt3-175b",
     ] = "gpt2"
     """Named size: GPT-2's sizes have 124M, 355M, 774M and 1558M parameters; GPT-3's have a context
-    of 2,048 tokens. The GPT-3 paper used total_batch_size 524288 and max_lr 6e-4 (small), 3e-4
-    (medium), 2.5e-4 (large); 1048576 and 2e-4 (xl), 1.6e-4 (2.7b); 2097152 and 1.2e-4 (6.7b), 1e-4
-    (13b); 3145728 and 6e-5 (175b)."""
+    of 2,048 tokens. Learning rate and batch follow the size, as in the GPT-3 paper."""
     n_layer: Count | None = None
     """Number of transformer blocks; default: from --model_type."""
     n_head: Count | None = None
@@ -177,6 +177,11 @@ class ModelOptions:
     """Dropout probability; use 0 for runs of about one epoch."""
 
     @property
+    def width(self) -> int:
+        """Channels of the residual stream: --n_embd, or those of --model_type."""
+        return self.n_embd or SIZES[self.model_type][2]
+
+    @property
     def resolved_block_size(self) -> int:
         """Tokens per sequence: --block_size, or the default of --model_type."""
         default = 2048 if self.model_type in GPT3_SIZES else 1024
@@ -185,16 +190,15 @@ class ModelOptions:
     def model_config(self, recipe: Recipe, vocab_size: int) -> GPTConfig:
         """Return the architecture: the recipe's fields, and the sizes of --model_type unless these
         options override them."""
-        n_layer, n_head, n_embd = SIZES[self.model_type]
-        n_embd = self.n_embd or n_embd
+        n_layer, n_head, _ = SIZES[self.model_type]
         return GPTConfig(
             block_size=self.resolved_block_size,
             vocab_size=vocab_size,
             n_layer=self.n_layer or n_layer,
             n_head=self.n_head or n_head,
-            n_embd=n_embd,
+            n_embd=self.width,
             dropout=self.dropout,
-            **recipe.model_fields(n_embd),
+            **recipe.model_fields(self.width),
         )
 
 
@@ -205,7 +209,8 @@ class OptimizerOptions:
     max_steps: Count | None = 19_073
     """Optimizer steps; 19,073 steps of 524,288 tokens are 10B tokens."""
     max_lr: NonNegative | None = None
-    """Learning rate after warmup; default: from the recipe (gpt2: 6e-4, modern: 0.012)."""
+    """Learning rate after warmup; default: from the recipe (gpt2: by the width of the model, 6e-4
+    for 768 channels, 0.004 for 128; modern: 0.012)."""
     min_lr: NonNegative | None = None
     """Learning rate of the last step; default: from the recipe (gpt2: a tenth of --max_lr, modern:
     0)."""
@@ -291,7 +296,11 @@ class MachineOptions:
 
 @dataclass(frozen=True)
 class PlanningOptions:
-    """Print something instead of training."""
+    """Choose a run, or print something instead of training."""
+
+    minutes: NonNegative | None = None
+    """Choose what no other flag gives (size, context, batch, steps, intervals), for the best model
+    that these devices train on this text in so many minutes."""
 
     dry_run: bool = False
     """Check options, shards, folders and benchmarks; print the model's size, memory, time and, for
@@ -340,6 +349,7 @@ class TrainOptions(
         data. Raises UserError if --total_batch_size does not divide into micro-batches."""
         # tokens of one micro-step, over all processes
         tokens_together = self.sequences_per_pass * self.resolved_block_size * data_parallel
+        assert self.total_batch_size is not None  # called on resolved options
         if self.total_batch_size % tokens_together:
             nearest = max(1, round(self.total_batch_size / tokens_together)) * tokens_together
             raise UserError(
@@ -387,6 +397,7 @@ class ResolvedTrainOptions(ResolvedOptions, TrainOptions):
     known."""
 
     block_size: int
+    total_batch_size: int
 
     @property
     def decay_end(self) -> int:
@@ -397,14 +408,18 @@ def resolve_from_recipe(options: TrainOptions, recipe: Recipe) -> ResolvedTrainO
     """Return the options with values for each None: learning rates, schedule, folder of the log and
     others follow from the recipe and from other options."""
     assert options.max_steps is not None  # its default is a number
+    adamw_lr, total_batch_size = rate_and_batch(options.width)
     # `is None`, not `or`: --max_lr 0 is a valid learning rate
-    max_lr = recipe.max_lr if options.max_lr is None else options.max_lr
+    max_lr = adamw_lr if recipe.max_lr is None else recipe.max_lr
+    if options.max_lr is not None:
+        max_lr = options.max_lr
     # `resolve` uses the values below only for options that are None
     return resolve(
         ResolvedTrainOptions,
         options,
         log_dir=log_folder(options.checkpoint_dir),
         block_size=options.resolved_block_size,
+        total_batch_size=total_batch_size,
         max_lr=max_lr,
         min_lr=0.0 if recipe.to_zero else max_lr / 10,  # a tenth as in Brown et al. 2020
         weight_decay=recipe.weight_decay,

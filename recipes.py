@@ -9,11 +9,45 @@ import math
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
+import numpy as np
+
 from model.config import SIZED, GPTConfig
 from utils.errors import UserError
 from utils.ranges import BelowOne, NonNegative, check_ranges
 
 ScheduleName = Literal["cosine", "linear", "wsd"]
+
+# By the channels of a model: AdamW's learning rate, and the tokens of a step. From 768 channels on
+# they are those of GPT-3's sizes (Brown et al. 2020, table 2.1). gpt2-large (1,280 channels) and
+# gpt2-xl (1,600) have the values of the GPT-3 sizes with as many parameters. Below 768 they were
+# measured (docs/RECIPES.md).
+RATE_AND_BATCH = {
+    64: (6e-3, 2_048),
+    128: (4e-3, 2_048),
+    384: (2e-3, 65_536),
+    768: (6e-4, 524_288),
+    1024: (3e-4, 524_288),
+    1280: (2.5e-4, 524_288),
+    1536: (2.5e-4, 524_288),
+    1600: (2e-4, 1_048_576),
+    2048: (2e-4, 1_048_576),
+    2560: (1.6e-4, 1_048_576),
+    4096: (1.2e-4, 2_097_152),
+    5120: (1e-4, 2_097_152),
+    12288: (6e-5, 3_145_728),
+}
+
+
+def rate_and_batch(n_embd: int) -> tuple[float, int]:
+    """Return AdamW's learning rate and the tokens of a step for a model of `n_embd` channels: those
+    of RATE_AND_BATCH, and between two of its widths a power of the width."""
+    if n_embd in RATE_AND_BATCH:
+        return RATE_AND_BATCH[n_embd]
+    widths = np.log(list(RATE_AND_BATCH))
+    logs = np.log(list(RATE_AND_BATCH.values())).T  # (2, widths)
+    log_rate, log_batch = (np.interp(math.log(n_embd), widths, row) for row in logs)
+    # three digits; a power of two divides among processes
+    return float(f"{math.exp(log_rate):.3g}"), 2 ** round(log_batch / math.log(2))
 
 
 @dataclass(frozen=True)
@@ -29,8 +63,8 @@ class Recipe:
     optimizer: str = "adamw"
     """Optimizer of the blocks' matrices, adamw or muon: a name in MATRIX_OPTIMIZERS of
     training/optimizers.py. AdamW trains all the rest."""
-    max_lr: NonNegative = 6e-4
-    """Learning rate after warmup."""
+    max_lr: NonNegative | None = None
+    """Learning rate after warmup; None: AdamW's for the width of the model (rate_and_batch)."""
     embedding_rate: NonNegative = 1.0
     """Embeddings have this factor times the learning rate."""
     head_rate: NonNegative = 1.0
@@ -95,6 +129,7 @@ def parse_recipe(text: str) -> Recipe:
     # SIZED: the fields of GPTConfig that options or the tokenizer set, such as n_layer
     model_defaults = {f.name: f.default for f in fields(GPTConfig) if f.name not in SIZED}
     defaults: dict[str, Any] = recipe_defaults | model_defaults
+    defaults["max_lr"], _ = rate_and_batch(GPTConfig.n_embd)  # the number behind its default None
     for change in changes:
         field_name, _, value_text = change.strip().partition("=")  # "qk_norm", "=", "False"
         try:

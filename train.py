@@ -32,6 +32,7 @@ from model.rows import Rows
 from recipes import Recipe
 from training.evaluator import Evaluator
 from training.forecast.dry_run import print_forecast
+from training.minutes import choose_for_minutes
 from training.options import (
     compile_if_all_can,
     read_options,
@@ -60,6 +61,8 @@ def main() -> None:
         return print_forecast(options, recipe, checkpoint)
     process = start_process(options)  # from here on a signal ends the loop, which saves
     options = compile_if_all_can(options, process)  # off without a working compiler
+    if options.minutes is not None and checkpoint is None:  # a resumed run keeps its options
+        options, derived = choose_for_minutes(options, recipe, process)
 
     # data: shards cut into sequences, in an order that is a pure function of the seed
     train_data = Mixture(options.data_dir, "train", options.block_size)
@@ -72,7 +75,6 @@ def main() -> None:
     model, weights = build_model(options, recipe, train_data.stream, initial)
     if initial is not None:
         train_data.stream.tokenizer_spec = initial.tokenizer_spec  # may add a chat template
-    is_forecast = options.micro_batch_size == "auto"
     options = resolve_on_device(options, recipe, model.config, process)  # dtype, micro_batch_size
     weights_checksum = init_checksum(options, checkpoint, initial, process)
     entries = checkpoint_entries(options, derived, recipe, train_data, val_data, weights_checksum)
@@ -80,8 +82,7 @@ def main() -> None:
     progress = run.progress  # a Progress: step, tokens, ...; advanced in the loop below
     # `wrapped` trains the weights of `model` and averages gradients over processes (DDP, FSDP2)
     wrapped, optimizers = run.distribute(model, weights, recipe, checkpoint)
-    if is_forecast:  # halve a micro-batch that runs out of memory
-        run.options = options = halve_until_it_fits(run, wrapped)
+    run.options = options = halve_until_it_fits(run, wrapped)  # unless a flag gives a micro-batch
     del initial, weights, checkpoint  # closes the file that their tensors are mapped from
 
     batches = open_batches(run, train_data)

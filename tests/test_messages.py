@@ -23,6 +23,7 @@ SCRIPTS = [
 # The files below the scripts that declare or read options, and the scripts whose options they are.
 OPTIONS_FILES = {
     "config.py": ["train.py", "finetune.py"],
+    "training/minutes.py": ["train.py"],
     "training/options.py": ["train.py", "finetune.py"],
     "training/run.py": ["train.py", "finetune.py"],
     "training/saver.py": ["train.py", "finetune.py"],

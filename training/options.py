@@ -60,10 +60,7 @@ def read_options(
     """
     # The parser takes the last of equal flags. So flags of the resumed run come first, then those
     # of --config, then the command line.
-    flags = expand_run_dir(name_resumed(command_line))  # ["--max_lr", "6e-4", ...]
-    config_file = flag_value(flags, "config")
-    if config_file is not None:
-        flags = expand_run_dir(to_flags(read_options_file(Path(config_file)))) + flags
+    flags = expand_flags(command_line)  # ["--max_lr", "6e-4", ...]
 
     checkpoint = None
     resume = flag_value(flags, "resume")  # a file, a folder, "auto", or None
@@ -155,6 +152,15 @@ def name_resumed(words: list[str]) -> list[str]:
     return named
 
 
+def expand_flags(command_line: list[str]) -> list[str]:
+    """Return the flags of a command line, with those of its --config file in front."""
+    flags = expand_run_dir(name_resumed(command_line))
+    config_file = flag_value(flags, "config")
+    if config_file is not None:
+        flags = expand_run_dir(to_flags(read_options_file(Path(config_file)))) + flags
+    return flags
+
+
 def expand_run_dir(words: list[str]) -> list[str]:
     """Return the words of a command line or options file, with ~ expanded. For a --run_dir, put the
     --checkpoint_dir in it first, so that an explicit --checkpoint_dir in the same words wins."""
@@ -227,13 +233,10 @@ def resolve_options(
     resolved = resolve_compile(resolve_from_recipe(options, recipe), derived)
     # Check before the processes connect that --tensor_parallel divides the heads. With --init_from
     # `agreed_model_config` of training/summary.py checks this when the file is open.
-    if resolved.init_from is None:
+    # --minutes chooses the heads later.
+    if resolved.init_from is None and resolved.minutes is None:
         # any vocabulary size will do: heads and MLP do not depend on it
         check_divides(resolved.model_config(recipe, GPTConfig.vocab_size), resolved.tensor_parallel)
-    # On GPUs resolve_on_device finds a micro-batch that fits the memory, unless a flag gives one.
-    # On CPUs the default of config.py is as fast.
-    if "micro_batch_size" in derived and is_on_gpu(options.device):
-        resolved = replace(resolved, micro_batch_size="auto")
     return resolved, recipe
 
 
@@ -316,16 +319,24 @@ def resolve_on_device(
     options = resolve_dtype(options, process)
     if options.micro_batch_size != "auto":
         return options
+    micro_batch_size, sentence = fit_micro_batch(options, recipe, model_config, process)
+    if sentence:
+        process.print(sentence)
+    return replace(options, micro_batch_size=micro_batch_size)
+
+
+def fit_micro_batch(
+    options: ResolvedTrainOptions, recipe: Recipe, model_config: GPTConfig, process: Process
+) -> tuple[int, str]:
+    """Return choose_micro_batch for the process with the least memory. Every process must call
+    it."""
     hardware = Hardware.of(options)
     # All processes need equal micro-batches, so the one with the least memory decides.
     free_bytes = process.min(hardware.free_bytes)
     hardware = replace(
         hardware, free_bytes=free_bytes, processes_per_machine=process.processes_per_machine
     )
-    # the largest micro-batch that should fit, in sequences, and a sentence for the user
-    micro_batch_size, sentence = choose_micro_batch(options, recipe, model_config, hardware)
-    process.print(sentence)
-    return replace(options, micro_batch_size=micro_batch_size)
+    return choose_micro_batch(options, recipe, model_config, hardware)
 
 
 def continued_model_config(

@@ -23,6 +23,12 @@ def halve_until_it_fits(run: Run[ResolvedTrainOptions], wrapped: nn.Module) -> R
     must call it. Raises UserError if not even one sequence fits."""
     options = run.options
     process = run.process
+    derived = run.entries["derived"]
+    if "micro_batch_size" not in derived:  # the user gave a number
+        return options
+    # On a CPU up to 16 sequences are taken, without a forecast. Only "auto" asks for a trial there.
+    if process.device.type != "cuda" and derived["micro_batch_size"] is None:
+        return options
     # Sharded processes wait for each other within a forward pass. If one ran out of memory, the
     # others would wait forever, so with sharding the forecast is not tried out.
     if options.sharding != "none" and process.world_size > 1:

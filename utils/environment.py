@@ -7,9 +7,11 @@ sets an environment variable that a library of PyTorch reads when it is loaded.
 
 import os
 import sys
+import time
 from importlib.util import find_spec
 from pathlib import Path
 
+START_SECONDS = time.perf_counter()  # before PyTorch is imported, which takes seconds
 VENV = Path(__file__).resolve().parents[1] / ".venv"  # train.sh makes it
 
 # Threads of GNU OpenMP that wait for another thread spin, by default 300,000 times. If another

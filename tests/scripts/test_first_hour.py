@@ -6,6 +6,7 @@ from conftest import script
 from scripts import first_hour
 
 
+@pytest.mark.slow
 def test_a_small_model_reaches_its_stored_loss_and_resumes_exactly(tmp_path):
     said = script("scripts/first_hour.py", "--small", "--out", tmp_path).stdout
     assert "ok    validation loss at step 50" in said

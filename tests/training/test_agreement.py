@@ -32,6 +32,9 @@ training/forecast/blocks.py measure_block 1 a pure function of what all have: eq
 training/forecast/blocks.py run_forward 1 a pure function of what all have: equal on all
 training/forecast/dry_run.py open_data 1 one process: before the others join, or in a script
 training/forecast/dry_run.py print_forecast 1 one process: before the others join, or in a script
+training/minutes.py Dial.__init__ 1 raised again
+training/minutes.py Dial.choose 1 fit_micro_batch: all processes have the same memory
+training/minutes.py apply_plan 1 prints only
 training/options.py compile_if_all_can 1 within together
 training/options.py find_recipe 1 raised again
 training/options.py find_resumed 1 prints only

@@ -13,6 +13,8 @@ from training.parallel.tensor_parallel import check_divides
 from utils.cli import to_flags
 from utils.errors import UserError
 
+MOST_ON_CPU = 16  # sequences of a micro-batch; more are not faster on a CPU
+
 
 def choose_micro_batch(
     options: ResolvedTrainOptions,
@@ -20,8 +22,13 @@ def choose_micro_batch(
     model_config: GPTConfig,
     hardware: Hardware,
 ) -> tuple[int, str]:
-    """Return the number for --micro_batch_size auto, in sequences, and a sentence to print.
-    Raises UserError if not even one sequence fits; its message names flags with which one fits."""
+    """Return the number for --micro_batch_size auto, in sequences, and a sentence to print or "".
+    On CUDA it is the largest that fits: raises UserError if not even one sequence does, with flags
+    for which one fits."""
+    if hardware.device.type != "cuda":
+        sequences = hardware.count_micro_steps(replace(options, micro_batch_size=1))
+        divisors = [size for size in range(1, MOST_ON_CPU + 1) if sequences % size == 0]
+        return divisors[-1], ""
     try:
         micro_batch_size, needed_bytes = largest_micro_batch(
             options, recipe, model_config, hardware

@@ -12,8 +12,10 @@ from model.initial_weights import build_without_weights
 from recipes import Recipe
 from training.evaluator import Evaluator
 from training.forecast.advice import advise, choose_micro_batch
+from training.forecast.loss import describe_loss
 from training.forecast.memory import USABLE, Hardware, forecast_memory
 from training.forecast.step_time import ASSUMED_UTILIZATION, StepForecast, forecast_step, step_flops
+from training.minutes import plan_for_minutes
 from training.run import check_space, refuse_overwriting
 from training.start import init_checksum, open_initial
 from training.summary import agreed_model_config, describe_run_epochs, describe_steps
@@ -24,7 +26,6 @@ from utils.throughput import NETWORK_BANDWIDTH, plan_gpus
 
 DOLLARS_PER_GPU_HOUR = 2.50  # rent of an H100, taken for all GPUs
 LONG_HOURS = 100  # for longer runs on a CPU, describe_time names the demo
-FEWEST_FITTED_TOKENS = 100_000_000  # tokens of the shortest run that fitted_loss was fitted to
 
 
 def print_forecast(
@@ -38,6 +39,8 @@ def print_forecast(
     # Not Process.is_main: a dry run does not connect the processes of torchrun.
     if not is_main_process():
         return
+    if options.minutes is not None and checkpoint is None:
+        options = plan_for_minutes(options, recipe)
     hardware = Hardware.of(options)
     # ALONE: only the main process gets here.
     initial = open_initial(options, checkpoint, ALONE)  # weights to begin with; None: random ones
@@ -51,7 +54,8 @@ def print_forecast(
     model_config = agreed_model_config(options, recipe, stream, initial)
     if options.micro_batch_size == "auto":
         micro_batch_size, sentence = choose_micro_batch(options, recipe, model_config, hardware)
-        print(sentence)
+        if sentence:
+            print(sentence)
         options = replace(options, micro_batch_size=micro_batch_size)
 
     # size of the model, and the devices
@@ -235,33 +239,3 @@ def describe_hours(hours: float) -> str:
         return f"{hours:,.1f} hours"
     hours = float(f"{hours:.2g}")  # two digits, because a forecast is not exact
     return f"{hours:,.0f} hours ({hours / 24:,.0f} days)"
-
-
-def fitted_loss(num_parameters: float, num_tokens: float) -> float:
-    """Return the loss, in nats per GPT-2 token, that a model reaches after `num_tokens` tokens of
-    C4, each read once. Formula: Muennighoff et al. 2023 (github.com/huggingface/datablations)."""
-    return 1.87 + 521 / num_parameters**0.3527 + 1488 / num_tokens**0.3527
-
-
-def describe_loss(num_parameters: int, num_tokens: int) -> str:
-    """Return a sentence about the loss to expect of this number of parameters and tokens, and about
-    a better size for the same compute, which is about 6 x parameters x tokens."""
-    fit = "the fit of Muennighoff et al. 2023"
-    if num_tokens < FEWEST_FITTED_TOKENS:
-        return (
-            f"loss to expect: {fit} has no runs of under {FEWEST_FITTED_TOKENS / 1e6:.0f}M tokens"
-        )
-    loss = fitted_loss(num_parameters, num_tokens)
-    text = f"loss to expect: about {loss:.2f}, by {fit}, for text like C4, read once, with AdamW"
-    # For a fixed product of parameters and tokens, the loss is lowest where the two terms of the
-    # fit are equal: 521 / parameters^a = 1488 / tokens^a, with a = 0.3527.
-    best_parameters = (521 / 1488) ** (0.5 / 0.3527) * (num_parameters * num_tokens) ** 0.5
-    best_tokens = num_parameters * num_tokens / best_parameters
-    best_loss = fitted_loss(best_parameters, best_tokens)
-    # Propose a size only if its loss is clearly lower and the fit covers its number of tokens.
-    if loss - best_loss > 0.02 and best_tokens > FEWEST_FITTED_TOKENS:
-        text += (
-            f"; for the same compute it is lowest, {best_loss:.2f}, with "
-            f"{best_parameters / 1e6:,.0f}M parameters and {best_tokens / 1e9:,.2f}B tokens"
-        )
-    return text

@@ -132,7 +132,7 @@ def test_times_have_a_unit_in_which_they_are_no_zero(hours, text):
             (),
             "about 3.04, .*; for the same compute it is lowest, 3.00, with 252M parameters",
         ),
-        (("--model_type", "gpt2-xl"), "about 2.61, .*, with AdamW$"),
+        (("--model_type", "gpt2-xl"), "about 2.51, .*, with AdamW$"),
         (
             ("--config", "configs/five_minutes.toml"),
             "the fit of .* has no runs of under 100M tokens$",
@@ -337,3 +337,12 @@ def test_a_dry_run_refuses_what_the_run_would(dry_run, shards, trained, tmp_path
     flags = flags.replace("RUN", str(trained)).replace("SHARDS", str(shards))
     with user_error(message):
         dry_run(*args, "--run_dir", tmp_path, *flags.split())
+
+
+@pytest.mark.parametrize("sequences, expected", [(64, 16), (24, 12), (7, 7), (17, 1)])
+def test_a_micro_batch_on_a_cpu_divides_the_step_and_has_up_to_16_sequences(sequences, expected):
+    options = train_options(n_embd=64, n_head=1, n_layer=1, total_batch_size=1024 * sequences)
+    config = options.model_config(parse_recipe("gpt2"), 256)
+    hardware = Hardware.of(replace(options, device="cpu", dtype="float32"))
+    chosen, sentence = choose_micro_batch(options, parse_recipe("gpt2"), config, hardware)
+    assert (chosen, sentence) == (expected, "")

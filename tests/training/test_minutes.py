@@ -1,0 +1,116 @@
+"""--minutes chooses a run for a machine, a text and a time; learning rate and batch follow size."""
+
+import re
+import sys
+
+import pytest
+from conftest import script, train_options
+
+from config import TrainOptions
+from model.config import SIZES
+from model.formats.checkpoint import load_checkpoint
+from recipes import rate_and_batch
+from training.forecast.loss import MOST_EPOCHS, compared_loss
+from training.minutes import Dial, StepCost
+from training.options import read_options, resolve_options
+
+
+@pytest.mark.parametrize(
+    "model_type, max_lr, total_batch_size",
+    [
+        ("gpt2", 6e-4, 524_288),
+        ("gpt2-xl", 2e-4, 1_048_576),
+        ("gpt3-6.7b", 1.2e-4, 2_097_152),
+        ("gpt3-175b", 6e-5, 3_145_728),
+    ],
+)
+def test_named_sizes_have_gpt3s_rate_and_batch(model_type, max_lr, total_batch_size):
+    options = train_options(model_type=model_type)
+    assert (options.max_lr, options.total_batch_size) == (max_lr, total_batch_size)
+    assert train_options(model_type=model_type, recipe="modern").max_lr == 0.012
+
+
+def test_rate_falls_and_batch_grows_with_the_width_and_flags_win():
+    pairs = [rate_and_batch(width) for width in range(32, 2048, 32)]
+    assert sorted(pairs, key=lambda pair: -pair[0]) == pairs
+    assert sorted(pairs, key=lambda pair: pair[1]) == pairs
+    assert rate_and_batch(128) == (4e-3, 2048)
+    assert all(
+        width in map(lambda size: size[2], SIZES.values()) or b & (b - 1) == 0
+        for width, (_, b) in zip(range(32, 2048, 32), pairs, strict=True)
+    )
+    given = train_options(n_embd=128, n_head=2, max_lr=1e-5, total_batch_size=4096)
+    assert (given.max_lr, given.total_batch_size) == (1e-5, 4096)
+    assert train_options(recipe="gpt2,max_lr=0.002").max_lr == 0.002
+
+
+def dial(shards, monkeypatch, minutes: float, *flags: object) -> Dial:
+    """Return the dial of a command line with --minutes."""
+    words = ["--data_dir", str(shards), "--device", "cpu", "--minutes", str(minutes)]
+    words += [str(flag) for flag in flags]
+    monkeypatch.setattr(sys, "argv", ["train.py", *words])
+    given, derived, _ = read_options(TrainOptions, "train.py", words)
+    options, recipe = resolve_options(given, derived, None)
+    return Dial(options, recipe, data_parallel=1)
+
+
+def choose(dial: Dial, flops_per_second: float):
+    """Return the plan of a dial for devices of this speed, whose measuring takes no time."""
+    sizes = {size.model_config: size for size in dial.sizes}
+
+    def measure(options, model_config):
+        flops = sizes[model_config].flops_per_token
+        return StepCost(flops, flops / flops_per_second, 0.01, 0.0)
+
+    return dial.choose(measure, lambda: 0.0, first_sequences=8)
+
+
+def test_more_time_or_a_faster_device_gives_a_larger_model(shards, monkeypatch):
+    monkeypatch.setattr("training.minutes.Dial.text_tokens", 10**10, raising=False)
+    parameters = []
+    for minutes, speed in [(2, 1e11), (20, 1e11), (20, 1e13), (200, 1e14)]:
+        planned = dial(shards, monkeypatch, minutes)
+        planned.text_tokens = 10**10
+        plan = choose(planned, speed)
+        parameters.append(plan.size.num_parameters)
+        # the steps, their updates and the validations take the time
+        seconds = (
+            plan.num_tokens * plan.size.flops_per_token / speed + 0.01 * plan.flags["max_steps"]
+        )
+        assert 0.9 * 60 * minutes < seconds < 60 * minutes
+    assert sorted(set(parameters)) == parameters
+
+
+def test_a_small_text_stops_where_repeats_do_not_help(shards, monkeypatch):
+    planned = dial(shards, monkeypatch, 60)
+    plan = choose(planned, 1e14)
+    assert plan.num_tokens <= MOST_EPOCHS * planned.text_tokens
+    text = 10**6
+    gains = [
+        compared_loss(1e6, n * text, text) - compared_loss(1e6, 2 * n * text, text)
+        for n in (1, 8, 48)
+    ]
+    assert gains[0] > gains[1] > 10 * gains[2]
+
+
+def test_the_run_has_the_printed_flags_and_keeps_them(shards, tmp_path):
+    """A flag of the user wins; the printed command trains the same run; a resumed run keeps it."""
+    common = ["--data_dir", shards, "--device", "cpu", "--dtype", "float32", "--n_embd", 32]
+    common += ["--n_layer", 1, "--n_head", 1, "--block_size", 32, "--max_steps", 20]
+    run = ["--run_dir", tmp_path / "a"]
+    # not forked: the clock of --minutes begins with the process
+    done = script("train.py", *common, *run, "--minutes", 0.2, fork=False)
+    command = re.search("the same run: python (.*)", done.stdout)[1]
+    assert "--max_steps 20 " in command and "--minutes" not in command
+    assert "--n_embd 32" in command and command.count("--n_embd") == 1
+    other = command.replace(str(tmp_path / "a"), str(tmp_path / "b"))
+    script(*other.split())
+    first, second = (
+        load_checkpoint(tmp_path / name / "checkpoints/model_last.pt") for name in "ab"
+    )
+    folders = {"checkpoint_dir": None, "log_dir": None}
+    assert first["config"] | folders == second["config"] | folders
+    assert "minutes" not in first["config"]
+    script("train.py", "--resume", tmp_path / "a", "--max_steps", 25, "--minutes", 5)
+    resumed = load_checkpoint(tmp_path / "a/checkpoints/model_last.pt")
+    assert resumed["config"]["total_batch_size"] == first["config"]["total_batch_size"]

@@ -1,0 +1,64 @@
+"""Forecast of the loss of a new model from its size and its tokens, by published scaling laws.
+
+The laws were fitted to models of at least some millions of parameters on at least 100M tokens of
+the web. Far below, only their differences between sizes are of use: --minutes chooses by them.
+"""
+
+import math
+
+FEWEST_FITTED_TOKENS = 100_000_000  # tokens of the shortest run that fitted_loss was fitted to
+# Approach 3 of Hoffmann et al. 2022 ("Chinchilla"): the loss is LOWEST + A / N^ALPHA + B / D^BETA
+# for N parameters and D tokens.
+LOWEST, A, ALPHA, B, BETA = 1.69, 406.4, 0.34, 410.7, 0.28
+# Muennighoff et al. 2023, section 5: after so many repeats of the text, or so many times the
+# parameters that are best for it, the value of one more has fallen to 1 / e.
+REPEATED_TOKENS, EXCESS_PARAMETERS = 15.4, 5.3
+MOST_EPOCHS = 1 + 3 * REPEATED_TOKENS  # they have 95 % of what repeats can give
+
+
+def fitted_loss(num_parameters: float, num_tokens: float) -> float:
+    """Return the loss, in nats per GPT-2 token, that a model reaches after `num_tokens` tokens of
+    C4, each read once. Formula: Muennighoff et al. 2023 (github.com/huggingface/datablations)."""
+    return 1.87 + 521 / num_parameters**0.3527 + 1488 / num_tokens**0.3527
+
+
+def compared_loss(num_parameters: float, num_tokens: float, text_tokens: float) -> float:
+    """Return a loss by which runs compare that train in equal time on a text of `text_tokens`
+    tokens: that of Hoffmann et al. 2022, where tokens beyond the text, and parameters beyond the
+    best number for it, count less and less (Muennighoff et al. 2023, equation 6)."""
+    # the number of parameters for which both terms of the loss fall alike
+    best_parameters = (ALPHA * A / (BETA * B) * text_tokens**BETA) ** (1 / ALPHA)
+    parameters = effective_number(num_parameters, best_parameters, EXCESS_PARAMETERS)
+    tokens = effective_number(num_tokens, text_tokens, REPEATED_TOKENS)
+    return LOWEST + A / parameters**ALPHA + B / tokens**BETA
+
+
+def effective_number(number: float, full: float, decay: float) -> float:
+    """Return what a number is worth if only `full` of it counts fully: 1 x 10^6 tokens of a text
+    that are read 16 times are worth 10.6 x 10^6."""
+    excess = max(0.0, number / full - 1)
+    return min(number, full) + full * decay * (1 - math.exp(-excess / decay))
+
+
+def describe_loss(num_parameters: int, num_tokens: int) -> str:
+    """Return a sentence about the loss to expect of this number of parameters and tokens, and about
+    a better size for the same compute, which is about 6 x parameters x tokens."""
+    fit = "the fit of Muennighoff et al. 2023"
+    if num_tokens < FEWEST_FITTED_TOKENS:
+        return (
+            f"loss to expect: {fit} has no runs of under {FEWEST_FITTED_TOKENS / 1e6:.0f}M tokens"
+        )
+    loss = fitted_loss(num_parameters, num_tokens)
+    text = f"loss to expect: about {loss:.2f}, by {fit}, for text like C4, read once, with AdamW"
+    # For a fixed product of parameters and tokens, the loss is lowest where the two terms of the
+    # fit are equal: 521 / parameters^a = 1488 / tokens^a, with a = 0.3527.
+    best_parameters = (521 / 1488) ** (0.5 / 0.3527) * (num_parameters * num_tokens) ** 0.5
+    best_tokens = num_parameters * num_tokens / best_parameters
+    best_loss = fitted_loss(best_parameters, best_tokens)
+    # Propose a size only if its loss is clearly lower and the fit covers its number of tokens.
+    if loss - best_loss > 0.02 and best_tokens > FEWEST_FITTED_TOKENS:
+        text += (
+            f"; for the same compute it is lowest, {best_loss:.2f}, with "
+            f"{best_parameters / 1e6:,.0f}M parameters and {best_tokens / 1e9:,.2f}B tokens"
+        )
+    return text

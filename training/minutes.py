@@ -1,0 +1,382 @@
+"""--minutes M: the best model that these devices can train on this text in M minutes.
+
+The time of a step is measured for sizes of a ladder, on the processes and devices of the run. It
+says how many tokens of each size fit into the time. These give batch and steps, and a scaling law
+compares the losses (training/forecast/loss.py). The choice becomes flags in front of the command
+line, so that a flag of the user wins, and a resumed run finds them in its checkpoint. This file is
+not about learning rates, which follow the size of any model (recipes.py).
+"""
+
+import math
+import re
+import shlex
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from utils.environment import START_SECONDS
+
+import numpy as np
+import torch
+
+from config import ResolvedTrainOptions, TrainOptions
+from data.loader import Mixture
+from data.shards import MissingShards
+from model.config import GPTConfig
+from model.execution import Execution, execute
+from model.gpt import GPT
+from model.initial_weights import build_without_weights, new_model
+from recipes import Recipe
+from training.forecast.advice import choose_micro_batch
+from training.forecast.loss import MOST_EPOCHS, compared_loss
+from training.forecast.memory import Hardware
+from training.forecast.step_time import ASSUMED_UTILIZATION
+from training.optimizers import make_optimizers
+from training.options import expand_flags, fit_micro_batch, read_options, resolve_options
+from training.parallel.data_parallel import clip_grad_norm, sync_gradients, wrap
+from utils.cli import named_flags, to_flags
+from utils.devices import seconds_on_cpu
+from utils.distributed import Process
+from utils.errors import UserError
+from utils.launch import is_main_process
+
+# Layers and channels, with heads of 64 channels: 64 channels for each layer up to GPT-2's smallest
+# size, then GPT-2's other sizes.
+LADDER = (
+    (1, 64),
+    (2, 128),
+    (3, 192),
+    (4, 256),
+    (5, 320),
+    (6, 384),
+    (8, 512),
+    (10, 640),
+    (12, 768),
+    (24, 1024),
+    (36, 1280),
+    (48, 1600),
+)
+FIRST_MEASURED = 1  # index in LADDER
+MEASURED_SHARE = 0.1  # of the time, for measuring
+FINISH_SECONDS = 3  # to save the last checkpoint
+NUM_VALIDATIONS = 10  # of a run
+VALIDATED_SHARE = 0.05  # of the time, for validations
+EQUAL_LOSS = 0.005  # of sizes whose losses differ by less, the smallest is chosen
+COMPILED_MINUTES = 10  # shorter runs are not compiled: that takes a minute
+MEASURE_SECONDS = 0.5  # for each of the two measurements of a size
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """Seconds of a training step of one size."""
+
+    flops_per_token: int
+    """FLOPs of the forward and backward pass of a token."""
+    token_seconds: float
+    """Forward and backward pass of a token; all processes work on it together."""
+    update_seconds: float
+    """Once a step: reduction of the gradients, clipping and the optimizers."""
+    compile_seconds: float
+    """The first pass, which compiles."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """A size of a model that the run may get."""
+
+    flags: dict[str, Any]
+    """Options that make a model of this size, without those that the user gives."""
+    model_config: GPTConfig
+    num_parameters: int
+    flops_per_token: int
+    """FLOPs of the forward and backward pass of a token."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run with a model of one size that fits into the time."""
+
+    size: Size
+    flags: dict[str, Any]
+    """Options of the run, without those that the user gives."""
+    num_tokens: int
+    loss: float
+    """compared_loss: only differences between plans mean something."""
+
+
+MeasureStep = Callable[[ResolvedTrainOptions, GPTConfig], StepCost]
+
+
+class Dial:
+    """The options, the text and the time for which --minutes chooses a run."""
+
+    def __init__(self, options: ResolvedTrainOptions, recipe: Recipe, data_parallel: int) -> None:
+        """`data_parallel` is the number of parts into which the processes divide the data."""
+        minutes = options.minutes
+        assert minutes is not None  # else there is nothing to choose
+        if options.init_from is not None:
+            raise UserError("--minutes chooses the size of a new model: leave out --init_from")
+        # names of the options that the command line or its --config gives
+        flags = named_flags(expand_flags(sys.argv[1:]))
+        self.given = {name.removeprefix("no_") for name, _ in flags}
+        if minutes < COMPILED_MINUTES and "use_torch_compile" not in self.given:
+            options = replace(options, use_torch_compile=False)
+        self.options = options
+        self.data_parallel = data_parallel
+        self.seconds = 60 * minutes
+        try:
+            train_stream = Mixture(options.data_dir, "train", options.block_size).stream
+            val_stream = Mixture(options.data_dir, "val", options.block_size).stream
+            self.text_tokens = len(train_stream)
+            self.val_tokens = len(val_stream)
+            vocab_size = train_stream.vocab_size
+        except MissingShards:
+            if not options.dry_run:
+                raise
+            # a dry run before the sharding plans for FineWeb-Edu's sample of 10B tokens
+            self.text_tokens = 10_000_000_000
+            self.val_tokens = 100_000_000
+            vocab_size = GPTConfig.vocab_size
+        self.sizes = [self.make_size(recipe, vocab_size, flags) for flags in self.ladder()]
+
+    def ladder(self) -> list[dict[str, Any]]:
+        """Return the flags of each size, the smallest first: LADDER, or the size of the user."""
+        ladder = []
+        for n_layer, n_embd in LADDER:
+            flags = {"n_layer": n_layer, "n_head": n_embd // 64, "n_embd": n_embd}
+            # only sizes with the numbers that the user gives
+            if any(getattr(self.options, name) not in (None, flags[name]) for name in flags):
+                continue
+            # twice the width, as a power of two, up to GPT-2's context
+            flags["block_size"] = min(1024, 2 ** int(math.log2(2 * n_embd)))
+            ladder.append(self.without_given(flags))
+        return ladder if ladder and "model_type" not in self.given else [{}]
+
+    def without_given(self, flags: dict[str, Any]) -> dict[str, Any]:
+        """Return the flags that the user does not give."""
+        return {name: value for name, value in flags.items() if name not in self.given}
+
+    def make_size(self, recipe: Recipe, vocab_size: int, flags: dict[str, Any]) -> Size:
+        """Return the size of a model with these flags."""
+        model_config = replace(self.options, **flags).model_config(recipe, vocab_size)
+        model = build_without_weights(GPT, model_config)
+        return Size(flags, model_config, model.num_parameters(), model.flops_per_token())
+
+    def choose(
+        self, measure_step: MeasureStep, elapsed: Callable[[], float], first_sequences: int
+    ) -> Plan:
+        """Return the plan with the lowest loss. `elapsed` returns the seconds since the process
+        began. `measure_step` raises UserError for a size that does not fit into memory; the first
+        time it measures a step of `first_sequences` sequences of each process."""
+        costs: dict[int, StepCost] = {}  # of the measured sizes, by their FLOPs per token
+        size = self.sizes[min(FIRST_MEASURED, len(self.sizes) - 1)]
+        batch = first_sequences * size.model_config.block_size * self.data_parallel
+        flags = size.flags | self.without_given({"total_batch_size": batch})
+        measured: list[dict[str, Any]] = []  # flags of each measurement
+        start_seconds = elapsed()
+        while True:
+            try:
+                cost = measure_step(replace(self.options, **flags), size.model_config)
+                costs[cost.flops_per_token] = cost
+            except UserError:
+                if size is self.sizes[0]:
+                    raise
+                # larger sizes do not fit, either
+                self.sizes = self.sizes[: self.sizes.index(size)]
+            measured.append(flags)
+            # at least a second, for a time that is over before the run begins
+            seconds = max(1.0, self.seconds - elapsed() - FINISH_SECONDS)
+            plans = [self.plan(size, list(costs.values()), seconds) for size in self.sizes]
+            lowest = min(plan.loss for plan in plans)
+            plan = next(plan for plan in plans if plan.loss < lowest + EQUAL_LOSS)
+            size = plan.size
+            flags = {name: plan.flags[name] for name in flags}
+            if flags in measured or elapsed() - start_seconds > MEASURED_SHARE * self.seconds:
+                return plan
+
+    def plan(self, size: Size, costs: list[StepCost], seconds: float) -> Plan:
+        """Return the run with a model of this size that takes `seconds`, by the measured costs."""
+        cost = cost_of(size, costs)
+        seconds = max(1.0, seconds - cost.compile_seconds)
+        # A validation has forward passes only, a third of the FLOPs.
+        validation_seconds = VALIDATED_SHARE * seconds / NUM_VALIDATIONS
+        val_tokens = 2 ** int(math.log2(max(2, 3 * validation_seconds / cost.token_seconds)))
+        flags = self.without_given({"val_tokens": min(val_tokens, self.options.val_tokens)})
+        val_tokens = min(flags.get("val_tokens", self.options.val_tokens), self.val_tokens)
+        # Validations of a size that is too large may take all of the time.
+        validated_seconds = NUM_VALIDATIONS * val_tokens * cost.token_seconds / 3
+        seconds = max(0.01 * seconds, seconds - validated_seconds)
+
+        # The batch that Li et al. 2025 ("Predictable Scale", step law) found the best for a number
+        # of tokens, which depends on the batch: an update takes time, too. As a power of two times
+        # what the processes read at once.
+        smallest = size.model_config.block_size * self.data_parallel
+        batch = self.options.total_batch_size
+        if "total_batch_size" not in self.given:
+            batch = smallest
+            while True:
+                num_tokens = seconds / (cost.token_seconds + cost.update_seconds / batch)
+                if 0.58 * num_tokens**0.571 < math.sqrt(2) * batch:
+                    break
+                batch *= 2
+        num_tokens = seconds / (cost.token_seconds + cost.update_seconds / batch)
+        num_tokens = min(num_tokens, MOST_EPOCHS * self.text_tokens)
+        max_steps = max(NUM_VALIDATIONS, int(num_tokens / batch))
+        every = -(-max_steps // NUM_VALIDATIONS)  # rounded up
+        flags |= size.flags
+        flags |= self.without_given(
+            {
+                "total_batch_size": batch,
+                "max_steps": max_steps,
+                "eval_every": every,
+                "save_every": every,
+                "sample_every": max_steps,
+            }
+        )
+        num_tokens = max_steps * batch
+        return Plan(
+            size,
+            flags,
+            num_tokens,
+            compared_loss(size.num_parameters, num_tokens, self.text_tokens),
+        )
+
+
+def cost_of(size: Size, costs: list[StepCost]) -> StepCost:
+    """Return the cost of a step of a size from the costs of other sizes: their seconds per FLOP,
+    interpolated."""
+    costs = sorted(costs, key=lambda cost: cost.flops_per_token)
+    flops = [cost.flops_per_token for cost in costs]
+
+    def interpolate(seconds: list[float]) -> float:
+        seconds_per_flop = np.divide(seconds, flops)
+        # below the smallest and above the largest of the measured sizes it stays the same
+        log_flops = math.log(size.flops_per_token)
+        return size.flops_per_token * float(np.interp(log_flops, np.log(flops), seconds_per_flop))
+
+    return StepCost(
+        size.flops_per_token,
+        interpolate([cost.token_seconds for cost in costs]),
+        interpolate([cost.update_seconds for cost in costs]),
+        max(cost.compile_seconds for cost in costs),
+    )
+
+
+def measure_step(
+    process: Process, recipe: Recipe, options: ResolvedTrainOptions, model_config: GPTConfig
+) -> StepCost:
+    """Return the cost of a step of a new model, measured on the processes of the run. Every process
+    must call it. Raises UserError if the model does not fit into memory."""
+    if options.micro_batch_size == "auto":
+        micro_batch_size, _ = fit_micro_batch(options, recipe, model_config, process)
+        options = replace(options, micro_batch_size=micro_batch_size)
+    model, weights = new_model(GPT, model_config, options.seed)
+    execute(model, Execution(options.activation_checkpointing, options.use_torch_compile))
+    wrapped = wrap(model, weights, process, options.sharding)
+    optimizers = make_optimizers(model, options, recipe, process.dtype)
+    shape = (options.sequences_per_pass, options.block_size)  # (B, T)
+    idx = torch.randint(model_config.vocab_size, shape, device=process.device)
+
+    def seconds_of(num_passes: int, *, update: bool) -> float:
+        """Return the mean seconds of a forward and backward pass, with `update` also those of what
+        ends a step, of the slowest process."""
+        start_seconds = time.perf_counter()
+        for _ in range(num_passes):
+            with sync_gradients(wrapped, options.sharding, is_last=update):
+                with process.autocast(keep_weights=False):
+                    loss = wrapped(idx, idx)
+                loss.backward()
+            if update:
+                clip_grad_norm(wrapped, options.grad_clip)
+                for optimizer in optimizers:
+                    optimizer.step()
+                wrapped.zero_grad(set_to_none=True)
+        # .item() waits for the device, and `min` of the negative is the maximum over processes
+        loss.item()
+        nanoseconds = int(1e9 * (time.perf_counter() - start_seconds))
+        return -process.min(-nanoseconds) / 1e9 / num_passes
+
+    first_seconds = seconds_of(1, update=False)  # compiles, and allocates memory
+    seconds_of(1, update=True)  # creates the state of the optimizers
+    num_passes = max(1, min(10, int(MEASURE_SECONDS / seconds_of(1, update=False))))
+    pass_seconds = seconds_of(num_passes, update=False)
+    update_seconds = max(0.0, seconds_of(num_passes, update=True) - pass_seconds)
+    return StepCost(
+        model.flops_per_token(),
+        pass_seconds / (idx.numel() * process.data_parallel),
+        update_seconds,
+        first_seconds - pass_seconds if options.use_torch_compile else 0.0,
+    )
+
+
+def forecast_cost(
+    hardware: Hardware, recipe: Recipe, options: ResolvedTrainOptions, model_config: GPTConfig
+) -> StepCost:
+    """Return the cost of a step for a dry run: by the peak of a known GPU, or by a matmul of this
+    CPU. Raises UserError for a model that does not fit into memory."""
+    choose_micro_batch(options, recipe, model_config, hardware)
+    flops_per_token = build_without_weights(GPT, model_config).flops_per_token()
+    if hardware.gpu is not None:
+        flops_per_second = hardware.world_size * hardware.gpu.peak_flops * ASSUMED_UTILIZATION
+        return StepCost(flops_per_token, flops_per_token / flops_per_second, 0.0, 0.0)
+    seconds = seconds_on_cpu(1e9 * flops_per_token, hardware.dtype) / 1e9
+    return StepCost(flops_per_token, seconds, 0.0, 0.0)
+
+
+def choose_for_minutes(
+    options: ResolvedTrainOptions, recipe: Recipe, process: Process
+) -> tuple[ResolvedTrainOptions, dict[str, str | None]]:
+    """Return the options of the run that --minutes chooses on the devices of these processes, and
+    the derived options (read_options). Print the choice. Every process must call it."""
+
+    def elapsed() -> float:
+        """Return the seconds since the first of the processes began."""
+        milliseconds = int(1000 * (time.perf_counter() - START_SECONDS))
+        return -process.min(-milliseconds) / 1000
+
+    dial = Dial(options, recipe, process.data_parallel)
+    first_sequences = 8 if process.device.type == "cpu" else 256
+    plan = dial.choose(partial(measure_step, process, recipe), elapsed, first_sequences)
+    return apply_plan(dial, plan)
+
+
+def plan_for_minutes(options: ResolvedTrainOptions, recipe: Recipe) -> ResolvedTrainOptions:
+    """Return the options of the run that --minutes would choose on the devices that --device names,
+    by a forecast of their speed. Print the choice."""
+    hardware = Hardware.of(options)
+    if hardware.gpu is None and hardware.device.type != "cpu":
+        print("note: --minutes measures the speed of this device when the run starts")
+        return options
+    data_parallel, _ = hardware.parallel_degrees(options)
+    dial = Dial(options, recipe, data_parallel)
+    plan = dial.choose(partial(forecast_cost, hardware, recipe), lambda: 0.0, first_sequences=8)
+    return apply_plan(dial, plan)[0]
+
+
+def apply_plan(dial: Dial, plan: Plan) -> tuple[ResolvedTrainOptions, dict[str, str | None]]:
+    """Print the size with its reason, how far the time goes, and the run as plain flags. Return the
+    options of these flags in front of the command line, and the derived options."""
+    command_line = sys.argv[1:]
+    flags = to_flags(plan.flags)
+    if is_main_process():
+        model_config = plan.size.model_config
+        size_text = f"{model_config.n_layer} layers of {model_config.n_embd} channels"
+        print(
+            f"{size_text} ({plan.size.num_parameters:,} parameters) have the lowest predicted loss "
+            f"of {len(dial.sizes)} sizes after {dial.options.minutes:g} minutes"
+        )
+        epochs = plan.num_tokens / dial.text_tokens
+        stop = " and more repeats would hardly help" if epochs > 0.99 * MOST_EPOCHS else ""
+        print(f"{plan.num_tokens:,} tokens fit into that time: {epochs:,.2f} epochs{stop}")
+        # the name --minutes and its value, or --minutes=value
+        rest = re.sub("--minutes[ =][^ ]* ?", "", shlex.join(command_line))
+        print(f"the same run: python train.py {shlex.join(flags)} {rest}")
+    given_options, derived, checkpoint = read_options(
+        TrainOptions, "train.py", flags + command_line
+    )
+    options, _ = resolve_options(given_options, derived, checkpoint)
+    # whether the compiler works is known already
+    return replace(options, use_torch_compile=dial.options.use_torch_compile), derived
