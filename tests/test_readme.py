@@ -13,7 +13,7 @@ import pytest
 from conftest import ROOT, bad, read_page, script, slow
 
 COSTS = r"    # .*(GPU|downloads|your )"
-IN_MINUTES = "|chat_demo|sweep"
+IN_MINUTES = "|chat_demo|sweep|--dry_run|plot.py"
 
 
 @pytest.mark.parametrize("left_out", [IN_MINUTES, slow("")])

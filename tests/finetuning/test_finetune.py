@@ -288,6 +288,7 @@ def test_a_reward_that_fails_on_one_process_saves_on_all(base, tmp_path):
     assert load_checkpoint(tmp_path / "checkpoints/model_last.pt")["step"] == 1
 
 
+@pytest.mark.slow
 def test_other_rows_are_warned_of_and_other_weights_refused(base, whole, tmp_path, refuse):
     """Weights that were moved are no others."""
     resumed = ("--resume", whole("dpo") / "checkpoints/model_step_000002.pt")
@@ -311,6 +312,7 @@ def test_other_rows_are_warned_of_and_other_weights_refused(base, whole, tmp_pat
         refuse(problem, *resumed, *folders(tmp_path / problem[:9]), flag, value)
 
 
+@pytest.mark.slow
 def test_defaults_teach_dialogs_of_one_kind_and_their_end_by_the_chat_template(tmp_path):
     """Of a model whose end of text is another token: in scores, samples and exports."""
     tokenizer = folder_with_tokenizer(tmp_path, byte_level_backend(), CHATML, eos_token_id=256)

@@ -8,6 +8,7 @@ from utils.cli import parse, to_flags
 TINY = {"n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 64, "seconds": 0, "device": "cpu"}
 
 
+@pytest.mark.slow
 def test_all_rungs_stand_in_a_table_with_equal_losses(tmp_path, monkeypatch, capsys):
     def measure_here(programs, options):  # once, in this process
         return {rung: measure(build, options) for rung, build in programs.items()}

@@ -269,6 +269,7 @@ def test_replicas_add_an_all_reduce_between_machines():
         assert step.network_bytes == pytest.approx(network, rel=0.01)
 
 
+@pytest.mark.slow
 def test_the_advice_fits_is_faster_and_is_what_the_refusal_names():
     given = {"model_type": "gpt3-13b", "total_batch_size": 2**21}
     options, recipe, shape, hardware = plan(64, **given)
