@@ -182,7 +182,9 @@ class Dial:
                 cost = measure_step(replace(self.options, **flags), size.model_config)
                 costs[cost.flops_per_token] = cost
             except UserError:
-                if size is self.sizes[0]:
+                # Before the first measurement there is nothing to choose by: the flags of the user
+                # contradict each other, or nothing fits.
+                if not costs or size is self.sizes[0]:
                     raise
                 # larger sizes do not fit, either
                 self.sizes = self.sizes[: self.sizes.index(size)]

@@ -4,7 +4,7 @@ import re
 import sys
 
 import pytest
-from conftest import script, train_options
+from conftest import bad, script, train_options
 
 from config import TrainOptions
 from model.config import SIZES
@@ -114,3 +114,9 @@ def test_the_run_has_the_printed_flags_and_keeps_them(shards, tmp_path):
     script("train.py", "--resume", tmp_path / "a", "--max_steps", 25, "--minutes", 5)
     resumed = load_checkpoint(tmp_path / "a/checkpoints/model_last.pt")
     assert resumed["config"]["total_batch_size"] == first["config"]["total_batch_size"]
+
+
+def test_a_batch_that_divides_into_no_sequences_is_refused_before_a_choice(shards, tmp_path):
+    run = ["--run_dir", tmp_path / "run", "--device", "cpu", "--minutes", 1]
+    given = ["--total_batch_size", 1000]
+    bad(["train.py", "--data_dir", shards, *run, *given], "does not divide by the micro-batch")
