@@ -300,7 +300,7 @@ class PlanningOptions:
 
     minutes: NonNegative | None = None
     """Choose what no other flag gives (size, context, batch, steps, intervals), for the best model
-    that these devices train on this text in so many minutes."""
+    that these devices train on this text in so many minutes. A resumed run keeps its options."""
 
     dry_run: bool = False
     """Check options, shards, folders and benchmarks; print the model's size, memory, time and, for
