@@ -21,6 +21,8 @@ def test_every_block_of_the_tour_prints_what_stands_below_it(tmp_path, monkeypat
     commands = commands.replace("\npython ", f"\n{sys.executable} ")
     subprocess.run(["bash", "-ec", commands], check=True)
 
+    # Each start of torch.distributed, as in other tests, puts "[rank0]: " in front of tracebacks.
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
     shown = []
     monkeypatch.setattr(sys, "displayhook", shown.append)
     prompt = code.InteractiveConsole()  # where a loop ends with an empty line

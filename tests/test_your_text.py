@@ -59,8 +59,7 @@ def run(title, home):
             args += ["--device", "cpu"]
         if "--minutes" in args:
             args += TINY
-        # a new process, whose clock begins now, for --minutes
-        done = script(ROOT / name, *args, cwd=home, fork="--minutes" not in args)
+        done = script(ROOT / name, *args, cwd=home)
         printed.append(done.stdout + done.stderr)
     return printed
 

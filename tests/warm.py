@@ -1,5 +1,6 @@
 """Scripts that start at once: forks of a process that has imported what takes seconds to import."""
 
+import importlib
 import multiprocessing
 import os
 import runpy
@@ -11,7 +12,7 @@ ROOT = str(Path(__file__).resolve().parents[1])
 CONTEXT = multiprocessing.get_context("forkserver")
 # with it PyTorch looks for GPUs without starting CUDA, which a fork could not use
 os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
-# none of them starts a thread, which a fork would lack; nothing of this project
+# None of them starts a thread, which a fork would lack. Nothing of this project is loaded.
 CONTEXT.set_forkserver_preload(
     [
         "torch._inductor.compile_fx",
@@ -20,6 +21,9 @@ CONTEXT.set_forkserver_preload(
         "matplotlib.pyplot",
         "tyro",
         "safetensors.torch",
+        "transformers.models.auto.modeling_auto",
+        "transformers.models.gpt2.modeling_gpt2",
+        "transformers.models.qwen3.modeling_qwen3",
     ]
 )
 
@@ -49,6 +53,8 @@ class Script(CONTEXT.Process):
         os.chdir(self.cwd)
         os.environ.clear()
         os.environ.update(self.env)
+        # it has read the variables of the server
+        importlib.reload(sys.modules["huggingface_hub.constants"])
         # the path of a new interpreter, without what pytest has added
         installed = [path for path in sys.path if "site-packages" in path or ROOT not in path]
         given = self.env.get("PYTHONPATH", "").split(os.pathsep)

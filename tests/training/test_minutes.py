@@ -98,8 +98,7 @@ def test_the_run_has_the_printed_flags_and_keeps_them(shards, tmp_path):
     common = ["--data_dir", shards, "--device", "cpu", "--dtype", "float32", "--n_embd", 32]
     common += ["--n_layer", 1, "--n_head", 1, "--block_size", 32, "--max_steps", 20]
     run = ["--run_dir", tmp_path / "a"]
-    # not forked: the clock of --minutes begins with the process
-    done = script("train.py", *common, *run, "--minutes", 0.2, fork=False)
+    done = script("train.py", *common, *run, "--minutes", 0.2)
     command = re.search("the same run: python (.*)", done.stdout)[1]
     assert "--max_steps 20 " in command and "--minutes" not in command
     assert "--n_embd 32" in command and command.count("--n_embd") == 1
