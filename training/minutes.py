@@ -59,11 +59,12 @@ LADDER = (
     (36, 1280),
     (48, 1600),
 )
-FIRST_MEASURED = 1  # index in LADDER
+FIRST_MEASURED = 1  # index in Dial.sizes: 2 layers of 128 channels, if the user allows all sizes
 MEASURED_SHARE = 0.1  # of the time, for measuring
 FINISH_SECONDS = 3  # to save the last checkpoint
 NUM_VALIDATIONS = 10  # of a run
 VALIDATED_SHARE = 0.05  # of the time, for validations
+OTHER_SHARE = 0.05  # of the time, for what measure_step leaves out: batches, log, checkpoints
 EQUAL_LOSS = 0.005  # of sizes whose losses differ by less, the smallest is chosen
 COMPILED_MINUTES = 10  # shorter runs are not compiled: that takes a minute
 MEASURE_SECONDS = 0.5  # for each of the two measurements of a size
@@ -107,7 +108,7 @@ class Plan:
     """compared_loss: only differences between plans mean something."""
 
 
-MeasureStep = Callable[[ResolvedTrainOptions, GPTConfig], StepCost]
+MeasureStep = Callable[[ResolvedTrainOptions, Size], StepCost]
 
 
 class Dial:
@@ -119,9 +120,10 @@ class Dial:
         assert minutes is not None  # else there is nothing to choose
         if options.init_from is not None:
             raise UserError("--minutes chooses the size of a new model: leave out --init_from")
+        # [("data_dir", "data/own"), ("minutes", "10"), ("no_use_torch_compile", None)]
+        given_flags = named_flags(expand_flags(sys.argv[1:]))
         # names of the options that the command line or its --config gives
-        flags = named_flags(expand_flags(sys.argv[1:]))
-        self.given = {name.removeprefix("no_") for name, _ in flags}
+        self.given = {name.removeprefix("no_") for name, _ in given_flags}
         if minutes < COMPILED_MINUTES and "use_torch_compile" not in self.given:
             options = replace(options, use_torch_compile=False)
         self.options = options
@@ -150,8 +152,9 @@ class Dial:
             # only sizes with the numbers that the user gives
             if any(getattr(self.options, name) not in (None, flags[name]) for name in flags):
                 continue
-            # twice the width, as a power of two, up to GPT-2's context
-            flags["block_size"] = min(1024, 2 ** int(math.log2(2 * n_embd)))
+            # The power of two next to the width, up to GPT-2's 1024. In two minutes of one core, a
+            # context of 256 costs 0.17 nats at 128 channels (docs/BENCHMARKS.md).
+            flags["block_size"] = min(1024, 2 ** round(math.log2(n_embd)))
             ladder.append(self.without_given(flags))
         return ladder if ladder and "model_type" not in self.given else [{}]
 
@@ -168,30 +171,33 @@ class Dial:
     def choose(
         self, measure_step: MeasureStep, elapsed: Callable[[], float], first_sequences: int
     ) -> Plan:
-        """Return the plan with the lowest loss. `elapsed` returns the seconds since the process
-        began. `measure_step` raises UserError for a size that does not fit into memory; the first
-        time it measures a step of `first_sequences` sequences of each process."""
-        costs: dict[int, StepCost] = {}  # of the measured sizes, by their FLOPs per token
+        """Return the plan of the smallest size whose loss is within EQUAL_LOSS of the lowest.
+        `elapsed` returns the seconds since the process began. `measure_step` raises UserError for a
+        size that does not fit into memory; the first time it measures a step of `first_sequences`
+        sequences of each process."""
+        # by FLOPs per token; a size that is measured again, with another batch, replaces its cost
+        cost_by_flops: dict[int, StepCost] = {}
         size = self.sizes[min(FIRST_MEASURED, len(self.sizes) - 1)]
-        batch = first_sequences * size.model_config.block_size * self.data_parallel
-        flags = size.flags | self.without_given({"total_batch_size": batch})
+        batch_tokens = first_sequences * size.model_config.block_size * self.data_parallel
+        flags = size.flags | self.without_given({"total_batch_size": batch_tokens})
         measured: list[dict[str, Any]] = []  # flags of each measurement
         start_seconds = elapsed()
         while True:
             try:
-                cost = measure_step(replace(self.options, **flags), size.model_config)
-                costs[cost.flops_per_token] = cost
+                cost = measure_step(replace(self.options, **flags), size)
+                cost_by_flops[size.flops_per_token] = cost
             except UserError:
                 # Before the first measurement there is nothing to choose by: the flags of the user
                 # contradict each other, or nothing fits.
-                if not costs or size is self.sizes[0]:
+                if not cost_by_flops or size is self.sizes[0]:
                     raise
                 # larger sizes do not fit, either
                 self.sizes = self.sizes[: self.sizes.index(size)]
             measured.append(flags)
             # at least a second, for a time that is over before the run begins
             seconds = max(1.0, self.seconds - elapsed() - FINISH_SECONDS)
-            plans = [self.plan(size, list(costs.values()), seconds) for size in self.sizes]
+            costs = list(cost_by_flops.values())
+            plans = [self.plan(size, costs, seconds) for size in self.sizes]
             lowest = min(plan.loss for plan in plans)
             plan = next(plan for plan in plans if plan.loss < lowest + EQUAL_LOSS)
             size = plan.size
@@ -202,7 +208,7 @@ class Dial:
     def plan(self, size: Size, costs: list[StepCost], seconds: float) -> Plan:
         """Return the run with a model of this size that takes `seconds`, by the measured costs."""
         cost = cost_of(size, costs)
-        seconds = max(1.0, seconds - cost.compile_seconds)
+        seconds = max(1.0, (1 - OTHER_SHARE) * seconds - cost.compile_seconds)
         # A validation has forward passes only, a third of the FLOPs.
         validation_seconds = VALIDATED_SHARE * seconds / NUM_VALIDATIONS
         val_tokens = 2 ** int(math.log2(max(2, 3 * validation_seconds / cost.token_seconds)))
@@ -216,29 +222,29 @@ class Dial:
         # of tokens, which depends on the batch: an update takes time, too. As a power of two times
         # what the processes read at once.
         smallest = size.model_config.block_size * self.data_parallel
-        batch = self.options.total_batch_size
+        batch_tokens = self.options.total_batch_size
         if "total_batch_size" not in self.given:
-            batch = smallest
+            batch_tokens = smallest
             while True:
-                num_tokens = seconds / (cost.token_seconds + cost.update_seconds / batch)
-                if 0.58 * num_tokens**0.571 < math.sqrt(2) * batch:
+                num_tokens = seconds / (cost.token_seconds + cost.update_seconds / batch_tokens)
+                if 0.58 * num_tokens**0.571 < math.sqrt(2) * batch_tokens:
                     break
-                batch *= 2
-        num_tokens = seconds / (cost.token_seconds + cost.update_seconds / batch)
+                batch_tokens *= 2
+        num_tokens = seconds / (cost.token_seconds + cost.update_seconds / batch_tokens)
         num_tokens = min(num_tokens, MOST_EPOCHS * self.text_tokens)
-        max_steps = max(NUM_VALIDATIONS, int(num_tokens / batch))
+        max_steps = max(NUM_VALIDATIONS, int(num_tokens / batch_tokens))
         every = -(-max_steps // NUM_VALIDATIONS)  # rounded up
         flags |= size.flags
         flags |= self.without_given(
             {
-                "total_batch_size": batch,
+                "total_batch_size": batch_tokens,
                 "max_steps": max_steps,
                 "eval_every": every,
                 "save_every": every,
                 "sample_every": max_steps,
             }
         )
-        num_tokens = max_steps * batch
+        num_tokens = max_steps * batch_tokens
         return Plan(
             size,
             flags,
@@ -248,7 +254,7 @@ class Dial:
 
 
 def cost_of(size: Size, costs: list[StepCost]) -> StepCost:
-    """Return the cost of a step of a size from the costs of other sizes: their seconds per FLOP,
+    """Return the cost of a step of a size from those of the measured sizes: their seconds per FLOP,
     interpolated."""
     costs = sorted(costs, key=lambda cost: cost.flops_per_token)
     flops = [cost.flops_per_token for cost in costs]
@@ -268,10 +274,11 @@ def cost_of(size: Size, costs: list[StepCost]) -> StepCost:
 
 
 def measure_step(
-    process: Process, recipe: Recipe, options: ResolvedTrainOptions, model_config: GPTConfig
+    process: Process, recipe: Recipe, options: ResolvedTrainOptions, size: Size
 ) -> StepCost:
     """Return the cost of a step of a new model, measured on the processes of the run. Every process
     must call it. Raises UserError if the model does not fit into memory."""
+    model_config = size.model_config
     if options.micro_batch_size == "auto":
         micro_batch_size, _ = fit_micro_batch(options, recipe, model_config, process)
         options = replace(options, micro_batch_size=micro_batch_size)
@@ -307,7 +314,7 @@ def measure_step(
     pass_seconds = seconds_of(num_passes, update=False)
     update_seconds = max(0.0, seconds_of(num_passes, update=True) - pass_seconds)
     return StepCost(
-        model.flops_per_token(),
+        size.flops_per_token,
         pass_seconds / (idx.numel() * process.data_parallel),
         update_seconds,
         first_seconds - pass_seconds if options.use_torch_compile else 0.0,
@@ -315,12 +322,12 @@ def measure_step(
 
 
 def forecast_cost(
-    hardware: Hardware, recipe: Recipe, options: ResolvedTrainOptions, model_config: GPTConfig
+    hardware: Hardware, recipe: Recipe, options: ResolvedTrainOptions, size: Size
 ) -> StepCost:
     """Return the cost of a step for a dry run: by the peak of a known GPU, or by a matmul of this
     CPU. Raises UserError for a model that does not fit into memory."""
-    choose_micro_batch(options, recipe, model_config, hardware)
-    flops_per_token = build_without_weights(GPT, model_config).flops_per_token()
+    choose_micro_batch(options, recipe, size.model_config, hardware)
+    flops_per_token = size.flops_per_token
     if hardware.gpu is not None:
         flops_per_second = hardware.world_size * hardware.gpu.peak_flops * ASSUMED_UTILIZATION
         return StepCost(flops_per_token, flops_per_token / flops_per_second, 0.0, 0.0)
@@ -360,15 +367,17 @@ def plan_for_minutes(options: ResolvedTrainOptions, recipe: Recipe) -> ResolvedT
 
 def apply_plan(dial: Dial, plan: Plan) -> tuple[ResolvedTrainOptions, dict[str, str | None]]:
     """Print the size with its reason, how far the time goes, and the run as plain flags. Return the
-    options of these flags in front of the command line, and the derived options."""
+    options of these flags in front of the command line, and the derived options. `plan` is the run
+    that `dial` chose."""
     command_line = sys.argv[1:]
     flags = to_flags(plan.flags)
     if is_main_process():
         model_config = plan.size.model_config
         size_text = f"{model_config.n_layer} layers of {model_config.n_embd} channels"
         print(
-            f"{size_text} ({plan.size.num_parameters:,} parameters) have the lowest predicted loss "
-            f"of {len(dial.sizes)} sizes after {dial.options.minutes:g} minutes"
+            f"{size_text} ({plan.size.num_parameters:,} parameters): the smallest of "
+            f"{len(dial.sizes)} sizes that reaches the lowest predicted loss, to {EQUAL_LOSS}, in "
+            f"{dial.options.minutes:g} minutes"
         )
         epochs = plan.num_tokens / dial.text_tokens
         stop = " and more repeats would hardly help" if epochs > 0.99 * MOST_EPOCHS else ""

