@@ -131,8 +131,9 @@ def has_gpt2_names(config: GPTConfig) -> bool:
 
 def config_from_hf(hf_config: dict) -> GPTConfig:
     """Return the GPTConfig of a config.json, such as {"model_type": "gpt2", "n_embd": 768, ...}.
-    Raise ValueError, which names the field, if an export of this GPTConfig would give another
-    value."""
+    Raise ValueError, which names the field, if GPTConfig refuses its value or an export would give
+    another one. A missing size raises AssertionError, and a missing model_type KeyError: `reading`
+    in read_model makes a UserError of each."""
     # transformers 5 writes the fields of RoPE as one dict, transformers 4 beside the other fields
     rope = hf_config.get("rope_parameters") or {}
     if rope.get("rope_type", "default") != "default":
@@ -187,6 +188,7 @@ def config_from_hf(hf_config: dict) -> GPTConfig:
 def config_to_hf(config: GPTConfig) -> dict:
     """Return the config.json of transformers' GPT2LMHeadModel, LlamaForCausalLM or
     Qwen3ForCausalLM. Raise UserError, which names the fields, if none of them supports `config`."""
+    # {"norm": "rms", ...}; empty if the architecture is a GPT-2
     differing_from_gpt2 = differing_fields(config, nearest_gpt2(config))
     if not differing_from_gpt2:
         hf_config = {hf_name: getattr(config, name) for name, hf_name in GPT2_FIELDS.items()}
@@ -411,8 +413,8 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
 def read_model(model_class: type[Model], model_name: str | Path) -> Model:
     """Return the float32 model of a Hugging Face name ("gpt2", "user/model") or folder: a GPT-2,
     LLaMA or Qwen3 as save_pretrained writes it. Raise UserError, which names the reason, for any
-    other model."""
-    folder = find_or_download(str(model_name))
+    other model, and FileNotFoundError for a folder without a config.json."""
+    folder = find_or_download(str(model_name))  # here, or in the hub's cache
     # turns any error in the content of the files into a UserError that names the folder
     with reading(model_name, "a GPT-2, LLaMA or Qwen3 of Hugging Face's format"):
         config = config_from_hf(json.loads((folder / "config.json").read_text(encoding="utf-8")))
