@@ -150,17 +150,18 @@ class Context:
             )
             positions, mask = positions_and_mask(first_columns, longest, unread.size(1))
         hidden = self.model.hidden(unread, cache, positions=positions, mask=mask)  # (B, T, C)
-        return self.model.logits(hidden[:, -1])  # the last column, where all rows end
+        return self.model.logits(hidden[:, -1])  # (B, V), from the last column, where all rows end
 
     def plain_logits(self) -> Tensor:
         """Return the logits of next_logits by a forward pass over all tokens, as in training."""
         longest = max(self.lengths)
-        # Padding moves to the right, where causal attention does not see it: 0 0 7 8 -> 7 8 0 0.
+        # Each row is `longest` wide. Roll the padding to the right, where causal attention does not
+        # see it: 0 0 7 8 -> 7 8 0 0.
         rows = [row.roll(n - longest) for row, n in zip(self.tokens, self.lengths, strict=True)]
         hidden = self.model.hidden(torch.stack(rows))  # (B, S, C)
         last_columns = torch.tensor(self.lengths, device=hidden.device) - 1  # (B,)
         rows_of_batch = torch.arange(len(rows), device=hidden.device)
-        return self.model.logits(hidden[rows_of_batch, last_columns])  # of hidden states (B, C)
+        return self.model.logits(hidden[rows_of_batch, last_columns])  # (B, C) -> (B, V)
 
 
 @torch.no_grad()

@@ -1,13 +1,13 @@
 """GPT-2 (Radford et al. 2019) in plain PyTorch, under the parameter names of OpenAI and nanoGPT.
 
 This file says what a GPT computes, its loss, and how its weights begin. model/layers.py has rotary
-positions, the attention kernel and the KV cache, model/generate.py sampling, train.py the training.
-From outside, model/loss.py computes the loss in little memory, and model/execution.py applies
-torch.compile and activation checkpointing. GPTConfig turns on techniques that are newer than GPT-2
-(rotary positions, RMSNorm, SwiGLU, ...).
+positions, the attention kernel and the KV cache, model/loss.py the module by which GPT.forward
+computes the loss in little memory, model/generate.py sampling, train.py the training. From outside,
+model/execution.py applies torch.compile and activation checkpointing. GPTConfig turns on techniques
+that are newer than GPT-2 (rotary positions, RMSNorm, SwiGLU, ...).
 
-Shapes: B batch, T time, C channels of the residual stream, V vocabulary, L layers, H heads,
-K key/value heads (GPT-2 has K = H), D = C / H channels of a head.
+Shapes: B batch, T time (tokens of this call), C channels of the residual stream, V vocabulary,
+L layers, H heads, K key/value heads (GPT-2 has K = H), D = C / H channels of a head.
 """
 
 import torch
@@ -105,7 +105,9 @@ class MLP(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        # SwiGLU takes two inputs for each output; one layer computes both.
+        # SwiGLU takes two inputs for each output; one layer computes both. config.inner is the
+        # width of the hidden layer, 4 C by default. The sizes are a tuple, (3072,) of GPT-2 and
+        # (3072, 3072) with SwiGLU: Muon and tensor parallelism treat each matrix by itself.
         num_inputs = 2 if config.is_gated else 1
         self.c_fc = FusedLinear(config.n_embd, (config.inner,) * num_inputs, config.bias)
         self.activation = config.activation  # "gelu", ...: `activate` applies it
@@ -273,7 +275,7 @@ class GPT(nn.Module):
         return self.transformer(idx, cache, positions, mask)
 
     def logits(self, x: Tensor) -> Tensor:
-        """Return the logits (B, T, V) of hidden states (B, T, C). This is their only definition:
+        """Return the logits (..., V) of hidden states (..., C). This is their only definition:
         training, evaluation and sampling follow a change of it."""
         return self.head(x)
 
@@ -283,8 +285,8 @@ class GPT(nn.Module):
         return F.cross_entropy(logits, targets, ignore_index=-1, reduction="none")
 
     def head(self, x: Tensor) -> Tensor:
-        """Return the products (B, T, V) of hidden states (B, T, C) and the head's weight, without
-        the padded vocabulary. prepare_for_inference of model/inference.py replaces it."""
+        """Return the products (..., V) of hidden states (..., C) and the head's weight, without the
+        padded vocabulary. prepare_for_inference of model/inference.py replaces it."""
         return F.linear(x, self.head_weight[: self.config.vocab_size])
 
     @property

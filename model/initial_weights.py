@@ -216,6 +216,7 @@ def allocate(model: nn.Module, device: torch.device) -> None:
     for module in model.modules():
         for name, p in module.named_parameters(recurse=False, remove_duplicate=False):
             setattr(module, name, new_parameter_of[p])
+        # Buffers are real tensors, unlike the parameters, which may be on "meta".
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(device))
 

@@ -1,7 +1,7 @@
 """Attention of a block: rotary positions, the attention kernel, and the KV cache.
 
 model/gpt.py has the block itself, with its matrices, norms and activation. Shapes: B batch,
-T tokens of this call, S tokens so far (tokens in the KV cache plus T), H query heads,
+T time (tokens of this call), S tokens so far (tokens in the KV cache plus T), H query heads,
 K key/value heads, D channels of a head, and C = H D channels of the residual stream.
 """
 
@@ -113,21 +113,22 @@ def attention_kernel(config: GPTConfig, device: torch.device, dtype: torch.dtype
 class KVCache:
     """KV cache: keys and values of past tokens, so that sampling computes only the new token.
 
-    In a forward pass each layer calls `append` with its keys and values of the new tokens. Then
+    In a forward pass each block calls `append` with its keys and values of the new tokens. Then
     Transformer.forward calls `advance` once. The first `append` under a name allocates memory for
     `capacity` tokens.
     """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity  # in tokens
-        self.length = 0  # past tokens, whose keys and values all layers have appended
-        # Tensors of `capacity` tokens by name: keys (layer, "k") and values (layer, "v")
+        self.length = 0  # past tokens, whose keys and values all blocks have appended
+        # Tensors of `capacity` tokens by name: (3, "k") for the keys of block 3, (3, "v") for its
+        # values
         self.buffers: dict[object, Tensor] = {}
 
     def append(self, name: object, x: Tensor, dim: int) -> Tensor:
         """Store `x`, which has T new tokens along dimension `dim`, after the past tokens of this
         name, such as (3, "k"), the keys of block 3. Return a view of all S tokens of this name,
-        past and new."""
+        past and new. In model/gpt.py `x` is (B, K, T, D), and `dim` is 2."""
         if name not in self.buffers:
             shape = list(x.shape)
             shape[dim] = self.capacity
@@ -139,5 +140,5 @@ class KVCache:
         return buffer.narrow(dim, 0, self.length + num_new)
 
     def advance(self, num_new: int) -> None:
-        """Count the new tokens as past tokens, after the last layer has appended them."""
+        """Count the new tokens as past tokens, after the last block has appended them."""
         self.length += num_new
