@@ -287,7 +287,8 @@ def write_shards(
         bar.update(document.num_tokens - document.num_written)
         if not sharder.write(document):  # max_shards are full, and the resume point is saved
             return False
-    sharder.save_resume_point(SourcePosition(len(source.names)))  # after the last file
+    # len(names) is the index past the last file: a later run finds nothing left to read
+    sharder.save_resume_point(SourcePosition(len(source.names)))
     # the shards must hold every byte of text that this run and earlier runs have read
     num_bytes = sum(counts.bytes for counts in source.counts_by_file.values())
     assert num_bytes == sum(sharder.manifest.text_bytes_by_split.values()), "text was lost"

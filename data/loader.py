@@ -65,11 +65,11 @@ def permute(positions: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
 
     # uint64: a product wraps around, and a shift to the right fills with zeros
     sequence_ids = positions.astype(np.uint64)  # permuted in place, until all lie in [0, n)
-    outside = np.ones(sequence_ids.shape, bool)  # not yet permuted, or permuted to n or above
-    while outside.any():
-        # upper and lower halves of the k ids outside, (k,) each
-        left = sequence_ids[outside] >> half_bits
-        right = sequence_ids[outside] & half_mask
+    unfinished = np.ones(sequence_ids.shape, bool)  # not yet permuted, or permuted to n or above
+    while unfinished.any():
+        # upper and lower halves of the k unfinished ids, uint64 (k,) each
+        left = sequence_ids[unfinished] >> half_bits
+        right = sequence_ids[unfinished] & half_mask
         for key in round_keys:
             # Multiply and shift with the constants of SplitMix64 (Steele et al. 2014): each bit of
             # `right` changes half of the bits. Take the upper 32 bits, which are mixed best.
@@ -78,10 +78,11 @@ def permute(positions: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
             mixed *= 0xBF58476D1CE4E5B9
             mixed >>= 32
             mixed &= half_mask
-            # swap the halves, so that the next round changes the other half
+            # One Feistel round: the old right half becomes the left half, and the left half XOR the
+            # hash becomes the right half, so that the next round changes the other one.
             left, right = right, left ^ mixed
-        sequence_ids[outside] = (left << half_bits) | right
-        outside = sequence_ids >= n
+        sequence_ids[unfinished] = (left << half_bits) | right
+        unfinished = sequence_ids >= n
     return sequence_ids.astype(np.int64)  # callers add and subtract
 
 

@@ -428,13 +428,14 @@ class Sharder:
         self, position: SourcePosition, row: int = 0, num_written: int = 0
     ) -> None:
         """Save the manifest with a resume point: the batch at `position`, in it the document of
-        row `row`, after its first `num_written` tokens. The tokens of the open shards are synced to
-        disk before the manifest counts them."""
+        row `row`, after its first `num_written` tokens. At the end of the source, `position` is
+        past the last file, and both numbers are 0. The tokens of the open shards are synced to disk
+        before the manifest counts them."""
         # tokens of the open shards, which `sync` forces to disk
         open_by_split = {split: writer.sync() for split, writer in self.writers.items()}
         self.manifest.state = ResumePoint(
             source=asdict(position),
-            documents=row,  # ResumePoint.first_row
+            documents=row,  # read back as ResumePoint.first_row
             tokens=num_written,
             open=open_by_split,
             checksums={split: writer.checksum for split, writer in self.writers.items()},

@@ -128,7 +128,7 @@ class Shard:
         """Layout of the file. Raises UserError if the file is damaged, or has fewer tokens than the
         manifest lists. It may have more, if sharding goes on; its first tokens stay."""
         layout = inspect_shard(self.path)  # FileNotFoundError if it is missing
-        if layout.num_tokens < self.num_tokens:  # replaced by another sharding
+        if layout.num_tokens < self.num_tokens:  # another sharding has overwritten the file
             raise UserError(f"{self.path} is not as {MANIFEST} lists it; make or copy it again")
         return layout
 

@@ -114,15 +114,18 @@ class SourcePosition:
     """Place of a batch in the source, where a later run continues; a manifest has it as JSON."""
 
     file: int = 0
-    """Index of the batch's file in Source.names, the files of this worker; 0 for a dataset."""
+    """Index of the batch's file in Source.names, the files of this worker: 0 for a dataset, and
+    len(names) after the last file."""
     counts: dict = field(default_factory=dict)
     """FileCounts, as JSON, of the rows of this file before the batch: {"size": 5_000_000, "rows":
     300, "texts": 298, ...}. {} if there is no batch: before the first batch of a first run, and
     after the last file."""
     revision: str | None = None
-    """Commit of the hub's dataset, so that a later run reads the same files; None for files."""
+    """Commit of the hub's dataset, so that a later run reads the same files; None for files, and
+    for a dataset that is read to its end."""
     stream: dict | None = None
-    """State of the stream, as `datasets` saves it; None at the beginning, and for files."""
+    """State of the stream, as `datasets` saves it; None at the beginning and at the end of a
+    dataset, and for files."""
 
 
 class RowBatch(NamedTuple):
@@ -157,9 +160,12 @@ class UntilDamage(io.RawIOBase):
     end of a .gz. `error` is None until a read meets the damage, then the error of that read."""
 
     def __init__(self, name: str) -> None:
-        self.open = partial(COMPRESSIONS.get(Path(name).suffix.lower(), open), name, "rb")
+        suffix = Path(name).suffix.lower()
+        opener = COMPRESSIONS.get(suffix, open)  # gzip.open, ..., or Python's own open
+        self.open = partial(opener, name, "rb")  # readinto calls it again after damage
         self.file = self.open()
-        self.num_read = 0  # bytes so far, up to which readinto reads the file again at its damage
+        # decompressed bytes returned so far: after damage, readinto reopens the file and skips them
+        self.num_read = 0
         self.error: Exception | None = None
 
     def readable(self) -> bool:
@@ -755,9 +761,14 @@ class Source:
         register_compression("zstd", open_zstd, "zst", force=True)
         # A dataset may change on the hub between two runs; its commit does not.
         revision = position.revision or ask(HUB, lambda: HfApi().dataset_info(name).sha)
-        # an IterableDataset, which downloads a file when its rows are read
-        load = partial(datasets.load_dataset, split="train", revision=revision, streaming=True)
-        stream = ask(HUB, lambda: load(name, settings.remote_name))
+
+        def open_stream() -> Any:
+            """Return an IterableDataset, which downloads a file when its rows are read."""
+            return datasets.load_dataset(
+                name, settings.remote_name, split="train", revision=revision, streaming=True
+            )
+
+        stream = ask(HUB, open_stream)  # TimeoutError if the hub is silent
         if settings.worker_index >= stream.num_shards:
             raise UserError(
                 f"{name} has {stream.num_shards} files, none for worker {settings.worker_index} of "
@@ -769,7 +780,7 @@ class Source:
         if stream_state:
             stream.load_state_dict(stream_state)
         batches = iter(stream.iter(ROWS_PER_BATCH))
-        # next(batches), tried again while the hub does not answer:
+        # next(batches), with a limit of DOWNLOAD_SECONDS, within which `datasets` retries:
         # {"text": [up to 100 texts], "id": [...], ...}; None: the end
         next_batch = partial(ask, HUB, partial(next, batches, None), DOWNLOAD_SECONDS)
         for columns in iter(next_batch, None):

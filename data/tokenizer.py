@@ -465,10 +465,10 @@ class PlainUnpickler(pickle.Unpickler):
 
 
 def character_backend(path: Path) -> Backend:
-    """Return a tokenizer with the characters and ids of nanoGPT's meta.pkl."""
+    """Return a tokenizers.Tokenizer with the characters and ids of nanoGPT's meta.pkl."""
     with open(path, "rb") as file:
         ids_of_characters = PlainUnpickler(file).load()["stoi"]  # {"\n": 0, " ": 1, "!": 2, ...}
-    backend = Backend(BPE(ids_of_characters, []))  # no merges: each character is a token
+    backend = Backend(BPE(ids_of_characters, []))  # BPE without merges: each character is a token
     backend.decoder = Fuse()  # for other programs: no spaces between tokens
     return backend
 
