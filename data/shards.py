@@ -90,7 +90,10 @@ def inspect_bin(path: Path) -> Layout:
     for dtype_name, magic_and_version in BIN_VERSIONS.items():
         if magic_and_version == (magic, version):
             return Layout(BIN_HEADER.size, num_tokens, np.dtype(dtype_name))
-    raise ValueError("no header of llm.c; np.save(path, np.fromfile(...)) adds one")
+    raise ValueError(
+        "no header of llm.c; if the file is tokens alone, replace it by "
+        f"np.save('{path.stem}.npy', np.fromfile('{path.name}', 'uint16'))"
+    )
 
 
 def inspect_datatrove(path: Path) -> Layout:
