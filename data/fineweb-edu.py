@@ -307,7 +307,7 @@ def continue_sharding(options: ShardOptions, folder: Path) -> tuple[Manifest, in
                 f"--tokenizer {path} is neither {' nor '.join(TOKENIZERS)}, nor a file: "
                 "data/train_tokenizer.py makes a tokenizer.json for your text"
             )
-        tokenizer_spec = read_tokenizer(path, options.end_of_text)
+        tokenizer_spec = read_tokenizer(path, options.end_of_text)  # JSON, or "gpt2" or "bytes"
     tokenizer = load_tokenizer(tokenizer_spec)
     # the tokens depend on these: Sharder refuses a folder with shards of other settings
     settings = Settings(
@@ -344,12 +344,12 @@ def continue_sharding(options: ShardOptions, folder: Path) -> tuple[Manifest, in
         manifest.source = list(options.input) or [options.dataset, options.remote_name]
         if manifest.complete:  # the source is read to its end
             return manifest, 0
-        sharder.reopen()
+        sharder.reopen()  # cuts open shards to the manifest's state; UserError if one was replaced
         num_tokens_before = sum(sharder.tokens_by_split.values())
         is_complete = False  # whether the source is read to its end
         if not sharder.is_full:  # else an earlier run has written --max_shards already
             is_complete = write_shards(options, source, sharder, tokenizer)
-        sharder.end(is_complete)
+        sharder.end(is_complete)  # finishes the shards that are not full
     finally:
         os.close(lock)
     return manifest, sum(sharder.tokens_by_split.values()) - num_tokens_before

@@ -446,7 +446,7 @@ class Sharder:
         for counts in self.manifest.ledger.values():
             skipped_by_reason.update(counts.skipped)  # Counter.update adds
         self.manifest.skipped = dict(skipped_by_reason)
-        write_manifest(self.folder, self.manifest)
+        write_manifest(self.folder, self.manifest)  # atomically: a kill leaves the old one
 
     def end(self, complete: bool) -> None:
         """Finish the shards that are not full; a later run can still continue them. `complete` is

@@ -195,10 +195,10 @@ class UntilDamage(io.RawIOBase):
         return len(content)
 
 
-def open_text(content: UntilDamage, errors: str = SURROGATES) -> io.TextIOWrapper:
+def open_text(raw: UntilDamage, errors: str = SURROGATES) -> io.TextIOWrapper:
     """Open the content of a file as text; `errors` says what becomes of bad bytes."""
     # utf-8-sig drops a byte order mark at the beginning; newline="" keeps \r\n
-    return io.TextIOWrapper(io.BufferedReader(content, 2**20), "utf-8-sig", errors, newline="")
+    return io.TextIOWrapper(io.BufferedReader(raw, 2**20), "utf-8-sig", errors, newline="")
 
 
 def is_full_disk(error: Exception) -> bool:
@@ -512,8 +512,8 @@ def warn_if_suspect(name: str, counts: FileCounts) -> None:
 def encoding_advice(name: str, counts: FileCounts) -> str:
     """Return how to make UTF-8 of a file, by its bytes, for the end of a warning; "" if they are
     UTF-8."""
-    with UntilDamage(name) as content:
-        beginning = content.read(2**12) or b""
+    with UntilDamage(name) as raw:
+        beginning = raw.read(2**12) or b""
     encoding = unicode_encoding(beginning)
     if encoding is not None:
         return f"; it is {encoding}: iconv -f {encoding} -t utf-8 OLD > NEW"
@@ -580,7 +580,7 @@ class Source:
     @cached_property
     def names(self) -> list[str]:
         """Files of this worker in the order of reading; without files, the dataset's name."""
-        if self.settings.files:
+        if self.settings.files:  # [] for a dataset
             return self.settings.files[self.settings.worker_index :: self.settings.worker_count]
         return [self.settings.dataset]
 
@@ -605,6 +605,7 @@ class Source:
         position = SourcePosition(**(position_json or {}))
         # both yield a RowBatch of a file or dataset in turn, from a position in it on
         read = self.read_batches if self.settings.files else self.read_dataset
+        # {"books/a.txt": 12_345, ...}; {} for a dataset
         bytes_by_file = dict(zip(self.settings.files, self.settings.sizes, strict=True))
         for index in range(position.file, len(self.names)):
             name = self.names[index]
@@ -615,8 +616,8 @@ class Source:
                 # a pipe can be read only once
                 if os.path.isfile(name) and not position.counts:
                     # in this order: a change while the file is read is noticed by the next run
-                    counts.changed = time_of_change(name)
-                    counts.sha256 = sha256(name)
+                    counts.changed = time_of_change(name)  # nanoseconds
+                    counts.sha256 = sha256(name)  # of the whole file, in hexadecimal
                 for batch_position, rows in read(name, position):
                     # asdict copies the counts of the rows before this batch; after that,
                     # count_rows adds the rows of this batch.
@@ -647,8 +648,8 @@ class Source:
         # with the texts of earlier runs: this run may have begun at the very end
         if not any(counts.texts for counts in self.counts_by_file.values()):
             # a worker may have no file
-            names = " ".join(self.names) or f"the input of worker {self.settings.worker_index}"
-            raise UserError(f"{names:.300} holds no text")
+            origin = " ".join(self.names) or f"the input of worker {self.settings.worker_index}"
+            raise UserError(f"{origin:.300} holds no text")
 
     def read_batches(self, name: str, position: SourcePosition) -> Iterator[RowBatch]:
         """Yield the batches of a file from a position in it on, with empty positions, which
@@ -689,14 +690,14 @@ class Source:
         if suffix_of(name) == ".parquet":  # pyarrow opens files by name
             yield from read_parquet(name, self.settings.text_column)
             return
-        content = UntilDamage(name)
-        with open_text(content, self.errors) as file:
+        raw = UntilDamage(name)
+        with open_text(raw, self.errors) as file:
             if suffix_of(name) in READERS:
                 yield from READERS[suffix_of(name)](file)
             else:
                 yield from self.read_documents(name, file)
-        if content.error:  # the damage at which the file seemed to end
-            raise content.error
+        if raw.error:  # the damage at which the file seemed to end
+            raise raw.error
 
     def read_documents(self, name: str, file: IO[str]) -> Iterator[object]:
         """Yield the texts of a text file, which a separator separates; without a separator, the
@@ -707,8 +708,8 @@ class Source:
         else:
             numbered = ((0, piece) for piece in self.note_marks(name, pieces))
         with_characters = (pair for pair in numbered if pair[1])  # (index of the text, piece)
-        for _, text in groupby(with_characters, itemgetter(0)):  # the pieces of one text
-            yield join_pieces(map(itemgetter(1), text), self.folder)
+        for _, pairs in groupby(with_characters, itemgetter(0)):  # the pairs of one text
+            yield join_pieces(map(itemgetter(1), pairs), self.folder)
 
     def note_controls(self, name: str, rows: list[Row]) -> None:
         """Print a warning, once in a run, if a text has control characters of Latin-1."""
