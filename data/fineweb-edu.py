@@ -114,29 +114,6 @@ class ShardOptions:
     """Number of machines that share the work: machine i of n reads every n-th file, from i on."""
 
 
-def split_text(tokenizer: Tokenizer, text: str | LongText) -> Iterator[str]:
-    """Yield chunks of a text whose token ids together are the ids of the whole text: encode the
-    first chunk with `encode`, all others with encode_continuation. "The cat sat" may become "The"
-    and " cat sat", as GPT-2's tokens are "The", " cat" and " sat".
-
-    The text is read in pieces of CHUNK characters. A chunk ends where a piece can be cut; without
-    such a place it goes on.
-    """
-    chunk: list[str] = []  # pieces of the next chunk
-    for piece in pieces_of(text, CHUNK):
-        # the last piece, and so the only one of a short text, needs no cut
-        end = find_cut(tokenizer, piece) if len(piece) == CHUNK else None
-        if end is None:
-            chunk.append(piece)
-            if len(chunk) == MANY_CHUNKS:
-                print_memory(tokenizer, text)
-            continue
-        chunk.append(piece[:end])
-        yield "".join(chunk)
-        chunk = [piece[end:]]
-    yield "".join(chunk)
-
-
 def find_cut(tokenizer: Tokenizer, piece: str) -> int | None:
     """Return where a piece of a text can be cut without a change of the ids, or None.
 
@@ -171,6 +148,29 @@ def print_memory(tokenizer: Tokenizer, text: str | LongText) -> None:
         f"{size_of(text) * bytes_per_byte / 1e9:.1f} GB of memory",
         file=sys.stderr,
     )
+
+
+def split_text(tokenizer: Tokenizer, text: str | LongText) -> Iterator[str]:
+    """Yield chunks of a text whose token ids together are the ids of the whole text: encode the
+    first chunk with `encode`, all others with encode_continuation. "The cat sat" may become "The"
+    and " cat sat", as GPT-2's tokens are "The", " cat" and " sat".
+
+    The text is read in pieces of CHUNK characters. A chunk ends where a piece can be cut; without
+    such a place it goes on.
+    """
+    chunk: list[str] = []  # pieces of the next chunk
+    for piece in pieces_of(text, CHUNK):
+        # the last piece, and so the only one of a short text, needs no cut
+        end = find_cut(tokenizer, piece) if len(piece) == CHUNK else None
+        if end is None:
+            chunk.append(piece)
+            if len(chunk) == MANY_CHUNKS:
+                print_memory(tokenizer, text)
+            continue
+        chunk.append(piece[:end])
+        yield "".join(chunk)
+        chunk = [piece[end:]]
+    yield "".join(chunk)
 
 
 def tokenize(
