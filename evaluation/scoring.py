@@ -203,6 +203,43 @@ def score_targets(
     return torch.cat(logprobs), torch.cat(is_argmax), torch.cat(is_allowed_argmax)
 
 
+def score_batch(
+    scorer: Scorer, banned_ids: list[int], packed_items: list[PackedItem]
+) -> dict[int, Prediction]:
+    """Score one batch. Return a Prediction for each choice of each row, by the index of the choice
+    (see PackedItem.first_index)."""
+    # for the progress bar: every process scores a batch of about this size at the same time
+    scorer.on_batch(len(packed_items) * scorer.process.data_parallel)
+    batch = make_batch(packed_items, scorer.process.device)
+    # Only hidden states that predict a target go through the head. Logits of whole rows would take
+    # V / C times the memory of the hidden states, 65 times in GPT-2 124M.
+    # One forward pass: cached casts of the weights would only take memory.
+    with scorer.process.autocast(keep_weights=False):
+        x = targets_hidden(scorer.model, batch, shares_rows(scorer.model))  # (N, C)
+    outputs = score_targets(scorer.model, x, batch.target_ids, banned_ids)
+    # (N,) each, copied to the CPU at once: reading single elements would copy each one alone
+    logprobs, is_argmax, is_allowed_argmax = [values.cpu() for values in outputs]
+    logprobs = logprobs.double()  # keeps the digits of a sum over hundreds of tokens
+
+    # The N targets are in the order of PackedBatch. [start, end) are the targets of one choice.
+    prediction_by_index: dict[int, Prediction] = {}
+    start = 0
+    for packed_item in packed_items:
+        for index, choice in enumerate(packed_item.choices, packed_item.first_index):
+            end = start + len(choice)
+            # a banned word may not come first, but may follow
+            is_rest_greedy = is_argmax[start + 1 : end].all()
+            prediction_by_index[index] = Prediction(
+                logprob=logprobs[start:end].sum().item(),
+                num_tokens=len(choice),
+                is_greedy=bool(is_argmax[start:end].all()),
+                is_greedy_filtered=bool(is_allowed_argmax[start] and is_rest_greedy),
+                is_last_greedy=bool(is_argmax[end - 1]),
+            )
+            start = end
+    return prediction_by_index
+
+
 @torch.no_grad()
 def score_items(
     scorer: Scorer, tokenizer: Tokenizer, items: list[Item], task: Task
@@ -249,43 +286,6 @@ def score_items(
         predictions_of_items.append([prediction_by_index[index] for index in range(start, end)])
         start = end
     return predictions_of_items
-
-
-def score_batch(
-    scorer: Scorer, banned_ids: list[int], packed_items: list[PackedItem]
-) -> dict[int, Prediction]:
-    """Score one batch. Return a Prediction for each choice of each row, by the index of the choice
-    (see PackedItem.first_index)."""
-    # for the progress bar: every process scores a batch of about this size at the same time
-    scorer.on_batch(len(packed_items) * scorer.process.data_parallel)
-    batch = make_batch(packed_items, scorer.process.device)
-    # Only hidden states that predict a target go through the head. Logits of whole rows would take
-    # V / C times the memory of the hidden states, 65 times in GPT-2 124M.
-    # One forward pass: cached casts of the weights would only take memory.
-    with scorer.process.autocast(keep_weights=False):
-        x = targets_hidden(scorer.model, batch, shares_rows(scorer.model))  # (N, C)
-    outputs = score_targets(scorer.model, x, batch.target_ids, banned_ids)
-    # (N,) each, copied to the CPU at once: reading single elements would copy each one alone
-    logprobs, is_argmax, is_allowed_argmax = [values.cpu() for values in outputs]
-    logprobs = logprobs.double()  # keeps the digits of a sum over hundreds of tokens
-
-    # The N targets are in the order of PackedBatch. [start, end) are the targets of one choice.
-    prediction_by_index: dict[int, Prediction] = {}
-    start = 0
-    for packed_item in packed_items:
-        for index, choice in enumerate(packed_item.choices, packed_item.first_index):
-            end = start + len(choice)
-            # a banned word may not come first, but may follow
-            is_rest_greedy = is_argmax[start + 1 : end].all()
-            prediction_by_index[index] = Prediction(
-                logprob=logprobs[start:end].sum().item(),
-                num_tokens=len(choice),
-                is_greedy=bool(is_argmax[start:end].all()),
-                is_greedy_filtered=bool(is_allowed_argmax[start] and is_rest_greedy),
-                is_last_greedy=bool(is_argmax[end - 1]),
-            )
-            start = end
-    return prediction_by_index
 
 
 def refuse_other_data(process: Process, name: str, content: object) -> None:
