@@ -44,6 +44,12 @@ def state_by_parameter(model: GPT, optimizers: list[Optimizer]) -> dict[str, dic
     return state
 
 
+def groups_of(optimizers: list[Optimizer]) -> Iterator[dict]:
+    """Yield the parameter groups of all optimizers."""
+    for optimizer in optimizers:
+        yield from optimizer.param_groups
+
+
 def remember_groups(optimizers: list[Optimizer]) -> None:
     """Keep in each group of new optimizers the values that it begins with, for group_values."""
     for group in groups_of(optimizers):
@@ -66,37 +72,6 @@ def group_values(model: GPT, optimizers: list[Optimizer]) -> dict[str, dict]:
             for p in group["params"]:
                 values_by_parameter[name_of[p]] = changed
     return values_by_parameter
-
-
-def groups_of(optimizers: list[Optimizer]) -> Iterator[dict]:
-    """Yield the parameter groups of all optimizers."""
-    for optimizer in optimizers:
-        yield from optimizer.param_groups
-
-
-def fill_optimizers(
-    model: GPT,
-    optimizers: list[Optimizer],
-    saved_state: Mapping[str, dict],
-    saved_values: Mapping[str, dict],
-) -> None:
-    """Resume optimizers: fill in the part of the state that this process holds, and the values of
-    groups. `saved_state` and `saved_values` are what state_by_parameter and group_values returned
-    when the checkpoint was saved; both are empty before the first step."""
-    if not saved_state:
-        return
-    create_state(optimizers)
-    name_of = {p: name for name, p in model.named_parameters()}
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            group |= group["initial"]  # create_state may have counted a step
-            for p in group["params"]:
-                name = name_of[p]
-                group |= saved_values.get(name, {})  # the same for all parameters of the group
-                created = optimizer.state.pop(p, {})
-                # none for a parameter that no gradient has reached so far, such as a frozen one
-                if name in saved_state:
-                    optimizer.state[p] = fill_state(model, name, created, saved_state[name])
 
 
 def create_state(optimizers: list[Optimizer]) -> None:
@@ -129,6 +104,31 @@ def fill_state(model: GPT, name: str, created: dict, saved: dict) -> dict:
         return leaf.to(model.get_parameter(name).device, copy=True)
 
     return tree_map_with_path(fill_leaf, saved)
+
+
+def fill_optimizers(
+    model: GPT,
+    optimizers: list[Optimizer],
+    saved_state: Mapping[str, dict],
+    saved_values: Mapping[str, dict],
+) -> None:
+    """Resume optimizers: fill in the part of the state that this process holds, and the values of
+    groups. `saved_state` and `saved_values` are what state_by_parameter and group_values returned
+    when the checkpoint was saved; both are empty before the first step."""
+    if not saved_state:
+        return
+    create_state(optimizers)
+    name_of = {p: name for name, p in model.named_parameters()}
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group |= group["initial"]  # create_state may have counted a step
+            for p in group["params"]:
+                name = name_of[p]
+                group |= saved_values.get(name, {})  # the same for all parameters of the group
+                created = optimizer.state.pop(p, {})
+                # none for a parameter that no gradient has reached so far, such as a frozen one
+                if name in saved_state:
+                    optimizer.state[p] = fill_state(model, name, created, saved_state[name])
 
 
 # the check after the first step
