@@ -164,6 +164,14 @@ def remove_temporary_files(path: Path) -> None:
         temporary.unlink()
 
 
+def empty_tensor(leaf: object) -> object:
+    """Return an empty tensor with the shape of the whole one of an OwnRows, and a plain value
+    unchanged. Call it in FakeTensorMode."""
+    if isinstance(leaf, OwnRows):
+        return torch.empty(leaf.shape, dtype=leaf.content.dtype)
+    return leaf
+
+
 def lay_out(path: Path, sections: Sections, plain_entries: dict) -> tuple[str, Offsets]:
     """Write a checkpoint with gaps in place of the tensors beside `path`. Return the name of the
     file, and where each gap begins. Gaps take no disk space until processes fill them."""
@@ -198,14 +206,6 @@ def forget_pages(path: Path) -> None:
         os.fsync(file.fileno())
         if hasattr(os, "posix_fadvise"):  # not on macOS
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-
-def empty_tensor(leaf: object) -> object:
-    """Return an empty tensor with the shape of the whole one of an OwnRows, and a plain value
-    unchanged. Call it in FakeTensorMode."""
-    if isinstance(leaf, OwnRows):
-        return torch.empty(leaf.shape, dtype=leaf.content.dtype)
-    return leaf
 
 
 def write_own_rows(path: Path, sections: Sections, offsets: Offsets) -> None:
