@@ -113,9 +113,10 @@ def fill_optimizers(
     saved_values: Mapping[str, dict],
 ) -> None:
     """Resume optimizers: fill in the part of the state that this process holds, and the values of
-    groups. `saved_state` and `saved_values` are what state_by_parameter and group_values returned
-    when the checkpoint was saved; both are empty before the first step."""
-    if not saved_state:
+    groups. `saved_state` has what state_by_parameter returned when the checkpoint was saved, with
+    each divided tensor whole, `saved_values` what group_values returned. Both are empty before the
+    first step."""
+    if not saved_state and not saved_values:
         return
     create_state(optimizers)
     name_of = {p: name for name, p in model.named_parameters()}

@@ -56,3 +56,12 @@ def test_saving_before_the_first_update_leaves_the_optimizer_as_it_was():
     assert state == values == {} and not optimizers[0].state
     fill_optimizers(model, optimizers, state, values)
     assert not optimizers[0].state
+
+
+def test_a_changed_value_of_a_group_resumes_for_an_optimizer_without_state():
+    model = GPT(CONFIG)
+    optimizers = make_optimizers(model, train_options(), Recipe())
+    fill_optimizers(model, optimizers, {}, {"transformer.wte.weight": {"count": 3}})
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    assert [group["count"] for group in groups if "count" in group] == [3]
+    assert not any(optimizer.state for optimizer in optimizers)
