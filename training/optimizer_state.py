@@ -98,7 +98,7 @@ def fill_state(model: GPT, name: str, created: dict, saved: dict) -> dict:
             return leaf
         x = created_by_path.get(path)
         if isinstance(x, Tensor) and x.shape == leaf.shape:
-            fill(model, name, x, leaf)
+            fill(model, name, x, leaf)  # in place: the rows of `leaf` that this process holds
             return x
         # Not created in a first step of gradients of 0: whole on every process.
         return leaf.to(model.get_parameter(name).device, copy=True)
@@ -126,8 +126,9 @@ def fill_optimizers(
             for p in group["params"]:
                 name = name_of[p]
                 group |= saved_values.get(name, {})  # the same for all parameters of the group
+                # Take out what create_state made, and put it back filled. A parameter that no
+                # gradient has reached, such as a frozen one, has nothing saved, and keeps no state.
                 created = optimizer.state.pop(p, {})
-                # none for a parameter that no gradient has reached so far, such as a frozen one
                 if name in saved_state:
                     optimizer.state[p] = fill_state(model, name, created, saved_state[name])
 
@@ -156,29 +157,29 @@ def attributes_of(optimizer: Optimizer) -> dict[str, list]:
 
 
 def find_unsaved(
-    model: GPT, optimizers: list[Optimizer], attributes: list[dict[str, list]]
+    model: GPT, optimizers: list[Optimizer], attributes_before: list[dict[str, list]]
 ) -> str | None:
     """Return what a checkpoint would lose of the optimizers on this process, None if nothing.
-    `attributes` are what attributes_of returned before the first step, by optimizer."""
+    `attributes_before` is what attributes_of returned before the first step, by optimizer."""
     parameters = set(model.parameters())
-    for optimizer, attributes_before in zip(optimizers, attributes, strict=True):
+    for optimizer, before in zip(optimizers, attributes_before, strict=True):
         class_name = type(optimizer).__name__
         for name, leaves in attributes_of(optimizer).items():
             has_objects = any(isinstance(leaf, type) for leaf in leaves)
-            if has_objects or leaves != attributes_before.get(name):
+            if has_objects or leaves != before.get(name):
                 return f"{class_name}.{name} may change: keep it in `state` or in a group"
         if not parameters.issuperset(optimizer.state):
             return f"{class_name}.state has an entry that is of no parameter"
     for values in group_values(model, optimizers).values():
         for key, value in values.items():
-            if not isinstance(value, PLAIN_VALUES):
+            if not isinstance(value, PLAIN_VALUES):  # bool, int, float, str, None
                 return f"{key} of a group is no number: keep it in `state`"
     for name, state in state_by_parameter(model, optimizers).items():
         for leaf in tree_leaves(state):
             if not isinstance(leaf, (Tensor, *PLAIN_VALUES)):
                 return f"the state of {name} has a {type(leaf).__name__}"
         num_rows = model.get_parameter(name).shape[:1]
-        for key, x in flatten({name: state}).items():
+        for key, x in flatten({name: state}).items():  # "lm_head.weight exp_avg", its tensor
             # own_rows.py finds the rows of a process by those of the parameter
             if isinstance(x, DTensor) and x.shape[:1] != num_rows:
                 if any(placement.is_shard() for placement in x.placements):
@@ -187,12 +188,16 @@ def find_unsaved(
 
 
 def check_state(
-    model: GPT, optimizers: list[Optimizer], attributes: list[dict[str, list]], process: Process
+    model: GPT,
+    optimizers: list[Optimizer],
+    attributes_before: list[dict[str, list]],
+    process: Process,
 ) -> None:
     """Raise UserError on every process if a checkpoint would lose state of the optimizers. Call it
-    after the first step. `attributes` are what attributes_of returned before it, by optimizer."""
-    with process.together():
-        unsaved = find_unsaved(model, optimizers, attributes)
+    after the first step that was not skipped. `attributes_before` is what attributes_of returned
+    before it, by optimizer."""
+    with process.together():  # its error is raised on all processes
+        unsaved = find_unsaved(model, optimizers, attributes_before)
         if unsaved is not None:
             raise UserError(f"this run could not be resumed: {unsaved}")
     if process.world_size == 1:

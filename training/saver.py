@@ -62,12 +62,14 @@ class Saver:
     """The thread that writes or wrote last; before the first save, one that was never started."""
     error: Exception | None = None
     """Why the last save failed; None again after a later model_last.pt."""
+    attributes_before: list[dict[str, list]] = field(init=False)
+    """What each optimizer keeps outside of its state before the first step, such as {"count": [3]}.
+    No checkpoint has it: check_step ends a run that changes it."""
     is_state_checked: bool = False
     """True after the first step that has updated the weights: see check_step."""
 
     def __post_init__(self) -> None:
-        # what optimizers keep outside of their state, for check_step
-        self.attributes = [attributes_of(optimizer) for optimizer in self.optimizers]
+        self.attributes_before = [attributes_of(optimizer) for optimizer in self.optimizers]
         # A resumed run continues with the lowest loss in its folder, from model_best.pt. If no loss
         # was lower than at step 0, there is no such file, and model_last.pt has the lowest loss.
         folder = self.run.options.checkpoint_dir
@@ -219,9 +221,11 @@ class Saver:
                 sync_folder(folder)  # makes the link survive a power cut
             self.error = None
         except Exception as error:  # an exception in a thread would get lost
-            # With sharding every process gets here: save_checkpoint raises the error on all.
+            # With sharding save_checkpoint raises its error on every process; the lines after it
+            # run, and may fail, on the main process alone.
             if self.run.process.is_main:
                 self.error = error
+            # prints on the main process only
             self.run.logger.print(f"{error}; the run continues, and the next save tries again")
 
     def wait(self) -> None:
@@ -231,12 +235,12 @@ class Saver:
         self.run.process.wait_until(lambda: not self.thread.is_alive())
 
     def check_step(self) -> None:
-        """After the first step, raise UserError if a checkpoint would lose state of the optimizers.
-        After PATIENCE steps in a row without a finite loss and gradient, save and raise UserError.
-        Every process must call it."""
+        """After the first step that is not skipped, raise UserError if a checkpoint would lose
+        state of the optimizers. After PATIENCE steps in a row without a finite loss and gradient,
+        save and raise UserError. Every process must call it."""
         progress = self.run.progress  # a Progress; advance has counted the step
-        if not self.is_state_checked and progress.bad_steps == 0:
-            check_state(self.model, self.optimizers, self.attributes, self.run.process)
+        if not self.is_state_checked and progress.bad_steps == 0:  # this step was not skipped
+            check_state(self.model, self.optimizers, self.attributes_before, self.run.process)
             self.is_state_checked = True
         if progress.bad_steps < PATIENCE:  # the same on every process
             return
