@@ -138,6 +138,7 @@ def write_together(path: Path, sections: Sections, plain_entries: dict, process:
         temporary_name, offsets = process.merge(layout)[0]
         # All processes write into this file. The main process renames it when it is complete.
         temporary = path.with_name(temporary_name)
+        # `meeting`, because a write may take longer than a collective waits.
         with process.together(), process.meeting():
             write_own_rows(temporary, sections, offsets)
         # Read it back before it replaces a good file: a network file system may have lost rows.
@@ -180,10 +181,10 @@ def lay_out(path: Path, sections: Sections, plain_entries: dict) -> tuple[str, O
     # may still find the file of before, and write into a good checkpoint (NFS).
     temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
     with FakeTensorMode():  # tensors with a shape and a dtype, without memory
-        gaps = tree_map(empty_tensor, sections)
+        fake_sections = tree_map(empty_tensor, sections)  # OwnRows -> fake tensor, whole shape
     # skip_data: torch.save leaves the bytes of tensors empty
     with torch.serialization.skip_data(materialize_fake_tensors=True):
-        torch.save(plain_entries | gaps, temporary)
+        torch.save(plain_entries | fake_sections, temporary)
 
     # In this mode torch.load reads no tensors, but sets _checkpoint_offset: where the tensor begins
     # in the file, in bytes.
@@ -245,7 +246,7 @@ def sum_written_rows(path: Path, rank: int, writers: list[int]) -> dict[str, int
     own_sums = {"model": 0, "model_low": 0, "optimizer": 0}
     if rank in writers:
         # as a Mapping, because mypy wants literal keys for a TypedDict
-        checkpoint: Mapping[str, Any] = load_checkpoint(path)
+        checkpoint: Mapping[str, Any] = load_checkpoint(path)  # maps the file, reads no tensor
         part = (writers.index(rank), len(writers))  # (1, 4): the second quarter of the rows
         for section in own_sums:
             own_sums[section] = sum_part(flatten(checkpoint[section]), *part)
