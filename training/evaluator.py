@@ -56,7 +56,7 @@ class Evaluator:
         # GPT-2's vocabulary is downloaded once. Training itself needs only ids, so a run on a
         # machine without network goes on.
         try:
-            # the tokenizer that made the shards
+            # The tokenizer that made the shards. An error of one process is raised on all.
             self.tokenizer = process.read_on_all(partial(load_tokenizer, val.stream.tokenizer_spec))
         except UserError as error:
             process.print(f"{error}; so there are no samples and no benchmarks")
@@ -69,8 +69,8 @@ class Evaluator:
         }
         for name, path in data_paths.items():
             if self.steps_between[name] > 0:
-                benchmark = BENCHMARKS[name]
-                limit = None if options.eval_full else SUBSET_EXAMPLES
+                benchmark = BENCHMARKS[name]  # "hellaswag" -> HellaSwag()
+                limit = None if options.eval_full else SUBSET_EXAMPLES  # None: all examples
                 first_protocol = benchmark.protocols[:1]  # one protocol is enough for a curve
                 try:
                     score_benchmark = open_benchmark(
@@ -108,7 +108,9 @@ class Evaluator:
                 continue
             # Blocks are compiled for one shape: each new length of text would compile them again.
             with uncompiled(self.options.use_torch_compile):
-                results, _ = score_benchmark()  # without the rows for --dump
+                # Results, such as Result("hellaswag", "build-nanogpt", "acc_norm", n=500, ...),
+                # without the rows for --dump
+                results, _ = score_benchmark()
             # The last result is of the whole benchmark. For CORE, n counts the items of all tasks.
             metrics: dict[str, float] = {"n": results[-1].n}
             for result in results:

@@ -285,8 +285,8 @@ class Run(Generic[Options]):
         the processes differ in options, weights or data."""
         claim_folders(options, checkpoint, process)  # locks; UserError for another run's folders
         compare_processes(options, entries, process)  # UserError if options or data differ
-        warn_of_order(process, checkpoint, entries["data_order"])
-        warn_of_log(process, options, checkpoint)
+        warn_of_order(process, checkpoint, entries["data_order"])  # prints if seed or data differ
+        warn_of_log(process, options, checkpoint)  # prints if the log lies elsewhere
         in_float16 = process.dtype is torch.float16
         scaler = GradScaler(process.device.type, FIRST_LOSS_SCALE, enabled=in_float16)
         # the saved state is {} unless the run trained in float16
@@ -320,6 +320,9 @@ class Run(Generic[Options]):
         module to train, which shares these weights and averages gradients over processes, and its
         optimizers, with the state of the resumed checkpoint. Every process must call it. Raises
         UserError for a damaged file, and for a disk without room for checkpoints."""
+        # Now, because a failed save does not end a run: refuse a disk that is too small before the
+        # first step. The recipe's optimizer decides how many numbers are saved for each weight.
+        # `together` raises the error on all processes.
         with self.process.together():
             if self.process.is_main:
                 check_space(self.options, recipe, model.num_parameters())
@@ -331,7 +334,7 @@ class Run(Generic[Options]):
         # after `wrap`, because sharding replaces the parameters of the model
         optimizers = make_optimizers(model, self.options, recipe, self.process.dtype)
         if checkpoint is not None:
-            # read_options has replaced --resume by the path of the checkpoint
+            # a Path: read_options has replaced --resume by the path of the checkpoint
             assert self.options.resumed is not None
             with reading_checkpoint(self.options.resumed):
                 # ValueError unless the CRC-32 of all rows add up to the checksum
@@ -401,8 +404,8 @@ class Run(Generic[Options]):
             self.logger.print(line)
         elif self.process.is_main:
             best_text = ""
-            best_path = self.options.checkpoint_dir / BEST
-            if best_path.exists():
+            best_path = self.options.checkpoint_dir / BEST  # model_best.pt
+            if best_path.exists():  # False if no loss was below that of step 0
                 best_checkpoint = load_checkpoint(best_path)  # tensors are mapped, not read
                 loss, step = best_checkpoint["best_loss"], best_checkpoint["step"]
                 best_text = f", the best with a validation loss of {loss:.4f} at step {step:,}"

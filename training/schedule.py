@@ -70,7 +70,7 @@ def set_learning_rates(
     A group's learning rate is multiplied by its "lr_scale" (training/optimizers.py), because
     recipes give embeddings and heads learning rates of their own.
     """
-    lr = learning_rate(step, options)
+    lr = learning_rate(step, options)  # before the group's lr_scale
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr"] = lr * group["lr_scale"]
