@@ -83,6 +83,7 @@ def main() -> None:
     assert device_options.data is not None  # FinetuneOptions requires --data
     num_rows = len(read_lines(device_options.data))
     num_parameters = model.num_parameters()
+    # UserError if a step does not divide into micro-batches of all processes
     options = resolve_options(device_options, num_rows, num_parameters, process.data_parallel)
     entries = checkpoint_entries(options, derived, initial.tokenizer_spec, weights_checksum)
     run = Run.start(options, checkpoint, process, entries)  # locks the folders of the run
@@ -125,11 +126,12 @@ def main() -> None:
                     run.logger.log_train(result.metrics | speed, progress.step)
                 else:
                     run.logger.log_skip(result.skip_reason, example_ids.tolist(), progress.step)
+                # `sample` is a text with grpo, else None; --sample_every 0 is never due
                 if prepared.sample and is_due(options.sample_every, progress.step):
                     run.logger.log_sample(prepared.sample, progress.step)
                 # UserError: a checkpoint would lose optimizer state, or 5 skipped steps in a row
                 saver.check_step()
-                if result.got_signal:
+                if result.got_signal:  # on any process
                     raise Stopped
         except Stopped:
             # A resumed run repeats the evaluation or the sampling that the signal interrupted.
@@ -149,7 +151,7 @@ def evaluate(run: Run[ResolvedFinetuneOptions], method: Method, model: GPT, save
     far. Every process must call it."""
     # compiled, each batch shape would need its own graph for evaluation
     with uncompiled(run.options.use_torch_compile, model.loss):
-        metrics = method.evaluate(model)
+        metrics = method.evaluate(model)  # {"loss": 0.29, ...}; of grpo {"reward": 0.4}
     # grpo has a mean reward and no loss, and keeps no best model
     has_loss = "loss" in metrics
     run.logger.log_evaluation("val" if has_loss else "held_out", metrics, run.progress.step)
@@ -275,12 +277,15 @@ def build_model(options: FinetuneOptions, initial: InitialModel) -> tuple[GPT, d
     Raise UserError for a --block_size above the model's context, for a model of the other kind of
     text (chats, plain text), and for a resumed model with another head (logits, rewards)."""
     is_reward = options.method == "reward"
+    # options.resumed is the Path of the checkpoint of --resume, None for a new run;
+    # options.weights_from is that path, or else --init_from.
     if options.resumed is not None:
         check_head(options.resumed, initial.checkpoint, is_reward)
     initial_block_size = initial.model_config.block_size
-    block_size = options.block_size or initial_block_size
+    block_size = options.block_size or initial_block_size  # None: the model's own context
     is_shorter = block_size < initial_block_size
-    # A resumed run keeps its context: optimizer state of the position embedding has that many rows.
+    # A resumed run keeps its context: AdamW's moments of the position embedding have block_size
+    # rows.
     if block_size > initial_block_size or (options.resumed and is_shorter):
         raise UserError(
             f"--block_size {block_size}: {options.weights_from} has a context of "

@@ -103,6 +103,7 @@ def main() -> None:
                     metrics = evaluator.validate()  # {"loss": nats per token, ...}
                     run.logger.log_evaluation("val", metrics, step)
                     saver.save_if_best(metrics["loss"])
+                # "hellaswag", {"n": 500, "acc_norm": 0.29}; nothing if none is due
                 for benchmark, metrics in evaluator.benchmarks(step):
                     run.logger.log_evaluation(benchmark, metrics, step)
                 text = evaluator.sample(step)  # None if no sample is due
@@ -230,6 +231,7 @@ def open_batches(run: Run[ResolvedTrainOptions], train_data: Mixture) -> TrainBa
     """Return the micro-batches of this process from the next step on, without end, as inputs and
     targets (B, T) on its device."""
     process = run.process
+    # which positions of a micro-step this process reads
     slicing = Slicing(run.options.sequences_per_pass, process.data_rank, process.data_parallel)
     position = run.progress.position
     micro_batches = train_batches(train_data, slicing, run.options.seed, position)
@@ -255,7 +257,7 @@ def checkpoint_entries(
         "derived": derived,  # a resumed run derives these options again
         "recipe": asdict(recipe),
         "tokenizer": train_data.stream.tokenizer_spec,  # its spec, see data/tokenizer.py
-        "corpus": train_data.title,
+        "corpus": train_data.title,  # "FineWeb-Edu", or "75 % of a, 25 % of b"
         # The order of the sequences depends on these values. A resumed run warns if they changed.
         "data_order": {
             "seed": options.seed,
