@@ -118,13 +118,15 @@ RECIPES = {
 
 
 def parse_recipe(text: str) -> Recipe:
-    """Return the recipe of a --recipe, NAME or NAME,FIELD=VALUE,... A FIELD is a field of Recipe or
-    a field of GPTConfig outside of SIZED. Raises UserError for an unknown name or wrong value."""
+    """Return the recipe of a --recipe, NAME or NAME,FIELD=VALUE,... A FIELD is a field of Recipe
+    other than `model`, or a field of GPTConfig outside of SIZED. Raises UserError for an unknown
+    name or wrong value."""
     name, *changes = text.split(",")  # "modern,qk_norm=False"
     if name not in RECIPES:
         raise UserError(f"there is no recipe {name!r}; there are {', '.join(RECIPES)}")
     recipe = RECIPES[name]
-    # the defaults, by name, of the fields that a change may name: they tell the type of its value
+    # The default of each field that a change may name; parse_value converts to its type. `model` is
+    # not one: a change names GPTConfig's fields one by one.
     recipe_defaults = {f.name: f.default for f in fields(Recipe) if f.name != "model"}
     # SIZED: the fields of GPTConfig that options or the tokenizer set, such as n_layer
     model_defaults = {f.name: f.default for f in fields(GPTConfig) if f.name not in SIZED}
