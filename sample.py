@@ -82,7 +82,8 @@ class Writer:
         sampling = replace(options, seed=seed)
         # One batch: sample i draws its random numbers from (seed, i).
         prompts = [prompt_ids] * options.num_samples
-        completions: list[list[int]] = [[] for _ in prompts]  # token ids before the end
+        # for each sample its token ids, without the end token
+        completions: list[list[int]] = [[] for _ in prompts]
         has_ended = [False] * options.num_samples
         num_shown = 0  # tokens of the first completion that are printed already
         print_now(heading)
