@@ -177,7 +177,8 @@ def autocast(
     """Return a context in which matmuls run in `dtype`; for float32 it does nothing.
 
     With `keep_weights` autocast keeps the cast copy of each weight until the context ends, so that
-    several forward passes cast it only once.
+    several forward passes cast it only once. Around one forward pass, as in a training step, it is
+    False: the copies would only take memory.
     """
     enabled = dtype is not torch.float32
     return torch.autocast(device.type, dtype, enabled=enabled, cache_enabled=keep_weights)

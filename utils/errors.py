@@ -1,4 +1,5 @@
-"""Errors that a user can correct. utils/cli.py prints them and exits with code 2."""
+"""Errors that are no bugs: UserError, which a user can correct, and Disconnected, after a failed
+collective. utils/cli.py prints them and exits with code 2."""
 
 import re
 import textwrap
@@ -73,6 +74,7 @@ def writing(path: Path) -> Iterator[None]:
         # On a full disk torch raises its own error after an OSError, which has the reason.
         if isinstance(error, RuntimeError) and isinstance(error.__context__, OSError):
             cause = error.__context__
-        # only the first line, because torch adds its C++ stack; a MemoryError may have no text
+        # Only the first line, because torch adds its C++ stack. str(MemoryError()) is empty: then
+        # the name of its class.
         reason = str(cause).partition("\n")[0] or type(cause).__name__
         raise UserError(f"{path} could not be written: {reason}") from error

@@ -182,7 +182,7 @@ class Logger:
             self.samples_file.write(f"--- step {step}\n{text}\n")
 
     def print(self, message: str) -> None:
-        """Print a message above the progress bar."""
+        """Print a message above the progress bar, on the main process only."""
         if not self.is_main:
             return
         try:
