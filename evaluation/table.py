@@ -100,14 +100,14 @@ def format_table(results: list[Result], model_type: str) -> str:
             mark = mark_by_citation.setdefault(published.citation, f"[{len(mark_by_citation) + 1}]")
             published_text = f"{published.by_model_type[model_type]:.4f} {mark}"
         unit = " tokens" if result.task == "val" else ""  # n counts examples in other tasks
-        count = f"{result.n:,}{unit}"
+        n_text = f"{result.n:,}{unit}"
         value = f"{result.value:.4f}"
         rows.append(
             [
                 result.task,
                 result.protocol,
                 result.metric,
-                count,
+                n_text,
                 value,
                 ", ".join(details),
                 published_text,
