@@ -67,10 +67,11 @@ class Scorer:
         corpus_metrics = [
             self.validation_loss(corpus, num_tokens) for corpus in val.corpus_sequences
         ]
-        metrics_by_corpus = dict(zip(val.names, corpus_metrics, strict=True))
+        # val.names: the names of the corpora, in the order of corpus_sequences
+        metrics_by_name = dict(zip(val.names, corpus_metrics, strict=True))
         if len(corpus_metrics) > 1:
-            metrics_by_corpus["weighted mean"] = weighted_mean(corpus_metrics, val.corpus_weights)
-        return metrics_by_corpus
+            metrics_by_name["weighted mean"] = weighted_mean(corpus_metrics, val.corpus_weights)
+        return metrics_by_name
 
     @torch.no_grad()
     def validation_loss(self, sequences: Sequences, num_tokens: int) -> dict[str, float]:
