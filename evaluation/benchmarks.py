@@ -53,9 +53,10 @@ class HellaSwag(Task):
         # {"activity_label": "Roof repair", "ctx_a": "A man sits.", "ctx_b": "he",
         # "ctx": "A man sits. he", "endings": [four texts], "label": 3, ...}
         for row in rows:
+            # ValueError without a field; `read` makes a UserError of it, which names the source
             context = get_field(row, "ctx", str)
             endings = get_field(row, "endings", list)
-            label = get_label(row, "label", len(endings))
+            label = get_label(row, "label", len(endings))  # int, 0 to 3
             if protocol != "build-nanogpt":
                 # ctx is ctx_a and ctx_b together; the endings complete the sentence of ctx_b. Some
                 # copies of the file have ctx alone: `score` then renames the protocol.
@@ -155,7 +156,7 @@ class Lambada(Task):
         if metric != "perplexity":
             return mean
         # per word, not per token, so that models with different tokenizers can be compared
-        perplexity = exponential(mean.value)
+        perplexity = exponential(mean.value)  # infinity where a float overflows
         stderr = None
         if mean.stderr is not None:
             stderr = perplexity * mean.stderr

@@ -141,7 +141,7 @@ class FewShotTask(Task):
         """
         # ids at the start of each document of the shards: end of text, or BOS of a LLaMA
         start_ids = list(tokenizer.start_ids)
-        whole_ids: list[list[int]] = []  # for each choice the ids of examples and prompt
+        whole_ids: list[list[int]] = []  # for each choice start_ids, then examples and prompt
         for choice in item.choices:
             whole_ids.append(start_ids + tokenizer.encode(item.context + choice).tolist())
         shortest = min(len(ids) for ids in whole_ids)  # in tokens
@@ -157,9 +157,11 @@ class FewShotTask(Task):
             if self.type == "language_modeling":
                 # compare the prompt with the same prompt without its answer
                 compared_ids = [*whole_ids, start_ids + tokenizer.encode(item.context).tolist()]
+            common = len(commonprefix(compared_ids))
             # If one choice is the beginning of another one, it has no token after the common start,
             # and nanochat's mean loss is NaN. Here the last common token counts for all choices.
-            counted_starts = [min(len(commonprefix(compared_ids)), shortest - 1)] * len(whole_ids)
+            counted_start = min(common, shortest - 1)  # an id of the shortest choice counts
+            counted_starts = [counted_start] * len(whole_ids)  # the same for all choices
         # nanochat feeds the last token to the model, too, so block_size tokens fit, not one more
         pairs = zip(whole_ids, counted_starts, strict=True)
         return [split_ids(ids, start, block_size) for ids, start in pairs]

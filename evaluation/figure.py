@@ -264,14 +264,15 @@ def draw_accuracies(axes: Axes, runs: list[LoggedRun], model_type: str | None) -
 
 
 def draw_published_loss(axes: Axes, runs: list[LoggedRun], model_type: str) -> None:
-    """Draw the loss of OpenAI's GPT-2 if the runs have the same tokenizer and corpus as the
-    published value."""
+    """Draw the loss of OpenAI's GPT-2 and, for its smallest size, the losses of a public run, if
+    the runs have the same tokenizer and corpus as these."""
     trained_on = set()  # (tokenizer, corpus); a mixture has the names of all corpora as "corpus"
     for run in runs:
         trained_on.add((run.logged_config.get("tokenizer"), run.logged_config.get("corpus")))
     if trained_on == {("gpt2", "FineWeb-Edu")}:
         draw_published(axes, ("val", "FineWeb-Edu", "loss"), model_type, "black")
         if model_type == "gpt2":
+            # PUBLIC_RUN is {250: 6.167, ...}, losses by step; the x axis is training tokens
             tokens = [step * TOKENS_OF_PUBLIC_STEP for step in PUBLIC_RUN]
             losses = list(PUBLIC_RUN.values())
             label = f"a public run of 124M, 10B tokens: {losses[-1]:.3f}"

@@ -60,7 +60,8 @@ class PackedItem:
 
 def pack_items(items: list[list[Continuation]], share_rows: bool) -> list[PackedItem]:
     """Pack the continuations of all items into rows, in order. If `share_rows`, continuations of an
-    item share a row if their contexts are equal."""
+    item share a row if their contexts are equal. A Continuation has the token ids of its `context`
+    and its own `ids`, neither of them empty."""
     packed_items: list[PackedItem] = []
     index = 0  # number of the continuation, counted over all items
     for continuations in items:
@@ -188,6 +189,7 @@ def score_targets(
     """
     # One slice at a time, because each hidden state has V float32 logits. The logits of a slice
     # take half of chunk_bytes: logsumexp makes a second tensor of their size.
+    # at least 1, and from 32 rows on a multiple of 32
     num_rows = rows_within(chunk_bytes(x.device) // 2, 4 * model.config.vocab_size)
     logprobs, is_argmax, is_allowed_argmax = [], [], []  # a tensor (n,) for each slice
     # In float32: many of V bfloat16 logits are equal, and ties would decide which id is greedy.
@@ -250,7 +252,7 @@ def score_items(
     # Ids for Prediction.is_greedy_filtered. A banned word of several tokens cannot be banned by its
     # first token, which other words have, too.
     banned_ids: list[int] = []
-    for word in task.banned_words:
+    for word in task.banned_words:  # the stop words of LAMBADA; () of other tasks
         ids = tokenizer.encode_continuation(f" {word}").tolist()
         if len(ids) == 1:
             banned_ids += ids
@@ -310,5 +312,5 @@ def open_benchmark(
     read = partial(benchmark.read, path, limit, tokenizer, block_size)
     # [{"text": "... stood Tom"}, ...] of LAMBADA; for CORE a pair (task, its rows) for each task
     rows = scorer.process.read_on_all(read)
-    refuse_other_data(scorer.process, benchmark.name, rows)
+    refuse_other_data(scorer.process, benchmark.name, rows)  # UserError on every process
     return partial(benchmark.score, rows, partial(score_items, scorer, tokenizer), protocols)
