@@ -39,7 +39,8 @@ def encode_dialog(
     """Return the token ids of a dialog. With `open_turn` they end where the assistant's next answer
     begins, as a prompt for sampling. Only a chat template writes `tools`."""
     if isinstance(tokenizer, FileTokenizer) and tokenizer.chat_template:
-        # as one text, like transformers: many tokenizers encode the beginning of a text differently
+        # `render` writes one text, "<|im_start|>user\n2+3?<|im_end|>\n...". It is encoded as a
+        # whole, like in transformers: many tokenizers encode the beginning of a text differently.
         return tokenizer.encode_with_special_tokens(tokenizer.render(messages, open_turn, tools))
     ids = list(tokenizer.start_ids)  # BOS, or end of text if there is no BOS: [50256] of GPT-2
     for message in messages:

@@ -256,11 +256,13 @@ def collate_padded(
     """Return a batch of examples, each of at most `block_size` tokens. For a `compiled` model T is
     a power of 2 or block_size, so that few shapes are compiled.
 
-    The example "a b c", whose first token does not count in the loss, becomes
+    The example "a b c", whose first token does not count in the loss, becomes, with T = 8 (or a
+    smaller block_size),
 
-        idx  a  b  c  0  0        targets  b  c -1 -1 -1        last_columns  2
+        idx      a  b  c  0  0  0  0  0
+        targets  b  c -1 -1 -1 -1 -1 -1        last_columns  2
     """
-    lengths = np.array([len(example.tokens) for example in examples])  # (B,)
+    lengths = np.array([len(example.tokens) for example in examples])  # (B,), with the last token
     T = 8 * math.ceil(lengths.max() / 8)  # multiples of 8 suit tensor cores
     if compiled:  # the next power of 2: each T costs a compilation
         T = 1 << (T - 1).bit_length()
@@ -270,7 +272,7 @@ def collate_padded(
     idx = np.zeros((len(examples), T), np.int64)
     targets = np.full((len(examples), T), NO_TARGET)
     for b, example in enumerate(examples):
-        # includes the last token, which predicts nothing: a reward model reads the reward there
+        # with the last token, which predicts nothing: a reward model reads the reward there
         idx[b, : lengths[b]] = example.tokens
         # the target of a column is the next token, if that token counts in the loss
         columns = np.flatnonzero(example.loss_mask[1:])  # (targets of this example,)

@@ -62,7 +62,8 @@ class Method(ABC):
     """grpo: the function of --reward; else None."""
 
     def __post_init__(self) -> None:
-        # one example per row, in the order of the file: an example's id is the index of its row
+        # One example per row, in the order of the file: an example's id is the index of its row.
+        # UserError for a row that to_example refuses.
         self.examples = read_examples(self.options.data, self.to_example)
         eval_data = self.options.eval_data
         # examples of --eval_data; finetune.py evaluates them, unless the list is empty

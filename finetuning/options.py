@@ -183,7 +183,7 @@ def resolve_options(
     return resolve(  # each value below replaces its option only if that is None
         ResolvedFinetuneOptions,
         options,
-        log_dir=log_folder(options.checkpoint_dir),
+        log_dir=log_folder(options.checkpoint_dir),  # runs/sft/checkpoints -> runs/sft/logs
         batch_size=batch_size,
         micro_batch_size=micro_batch_size,
         max_steps=max_steps,

@@ -96,7 +96,7 @@ def find_reward(name: str) -> Path | None:
     file_name, _, _ = name.rpartition(":")
     if file_name.endswith(".py") and not Path(name).exists():
         return Path(file_name)
-    path = find_checkpoint(name)
+    path = find_checkpoint(name)  # None for a model of another project
     if path is None:
         raise UserError(
             f"the reward {name} is none of exact, FILE.py:FUNCTION, and a checkpoint of a reward "
