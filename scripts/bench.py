@@ -140,11 +140,11 @@ def main(options: BenchOptions) -> None:
         programs["nanogpt"] = partial(build_nanogpt, peer)
     measurements: dict[str, Measurement] = {}  # by the name of the program
     # {"ours": {"nvjet_hsh_128x256_64x4": 31.5, ...}, "nanogpt": {...}}
-    kernel_ms: dict[str, dict[str, float]] = {}
+    kernel_ms_by_program: dict[str, dict[str, float]] = {}
     if options.profile:
         options = replace(options, repeats=1)  # for the JSON below, which records the options
         for name, build in programs.items():
-            measurements[name], kernel_ms[name] = in_new_process(
+            measurements[name], kernel_ms_by_program[name] = in_new_process(
                 measure_and_profile, build, options
             )
             print_measurement(name, measurements[name])
@@ -156,7 +156,8 @@ def main(options: BenchOptions) -> None:
     gpu = gpu_of(device, pick_dtype(options.dtype, device))  # None if its peak is not known
     # nanoGPT's model has the same matmuls as this project's.
     flops_per_token = build_without_weights(GPT, options.bench_config).flops_per_token()
-    # {"ours": {"rate": 1.2e5, "peak_bytes": 7.1e9, "mfu": 0.41}, "nanogpt": {...}}
+    # {"ours": {"rate": 1.2e5, "peak_bytes": 7.1e9, "mfu": 0.41}, "nanogpt": {...}}, with --profile
+    # also "kind_ms": {"attention": 12.1, ..., "waiting": 3.0} and "kernel_ms": {...}
     measured: dict[str, dict] = {}
     tokens_per_step = options.micro_batch_size * options.block_size
     for name, measurement in measurements.items():
@@ -167,7 +168,9 @@ def main(options: BenchOptions) -> None:
         peak_bytes = measurement.peak_bytes
         measured[name] = {"rate": tokens_per_second, "peak_bytes": peak_bytes, "mfu": mfu}
         if options.profile:
-            measured[name] |= summarize(kernel_ms[name], 1000 * measurement.step_seconds)
+            # adds "kind_ms" (ms of a step by kind, with "waiting") and "kernel_ms" (the longest)
+            step_ms = 1000 * measurement.step_seconds
+            measured[name] |= summarize(kernel_ms_by_program[name], step_ms)
 
     comparison: dict[str, object] = {
         **describe_device(device),  # device and PyTorch's version

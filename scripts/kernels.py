@@ -53,11 +53,13 @@ def measure_and_profile(
             train_step()
     microseconds_by_kernel: Counter[str] = Counter()
     for event in profiler.key_averages():
+        name = event.key  # "aten::mm", or "nvjet_hsh_128x256_64x4" of a GPU
+        # Add, because a name may come twice: as an operator and as an annotation.
         if not is_cuda:
-            microseconds_by_kernel[event.key] += event.self_cpu_time_total
+            microseconds_by_kernel[name] += event.self_cpu_time_total
         # A GPU's timeline also has calls of the host, and annotations, which span kernels.
         elif event.device_type == DeviceType.CUDA and not event.is_user_annotation:
-            microseconds_by_kernel[event.key] += event.self_device_time_total
+            microseconds_by_kernel[name] += event.self_device_time_total
     kernel_ms = {
         name: total / 1000 / PROFILED_STEPS for name, total in microseconds_by_kernel.most_common()
     }

@@ -166,7 +166,8 @@ def build(rung: str, options: LadderOptions) -> Program:
     model.to(pick_device(options.device))
 
     dtype = torch.bfloat16 if "bfloat16" in changes else torch.float32
-    # The default recipe is GPT-2's: AdamW alone.
+    # One AdamW for each group of parameters; the default recipe has no Muon. make_optimizers needs
+    # a weight decay. Nothing sets the learning rate, so it stays at PyTorch's default, 1e-3.
     optimizers = make_optimizers(model, OptimizerOptions(weight_decay=0.1), Recipe())
     if "fused AdamW" not in changes:
         # The parameter groups keep their options. There is no state yet, before the first step.
