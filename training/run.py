@@ -233,7 +233,8 @@ def check_space(options: ResolvedOptions, recipe: Recipe, num_parameters: int) -
     This must be known before the run: its first checkpoint has no optimizer state and may fit where
     later ones do not. A failed save does not end a run, which could then lose all of its steps.
     """
-    # 4 bytes a number: the weights, and as if all of them had the optimizer state of matrices
+    # 4 bytes a number: the weights, and as if all of them had the optimizer state of matrices, of
+    # which AdamW has 2 moments and Muon 1
     file_bytes = 4 * (1 + matrix_optimizer(recipe).moments) * num_parameters
     # model_best.pt, a temporary file, and either model_last.pt or the numbered checkpoints, to the
     # newest of which model_last.pt is a link

@@ -76,7 +76,7 @@ class Saver:
         paths = [folder / name for name in (BEST, LAST) if (folder / name).exists()]
         if not paths:
             return
-        checkpoint = load_checkpoint(paths[0])
+        checkpoint = load_checkpoint(paths[0])  # maps the file, reads no tensor
         if checkpoint["val_checksum"] == self.run.entries["val_checksum"]:
             self.best_loss = checkpoint["best_loss"]
         # losses of different texts cannot be compared
@@ -176,8 +176,9 @@ class Saver:
         idx = torch.arange(num_tokens, device=process.device)[None]  # (1, num_tokens)
         was_training = model.training
         model.eval()  # no dropout
+        # uncompiled, because the compiler would compile the blocks again for this short text
         with process.autocast(), uncompiled(self.run.options.use_torch_compile):
-            is_finite = bool(model(idx).isfinite().all())
+            is_finite = bool(model(idx).isfinite().all())  # of logits (1, num_tokens, V)
         model.train(was_training)
         return process.all_agree(is_finite)
 
@@ -189,6 +190,7 @@ class Saver:
             return "there is no earlier checkpoint"
         lower_rate = self.run.options.max_lr / 3
         step = load_checkpoint(path)["step"]
+        # resume_command returns "python train.py --resume checkpoints/model_last.pt"
         return f"continue from step {step} with {resume_command(path)} --max_lr {lower_rate:.1g}"
 
     def write(

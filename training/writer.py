@@ -42,6 +42,8 @@ from utils.files import atomic_write, replace_file
 
 # {"model": {"lm_head.weight": OwnRows, ...}, "model_low": {"lm_head.weight": OwnRows, ...},
 # "optimizer": {"lm_head.weight": {"exp_avg": OwnRows, ...}, ...}}
+# An OwnRows has the shape of the whole tensor, (4, 768), and of the rows that this process writes
+# the indices `rows`, [0, 1], and the `content`, (2, 768).
 Sections = dict[str, dict]
 # where the gap of a tensor begins in the file, in bytes, by section and then by `flatten`'s name:
 # {"model": {"lm_head.weight": 1024, ...}, "optimizer": {"lm_head.weight exp_avg": 78464, ...}, ...}
@@ -73,7 +75,7 @@ def save_checkpoint(
             **entries,
             "checksums": checksums,
         }
-        if process.world_size == 1:
+        if process.world_size == 1:  # or ALONE, the main process without sharding: it has all rows
             with atomic_write(path) as file:
                 # tree_map returns the same nested dicts with a Tensor in place of each OwnRows
                 torch.save(plain_entries | tree_map(whole_tensor, sections), file)
