@@ -152,7 +152,7 @@ class Lambada(Task):
         """Return the accuracy, or the perplexity per word: exp of the mean nats of a word. The
         standard error of a perplexity is the error of the mean times the derivative of exp, as in
         lm-evaluation-harness."""
-        mean = super().result(protocol, metric, example_scores)
+        mean = super().result(protocol, metric, example_scores)  # `value` and `stderr` of the mean
         if metric != "perplexity":
             return mean
         # per word, not per token, so that models with different tokenizers can be compared

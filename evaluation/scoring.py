@@ -175,6 +175,7 @@ def packing_agrees(model: GPT) -> bool:
 
 def shares_rows(model: GPT) -> bool:
     """Return whether continuations of one context may share a row."""
+    # calls packing_agrees once for a class and config; prints a note if it returns False
     return is_proven("scoring several continuations in one row", packing_agrees, model)
 
 

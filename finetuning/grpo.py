@@ -120,6 +120,8 @@ class GroupRelativePolicy(Method):
         # of this process, by the index of the micro-batch: {0: [1.0, 0.0, ...], 2: [...]}
         rewards_by_index: dict[int, list[float]] = {}
         try:
+            # `together`: if a function fails on one process, all raise. `meeting`: none waits in a
+            # collective for a slow function of another process.
             with self.process.together(), self.process.meeting():
                 for index in self.of_process(list(range(len(micro_batches)))):
                     rewards_by_index[index] = self.reward_function(micro_batches[index])

@@ -101,7 +101,7 @@ def check_resume(flags: str, out: Path, tolerance: float) -> bool:
         run_script(
             f"train.py --run_dir {out / name} {flags} {FLAGS_RESUME} --max_steps {max_steps}"
         )
-    # lists of the metrics of the 20 steps
+    # metrics of the 20 steps, [{"step": 1, "loss": 10.9, ...}, ...]
     whole = read_metrics(out / "whole")["train"]
     resumed = read_metrics(out / "resumed")["train"]
     difference = max(abs(a["loss"] - b["loss"]) for a, b in zip(whole, resumed, strict=True))

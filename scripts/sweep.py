@@ -209,6 +209,7 @@ def draw_groups(
     if num_seeds > 1:
         label = f"band: one standard deviation of {num_seeds} seeds above and below their mean"
         axes.plot([], [], " ", label=label)  # adds a legend entry, draws no line
+    # tokens_per_step is None if the runs differ in it: the picture then has no axis of steps
     figure.save(picture, out, step_tokens=figure.tokens_per_step(runs))
 
 
@@ -224,7 +225,7 @@ def main(options: SweepOptions) -> None:
     except KeyboardInterrupt:
         print(f"the sweep continues with: python {shlex.join(sys.argv)}", flush=True)
         raise
-    # in the order of `run_names`
+    # LoggedRuns in the order of `run_names`; run.log is {"train": [...], "val": [{"loss": ...}]}
     runs = [read_run(folder_of(options, run_name)) for run_name in run_names]
 
     # nats per token, or bits per byte if the groups' tokenizers differ
