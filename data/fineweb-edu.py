@@ -122,7 +122,7 @@ def find_cut(tokenizer: Tokenizer, piece: str) -> int | None:
     tokenizers differ: ".\\n" may be one token. Another place has to precede it within these
     characters, because the ids of a long word may depend on its beginning.
     """
-    # each byte, or each character, is a token
+    # each byte is a token, or each character: a vocabulary of characters has no end_ids
     if isinstance(tokenizer, ByteTokenizer) or tokenizer.end_ids == frozenset():
         return len(piece)
     for pattern in PLACES_TO_CUT:
@@ -297,7 +297,7 @@ def write_shards(
 
 def continue_sharding(options: ShardOptions, folder: Path) -> tuple[Manifest, int]:
     """Write the shards that the folder lacks; return its manifest and the number of new tokens."""
-    # other workers' files included; {} to read the dataset
+    # {"books/a.txt": 12_345, ...}, other workers' files included; {} to read the dataset
     bytes_by_file = list_files(options.input) if options.input else {}
     tokenizer_spec = options.tokenizer
     if tokenizer_spec not in TOKENIZERS:

@@ -181,7 +181,7 @@ def sum_part(tensors: Mapping[str, Rows], part: int, num_parts: int) -> int:
     vector is one row. Slicing Rows (model/rows.py) reads these rows from the file."""
     total = 0
     for name, x in tensors.items():
-        if is_vector(x.shape):
+        if is_vector(x.shape):  # (n,), (n, 1) or ()
             if part == 0:
                 total += sum_rows(name, range(1), x[...].reshape(1, -1))
             continue

@@ -70,7 +70,7 @@ def save_pretrained(
         x = x.cpu().contiguous()
         hf_weights[hf_name] = x.clone() if x.data_ptr() in addresses else x
         addresses.add(x.data_ptr())
-    refuse_another_architecture(model)
+    refuse_another_architecture(model)  # UserError, before the first file is written
 
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(hf_config, indent=1), encoding="utf-8")
@@ -99,6 +99,7 @@ def narrow_copy_agrees(model_class: type[GPT], config: GPTConfig) -> bool:
     """Return whether transformers computes the same logits as a narrow copy of a model of this
     class and config. Raise UserError if the copy cannot be compared."""
     try:
+        # calls the function with a model of few channels and random weights
         return on_narrow_copy(agrees_with_transformers, model_class, config)
     except Exception as error:  # an edited model may raise anything
         raise UserError(
@@ -138,5 +139,6 @@ def agrees_with_transformers(model: GPT, num_tokens: int = NARROW_TOKENS) -> boo
     ours = model(idx.to(model.head_weight.device)).cpu()  # (1, T, V)
     model.train(was_training)
     theirs = hf_model.eval()(idx).logits  # (1, T, V)
-    # A run that diverged may have NaN in its weights, and then both have NaN.
+    # A run that diverged may have NaN in its weights, and then both have NaN. `agrees` allows for
+    # rounding in the dtype: 1e-4 of the largest logit in float32, 3 % in bfloat16.
     return agrees(ours.nan_to_num(), theirs.nan_to_num(), model.head_weight.dtype)

@@ -157,7 +157,7 @@ def config_from_hf(hf_config: dict) -> GPTConfig:
             hf_config[hf_name] = aliases[hf_config[hf_name]]
     # A missing num_key_value_heads gives None, which is also the default of n_kv_head.
     fields: dict = {name: hf_config.get(hf_name) for name, hf_name in hf_names.items()}
-    for name in SIZED:
+    for name in SIZED:  # block_size, vocab_size, n_layer, n_head, n_embd, dropout
         if name != "dropout":  # which is for training
             assert fields[name] is not None, f"config.json has no {hf_names[name]}"
     try:
