@@ -42,7 +42,7 @@ class GroupRelativePolicy(Method):
         answer = str(question.row.get("answer", ""))
         completion = Completion(question.row, answer, example, is_cut=False)
         # one for each process: none waits for another's longer than a collective may take
-        self.reward([[completion]] * self.process.data_parallel)
+        self.set_rewards([[completion]] * self.process.data_parallel)
 
     def to_example(self, row: dict) -> Question:
         return self.encoder.question(
@@ -110,11 +110,11 @@ class GroupRelativePolicy(Method):
             )
 
         indices = list(range(len(questions)))
-        micro_batches = self.process.map(complete_micro_batch, self.micro_batches(indices))
-        self.reward(micro_batches)
+        micro_batches = self.process.map(complete_micro_batch, self.to_micro_batches(indices))
+        self.set_rewards(micro_batches)
         return micro_batches
 
-    def reward(self, micro_batches: list[list[Completion]]) -> None:
+    def set_rewards(self, micro_batches: list[list[Completion]]) -> None:
         """Set the reward of each completion; each process rewards some micro-batches. Raise
         RewardError on every process if the function fails on one. Every process must call it."""
         # of this process, by the index of the micro-batch: {0: [1.0, 0.0, ...], 2: [...]}

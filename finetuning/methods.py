@@ -89,11 +89,11 @@ class Method(ABC):
         # Every process collects the examples of the whole step, because the divisor counts them,
         # but makes batches only of its own micro-batches.
         examples = [self.examples[i] for i in example_ids]
-        micro_batches = self.of_process(self.micro_batches(examples))
+        micro_batches = self.of_process(self.to_micro_batches(examples))
         batches = [self.make_batch(micro_batch) for micro_batch in micro_batches]
         return PreparedStep(batches, self.divisor(examples))
 
-    def micro_batches(self, examples: list) -> list[list]:
+    def to_micro_batches(self, examples: list) -> list[list]:
         """Divide examples among the micro-batches of all processes, in lists of micro_batch_size.
         The examples are a step's (for grpo, indices of its completions), or all held-out ones."""
         return batched(examples, self.options.micro_batch_size)
@@ -116,18 +116,18 @@ class Method(ABC):
         Every process must call it. It leaves the model in training mode, and raises Stopped after a
         signal. grpo overrides it with another metric than in training."""
         model.eval()
-        divisor = self.divisor(self.held_out)
+        num_held_out = self.divisor(self.held_out)  # examples, or for sft targets
 
         def addends_of(micro_batch: list) -> dict[str, float]:
             """Return what a micro-batch adds to each mean, such as {"loss": 0.21}."""
             # one forward pass, as in training: cached casts of the weights would only take memory
             with self.process.autocast(keep_weights=False):
                 sums = self.metric_sums(model, self.make_batch(micro_batch))
-            return {name: (value / divisor).item() for name, value in sums.items()}
+            return {name: (value / num_held_out).item() for name, value in sums.items()}
 
         # Every process gets the addends of all micro-batches in the same order, and so adds up the
         # same means.
-        addends = self.process.map(addends_of, self.micro_batches(self.held_out))
+        addends = self.process.map(addends_of, self.to_micro_batches(self.held_out))
         model.train()
         means: dict[str, float] = {}
         for addend in addends:
@@ -143,10 +143,10 @@ class SupervisedTuning(Method):
     def to_example(self, row: dict) -> Example:
         return self.encoder.dialog(row)
 
-    def micro_batches(self, dialogs: list[Example]) -> list[list[Example]]:
+    def to_micro_batches(self, dialogs: list[Example]) -> list[list[Example]]:
         """Divide dialogs among micro-batches, sorted by length, so that each has little padding."""
         # The order adds no bias: the loss is a mean over the whole step.
-        return super().micro_batches(sorted(dialogs, key=lambda dialog: len(dialog.tokens)))
+        return super().to_micro_batches(sorted(dialogs, key=lambda dialog: len(dialog.tokens)))
 
     def divisor(self, dialogs: list[Example]) -> int:
         # the first token of a dialog is not a target, because no token predicts it
@@ -209,12 +209,12 @@ class RewardModeling(Method):
         return chosen - rejected
 
     def metric_sums(self, model: nn.Module, batch: Batch) -> Sums:
-        margin = self.margin(model, batch)  # (N,): reward of chosen - reward of rejected
+        margins = self.margin(model, batch)  # (N,): reward of chosen - reward of rejected
         return {
-            "margin": margin.sum(),
+            "margin": margins.sum(),
             # Bradley-Terry model: a human prefers the chosen one with probability sigmoid(margin)
-            "loss": -F.logsigmoid(margin).sum(),
-            "accuracy": (margin > 0).float().sum(),  # a tie counts as wrong
+            "loss": -F.logsigmoid(margins).sum(),
+            "accuracy": (margins > 0).float().sum(),  # a tie counts as wrong
         }
 
 
@@ -230,7 +230,7 @@ class DirectPreference(RewardModeling):
         process = replace(self.process, stop=None)
         pairs: list[Pair] = self.examples + self.held_out
         # Every process gets the log-probabilities of all pairs: a step may give it any pair.
-        logprobs = process.map(self.reference_logprobs, self.micro_batches(pairs))
+        logprobs = process.map(self.reference_logprobs, self.to_micro_batches(pairs))
         # cat joins the (N, 2) of all micro-batches to one row (2,) per pair
         for pair, ref_logprobs in zip(pairs, torch.cat(logprobs), strict=True):
             pair.ref_logprobs = ref_logprobs

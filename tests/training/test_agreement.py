@@ -56,7 +56,7 @@ training/trial.py has_memory 1 all_agree; no collectives within
 training/writer.py write_together 5 together; main renames after the last collective
 training/writer.py sum_written_rows 1 within together
 finetuning/examples.py read_examples 1 raised again
-finetuning/grpo.py GroupRelativePolicy.reward 1 within together
+finetuning/grpo.py GroupRelativePolicy.set_rewards 1 within together
 finetuning/rewards.py load_reward_function 1 raised again
 finetuning/rewards.py rewards_of_function 1 within together
 evaluation/core.py download_bundle 1 together, of read_on_all
