@@ -130,10 +130,10 @@ class Shard:
     def layout(self) -> Layout:
         """Layout of the file. Raises UserError if the file is damaged, or has fewer tokens than the
         manifest lists. It may have more, if sharding goes on; its first tokens stay."""
-        layout = inspect_shard(self.path)  # FileNotFoundError if it is missing
-        if layout.num_tokens < self.num_tokens:  # another sharding has overwritten the file
+        inspected = inspect_shard(self.path)  # FileNotFoundError if it is missing
+        if inspected.num_tokens < self.num_tokens:  # another sharding has overwritten the file
             raise UserError(f"{self.path} is not as {MANIFEST} lists it; make or copy it again")
-        return layout
+        return inspected
 
     def read(self, start: int, count: int) -> np.ndarray:
         """Return tokens [start, start + count), uint16 or uint32 (count,); fewer at the end of the

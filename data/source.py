@@ -780,11 +780,11 @@ class Source:
         stream_state = position.stream  # where the next batch begins; None: at the beginning
         if stream_state:
             stream.load_state_dict(stream_state)
-        batches = iter(stream.iter(ROWS_PER_BATCH))
-        # next(batches), with a limit of DOWNLOAD_SECONDS, within which `datasets` retries:
-        # {"text": [up to 100 texts], "id": [...], ...}; None: the end
-        next_batch = partial(ask, HUB, partial(next, batches, None), DOWNLOAD_SECONDS)
-        for columns in iter(next_batch, None):
+        columns_of_batches = iter(stream.iter(ROWS_PER_BATCH))
+        # next(columns_of_batches), with a limit of DOWNLOAD_SECONDS, within which `datasets`
+        # retries: {"text": [up to 100 texts], "id": [...], ...}; None: the end
+        next_columns = partial(ask, HUB, partial(next, columns_of_batches, None), DOWNLOAD_SECONDS)
+        for columns in iter(next_columns, None):
             if column not in columns:  # fail now, not after hours without a text
                 reason = without_column(column, columns).reason
                 raise UserError(f"{name} is {reason}; name the column of its texts")
