@@ -144,9 +144,8 @@ def compare_processes(options: RunOptions, entries: Checkpoint, process: Process
     Every process must call it, before the first exchange of gradients. open_initial_checkpoint has
     compared the resumed checkpoint already.
     """
-    compared: dict[
-        str, object
-    ] = {}  # {"max_lr": 0.0006, "recipe": {...}, "tokenizer": "gpt2", ...}
+    # {"max_lr": 0.0006, "recipe": {...}, "tokenizer": "gpt2", ...}
+    compared: dict[str, object] = {}
     for name, value in {**entries, **options.to_dict()}.items():
         if not name.endswith(MACHINE_SUFFIXES):
             compared[name] = value
