@@ -380,7 +380,8 @@ def find_or_download(model_name: str) -> Path:
         ask(HUB, partial(snapshot_download, model_name, allow_patterns="config.json"))
         download = partial(snapshot_download, model_name, allow_patterns=patterns)
         return Path(ask(HUB, download, limit=None))
-    except (OSError, ValueError) as error:  # no such name, or no network
+    # no such name, or no network: `ask` raises TimeoutError, which is an OSError
+    except (OSError, ValueError) as error:
         raise UserError(
             f"{model_name} is no folder or file{place}, and the Hugging Face hub did not provide a "
             "model of that name; check the name and the network"

@@ -49,7 +49,8 @@ def load_nanogpt(path: Path) -> GPT:
             weights = {
                 name.removeprefix("_orig_mod."): x for name, x in checkpoint["model"].items()
             }
-            if "model_args" in checkpoint:  # nanoGPT: a dict with GPTConfig's names
+            # nanoGPT: a dict with GPTConfig's names, {"n_layer": 12, "bias": False, ...}
+            if "model_args" in checkpoint:
                 config = GPTConfig(**checkpoint["model_args"], activation="gelu_exact")
             else:  # build-nanogpt: attributes with the same names
                 config = GPTConfig(**vars(checkpoint["config"]))
