@@ -116,14 +116,14 @@ class Method(ABC):
         Every process must call it. It leaves the model in training mode, and raises Stopped after a
         signal. grpo overrides it with another metric than in training."""
         model.eval()
-        num_held_out = self.divisor(self.held_out)  # examples, or for sft targets
+        held_out_divisor = self.divisor(self.held_out)  # number of examples, for sft of targets
 
         def addends_of(micro_batch: list) -> dict[str, float]:
             """Return what a micro-batch adds to each mean, such as {"loss": 0.21}."""
             # one forward pass, as in training: cached casts of the weights would only take memory
             with self.process.autocast(keep_weights=False):
                 sums = self.metric_sums(model, self.make_batch(micro_batch))
-            return {name: (value / num_held_out).item() for name, value in sums.items()}
+            return {name: (value / held_out_divisor).item() for name, value in sums.items()}
 
         # Every process gets the addends of all micro-batches in the same order, and so adds up the
         # same means.
