@@ -27,7 +27,7 @@ os.environ["MPLBACKEND"] = "Agg"
 # These four packages are enough to check, because all packages are installed together.
 for package in ("torch", "numpy", "tyro", "yaml"):
     if find_spec(package) is None:  # searches the disk, imports nothing
-        command = "bash train.sh demo, which installs it, or see Install in README.md"
+        command = "bash train.sh demo, which installs it, or see README.md"
         # In a clone that was moved `activate` names the old folder, and train.sh makes .venv anew.
         activate = VENV / "bin/activate"
         is_whole = activate.exists() and (VENV / "bin/python").exists()
