@@ -103,7 +103,6 @@ def main() -> None:
                     metrics = evaluator.validate()  # {"loss": nats per token, ...}
                     run.logger.log_evaluation("val", metrics, step)
                     saver.save_if_best(metrics["loss"])
-                # "hellaswag", {"n": 500, "acc_norm": 0.29}; nothing if none is due
                 for benchmark, metrics in evaluator.benchmarks(step):
                     run.logger.log_evaluation(benchmark, metrics, step)
                 text = evaluator.sample(step)  # None if no sample is due

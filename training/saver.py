@@ -63,8 +63,8 @@ class Saver:
     error: Exception | None = None
     """Why the last save failed; None again after a later model_last.pt."""
     attributes_before: list[dict[str, list]] = field(init=False)
-    """What each optimizer keeps outside of its state before the first step, such as {"count": [3]}.
-    No checkpoint has it: check_step ends a run that changes it."""
+    """Attributes of each optimizer outside of its state, before the first step: [{"count": [3]}].
+    No checkpoint has them: check_step ends a run that changes them."""
     is_state_checked: bool = False
     """True after the first step that has updated the weights: see check_step."""
 
