@@ -20,9 +20,9 @@ ScheduleName = Literal["cosine", "linear", "wsd"]
 # By the channels of a model: AdamW's learning rate, and the tokens of a step. From 768 channels on
 # they are those of GPT-3's sizes (Brown et al. 2020, table 2.1). gpt2-large (1,280 channels) and
 # gpt2-xl (1,600) have the values of the GPT-3 sizes with as many parameters. Those of 128 and 384
-# channels were measured (docs/RECIPES.md). The rate of 64 goes on with the power between these.
+# channels were measured (docs/RECIPES.md), the rate of 64 as well (docs/BENCHMARKS.md, --minutes).
 RATE_AND_BATCH = {
-    64: (6e-3, 2_048),
+    64: (4e-3, 2_048),
     128: (4e-3, 2_048),
     384: (2e-3, 65_536),
     768: (6e-4, 524_288),

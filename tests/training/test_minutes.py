@@ -76,7 +76,7 @@ def test_more_time_or_a_faster_device_gives_a_larger_model(shards, monkeypatch):
         seconds = (
             plan.num_tokens * plan.size.flops_per_token / speed + 0.01 * plan.flags["max_steps"]
         )
-        assert 0.85 * 60 * minutes < seconds < 60 * minutes
+        assert 0.8 * 60 * minutes < seconds < 60 * minutes
     assert sorted(set(parameters)) == parameters
 
 
