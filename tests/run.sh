@@ -13,4 +13,6 @@ ruff format --check .
 mypy .
 select="not slow"
 if [ "${1:-}" = --slow ]; then select="" && shift; fi
+# A thousand processes import this project: each would compile all of its files.
+unset PYTHONDONTWRITEBYTECODE
 exec python -m pytest -n 3 --dist worksteal -m "$select" "$@"
