@@ -22,6 +22,7 @@ case "\$*" in
   -c*sys.prefix*) echo .venv; exit ;;
   "-m pip"*) exit ;;
   *--dry_run*) ;;
+  train.py*--minutes*) set -- "\$@" --minutes 0.2 --max_steps 3 ;;  # measures for a second
   train.py*) set -- "\$@" --max_steps 3 --warmup_steps 1 --eval_every 3 --val_tokens 2048 ;;
   finetune.py*) set -- "\$@" --max_steps 2 ;;
   scripts/sweep.py*) set -- "\$@" "max_steps 3" "warmup_steps 1" "eval_every 3" ;;  # of --fixed

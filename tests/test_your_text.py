@@ -15,7 +15,12 @@ from model.config import GPTConfig
 from model.formats.huggingface import save_pretrained
 from model.gpt import GPT
 
-SMALLER = {"--max_steps": "3", "--eval_every": "2", "--total_batch_size": "1024"}
+SMALLER = {
+    "--minutes": "0.2",
+    "--max_steps": "3",
+    "--eval_every": "2",
+    "--total_batch_size": "1024",
+}
 # beside --minutes: what the user gives wins
 TINY = ["--n_layer", "1", "--n_embd", "32", "--n_head", "1", "--max_steps", "3"]
 
