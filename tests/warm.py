@@ -1,5 +1,6 @@
 """Scripts that start at once: forks of a process that has imported what takes seconds to import."""
 
+import gc
 import importlib
 import multiprocessing
 import os
@@ -44,6 +45,7 @@ class Script(CONTEXT.Process):
 
     def run(self) -> None:
         """Become the script; multiprocessing calls this in the fork."""
+        gc.freeze()  # garbage collection need not visit what the server has imported
         os.setsid()
         multiprocessing.set_start_method(None, force=True)  # the usual one again
         for number, file in enumerate(self.files):
