@@ -20,9 +20,9 @@ ScheduleName = Literal["cosine", "linear", "wsd"]
 # By the channels of a model: AdamW's learning rate, and the tokens of a step. From 768 channels on
 # they are those of GPT-3's sizes (Brown et al. 2020, table 2.1). gpt2-large (1,280 channels) and
 # gpt2-xl (1,600) have the values of the GPT-3 sizes with as many parameters. Those of 128 and 384
-# channels were measured (docs/RECIPES.md), the rate of 64 as well (docs/BENCHMARKS.md, --minutes).
+# channels were measured (docs/RECIPES.md). Narrower models have the values of 128: at 64 channels a
+# higher rate was worse (docs/BENCHMARKS.md, --minutes).
 RATE_AND_BATCH = {
-    64: (4e-3, 2_048),
     128: (4e-3, 2_048),
     384: (2e-3, 65_536),
     768: (6e-4, 524_288),
@@ -40,7 +40,8 @@ RATE_AND_BATCH = {
 
 def rate_and_batch(n_embd: int) -> tuple[float, int]:
     """Return AdamW's learning rate and the tokens of a step for a model of `n_embd` channels: those
-    of RATE_AND_BATCH, and between two of its widths a power of the width."""
+    of RATE_AND_BATCH, between two of its widths a power of the width, and outside of them those of
+    the nearest."""
     if n_embd in RATE_AND_BATCH:
         return RATE_AND_BATCH[n_embd]
     widths = np.log(list(RATE_AND_BATCH))

@@ -7,11 +7,10 @@ import pytest
 from conftest import bad, script, train_options
 
 from config import TrainOptions
-from model.config import SIZES
 from model.formats.checkpoint import load_checkpoint
 from recipes import rate_and_batch
 from training.forecast.loss import MOST_EPOCHS, compared_loss
-from training.minutes import Dial, StepCost
+from training.minutes import OTHER_SHARE, Dial, StepCost
 from training.options import read_options, resolve_options
 
 
@@ -35,10 +34,7 @@ def test_rate_falls_and_batch_grows_with_the_width_and_flags_win():
     assert sorted(pairs, key=lambda pair: -pair[0]) == pairs
     assert sorted(pairs, key=lambda pair: pair[1]) == pairs
     assert rate_and_batch(128) == (4e-3, 2048)
-    assert all(
-        width in map(lambda size: size[2], SIZES.values()) or b & (b - 1) == 0
-        for width, (_, b) in zip(range(32, 2048, 32), pairs, strict=True)
-    )
+    assert all(batch & (batch - 1) == 0 for _, batch in pairs)  # powers of two
     given = train_options(n_embd=128, n_head=2, max_lr=1e-5, total_batch_size=4096)
     assert (given.max_lr, given.total_batch_size) == (1e-5, 4096)
     assert train_options(recipe="gpt2,max_lr=0.002").max_lr == 0.002
@@ -65,18 +61,17 @@ def choose(dial: Dial, flops_per_second: float):
 
 
 def test_more_time_or_a_faster_device_gives_a_larger_model(shards, monkeypatch):
-    monkeypatch.setattr("training.minutes.Dial.text_tokens", 10**10, raising=False)
     parameters = []
     for minutes, speed in [(2, 1e11), (20, 1e11), (20, 1e13), (200, 1e14)]:
         planned = dial(shards, monkeypatch, minutes)
         planned.text_tokens = 10**10
         plan = choose(planned, speed)
         parameters.append(plan.size.num_parameters)
-        # the steps, their updates and the validations take the time
+        # steps and updates take nearly all of the time that is theirs, validations the rest
         seconds = (
             plan.num_tokens * plan.size.flops_per_token / speed + 0.01 * plan.flags["max_steps"]
         )
-        assert 0.8 * 60 * minutes < seconds < 60 * minutes
+        assert 0.9 < seconds / (60 * minutes * (1 - OTHER_SHARE)) < 1
     assert sorted(set(parameters)) == parameters
 
 
