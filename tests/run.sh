@@ -13,7 +13,7 @@ ruff format --check .
 mypy . & mypy_pid=$!  # beside the tests: half a minute of one core
 select="not slow"
 if [ "${1:-}" = --slow ]; then select="" && shift; fi
-# A thousand processes import this project: each would compile all of its files.
+# Hundreds of processes import this project: each would compile all of its files.
 unset PYTHONDONTWRITEBYTECODE
 python -m pytest -n 3 --dist worksteal -m "$select" "$@"
 wait $mypy_pid  # exits with its status

@@ -55,7 +55,7 @@ class Script(CONTEXT.Process):
         os.chdir(self.cwd)
         os.environ.clear()
         os.environ.update(self.env)
-        # it has read the variables of the server
+        # huggingface_hub has read the variables of the server: read those of this script
         importlib.reload(sys.modules["huggingface_hub.constants"])
         # the path of a new interpreter, without what pytest has added
         installed = [path for path in sys.path if "site-packages" in path or ROOT not in path]

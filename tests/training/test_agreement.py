@@ -33,7 +33,7 @@ training/forecast/blocks.py run_forward 1 a pure function of what all have: equa
 training/forecast/dry_run.py open_data 1 one process: before the others join, or in a script
 training/forecast/dry_run.py print_forecast 1 one process: before the others join, or in a script
 training/minutes.py Dial.__init__ 1 raised again
-training/minutes.py Dial.choose 1 fit_micro_batch: all processes have the same memory
+training/minutes.py Dial.choose 1 fit_micro_batch: raised on all, by the least memory of any
 training/minutes.py apply_plan 1 prints only
 training/options.py compile_if_all_can 1 within together
 training/options.py find_recipe 1 raised again
