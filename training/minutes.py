@@ -59,20 +59,22 @@ LADDER = (
     (36, 1280),
     (48, 1600),
 )
-FIRST_MEASURED = 1  # index in Dial.sizes: 2 layers of 128 channels, if the user allows all sizes
+# Index in Dial.sizes of the first size to be measured: 2 layers of 128 channels, if the user allows
+# all sizes. A larger one could take all of the time of a slow machine.
+FIRST_MEASURED = 1
 MEASURED_SHARE = 0.1  # of the time, for measuring
 FINISH_SECONDS = 3  # to save the last checkpoint
 NUM_VALIDATIONS = 10  # of a run
 VALIDATED_SHARE = 0.05  # of the time, for validations
-OTHER_SHARE = 0.1  # of the time, for what measure_step leaves out: batches, log, other programs
+OTHER_SHARE = 0.07  # of the time, for what measure_step leaves out: batches, log, other programs
 EQUAL_LOSS = 0.005  # of sizes whose losses differ by less, the smallest is chosen
 COMPILED_MINUTES = 10  # shorter runs are not compiled: that takes a minute
-MEASURE_SECONDS = 0.5  # for each of the two measurements of a size
+MEASURE_SECONDS = 0.5  # of passes without an update, and as many with one; at most 10 passes each
 
 
 @dataclass(frozen=True)
 class StepCost:
-    """Seconds of a training step of one size."""
+    """Seconds that a training step of one size takes, in its parts."""
 
     flops_per_token: int
     """FLOPs of the forward and backward pass of a token."""
@@ -254,8 +256,8 @@ class Dial:
 
 
 def cost_of(size: Size, costs: list[StepCost]) -> StepCost:
-    """Return the cost of a step of a size from those of the measured sizes: their seconds per FLOP,
-    interpolated."""
+    """Return the cost of a step of a size from those of the measured sizes: their seconds, divided
+    by the FLOPs of a token, are interpolated."""
     costs = sorted(costs, key=lambda cost: cost.flops_per_token)
     flops = [cost.flops_per_token for cost in costs]
 
@@ -312,6 +314,7 @@ def measure_step(
     seconds_of(1, update=True)  # creates the state of the optimizers
     num_passes = max(1, min(10, int(MEASURE_SECONDS / seconds_of(1, update=False))))
     pass_seconds = seconds_of(num_passes, update=False)
+    # each of these passes ends with an update; noise can make the difference negative
     update_seconds = max(0.0, seconds_of(num_passes, update=True) - pass_seconds)
     return StepCost(
         size.flops_per_token,
@@ -385,6 +388,7 @@ def apply_plan(dial: Dial, plan: Plan) -> tuple[ResolvedTrainOptions, dict[str, 
         # the name --minutes and its value, or --minutes=value
         rest = re.sub("--minutes[ =][^ ]* ?", "", shlex.join(command_line))
         print(f"the same run: python train.py {shlex.join(flags)} {rest}")
+    # of a flag that stands twice the last one wins: that of the user
     given_options, derived, checkpoint = read_options(
         TrainOptions, "train.py", flags + command_line
     )
