@@ -77,9 +77,11 @@ def main() -> None:
     initial = open_initial(device_options, checkpoint, process)
     assert initial is not None  # --init_from is required
     weights_checksum = init_checksum(device_options, checkpoint, initial, process)
-    # model on "meta"; weights: {"transformer.wte.weight": Rows (50257, 768), ...}
+    # model on "meta"; weights: {"transformer.wte.weight": Rows (50257, 768), ...}, which are read
+    # from the file only when they are indexed (model/rows.py)
     model, weights = build_model(device_options, initial)
-    # Numbers of rows and parameters set the defaults of --batch_size, --max_steps and --max_lr.
+    # The numbers of data rows and of parameters set the defaults of --batch_size, --max_steps and
+    # --max_lr.
     assert device_options.data is not None  # FinetuneOptions requires --data
     num_rows = len(read_lines(device_options.data))
     num_parameters = model.num_parameters()
@@ -182,9 +184,10 @@ def resolve_on_device(
     options: FinetuneOptions, derived: dict[str, str | None], process: Process
 ) -> FinetuneOptions:
     """Return the options with --use_torch_compile and --dtype resolved for this device, and the
-    files of --init_from and --reward in place of their folders. `derived` names the options that
-    the user left to their defaults. Every process must call it."""
-    options = resolve_dtype(resolve_compile(options, derived), process)
+    files of --init_from and --reward in place of their folders. `derived` has the options that no
+    flag sets, or that a flag sets to "auto" (read_options). Every process must call it."""
+    options = resolve_compile(options, derived)  # by default only on CUDA
+    options = resolve_dtype(options, process)  # "auto" becomes process.dtype
     # completions of grpo have too many lengths: the model would be compiled for each of them
     if options.method == "grpo":
         options = replace(options, use_torch_compile=False)

@@ -82,13 +82,13 @@ def save_tokenizer(
             special_tokens = {}
     else:
         tokenizer_json = to_backend(tokenizer).to_str()
-        # GPT-2 has one token for all of these roles
+        # a named tokenizer, gpt2 or bytes, has one token for all of these roles
         special_tokens = dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_TEXT)
+    # PreTrainedTokenizerFast
+    tokenizer_hf = to_transformers(tokenizer_json, special_tokens, chat_template, block_size)
     # save_jinja_files=False writes the chat template into tokenizer_config.json, because older
     # versions of transformers do not read a separate file.
-    to_transformers(tokenizer_json, special_tokens, chat_template, block_size).save_pretrained(
-        folder, save_jinja_files=False
-    )
+    tokenizer_hf.save_pretrained(folder, save_jinja_files=False)
     # transformers 5 writes what transformers 4 does not read, or reads with another default. Both
     # read what replaces it here.
     config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))

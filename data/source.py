@@ -349,7 +349,7 @@ def read_json(file: IO[str]) -> Iterator[object]:
     """Yield JSON values: one from each line, or the elements of one array, which may span lines.
     Skips a line that is not JSON. An array has to fit into memory."""
     # the first line that is not blank; "" if there is none
-    first_line = next(filter(str.strip, file), "")
+    first_line = next((line for line in file if line.strip()), "")
     lines: Iterable[str] = chain([first_line], file)
     if first_line.lstrip().startswith("["):
         content = "".join(lines)  # the whole file
@@ -357,17 +357,18 @@ def read_json(file: IO[str]) -> Iterator[object]:
             rows = json.loads(content)  # a list, as the content begins with a bracket
         except (ValueError, RecursionError):
             # This is one value per line, or a damaged array. If one line of an array with one
-            # element per line is damaged, its other lines are still rows.
+            # element per line is damaged, its other lines are still rows. `join` has used up
+            # `lines`, so the content is divided again.
             elements = [line.strip().removesuffix(",") for line in content.split("\n")]
             lines = [element for element in elements if element not in ("[", "]")]
         else:
             yield from rows
             return
-    for line in lines:
+    for line in lines:  # each holds one value
         if line.strip():  # a blank line is no row
             try:
                 value = json.loads(line)
-            # ValueError also for a number of over 4,300 digits, RecursionError for 1,000 brackets
+            # ValueError also for a number of over 4,300 digits, RecursionError for deep nesting
             except (ValueError, RecursionError):
                 value = Skipped("not JSON")
             yield value
@@ -700,16 +701,18 @@ class Source:
             raise raw.error
 
     def read_documents(self, name: str, file: IO[str]) -> Iterator[object]:
-        """Yield the texts of a text file, which a separator separates; without a separator, the
-        whole text as one row. Yields nothing for an empty file (many __init__.py)."""
+        """Split a text file at the separator and yield its texts; without a separator, yield the
+        whole file as one text. An empty text (many __init__.py, two separators in a row) is no row.
+        """
         pieces = iter(partial(file.read, PIECE), "")
         if self.settings.separator is not None:
             numbered = number_pieces(pieces, self.settings.separator)
         else:
             numbered = ((0, piece) for piece in self.note_marks(name, pieces))
-        with_characters = (pair for pair in numbered if pair[1])  # (index of the text, piece)
-        for _, pairs in groupby(with_characters, itemgetter(0)):  # the pairs of one text
-            yield join_pieces(map(itemgetter(1), pairs), self.folder)
+        # pairs (index of the text, piece); number_pieces also yields pieces without characters
+        non_empty = (pair for pair in numbered if pair[1])
+        for _, pairs in groupby(non_empty, itemgetter(0)):  # the pairs of one text
+            yield join_pieces((piece for _, piece in pairs), self.folder)
 
     def note_controls(self, name: str, rows: list[Row]) -> None:
         """Print a warning, once in a run, if a text has control characters of Latin-1."""
