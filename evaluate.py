@@ -172,12 +172,12 @@ def open_validation(options: EvalOptions, block_size: int, tokenizer: Tokenizer)
 
 def score_validation(val: Mixture, num_tokens: int, scorer: Scorer) -> TaskScores:
     """Return loss, bits per byte and perplexity of each corpus of --data_dir, and the weighted mean
-    of several corpora. Result.protocol is the name of the corpus."""
+    of several corpora. Result.protocol is the name of the corpus, or "weighted mean"."""
     # {"FineWeb-Edu": {"loss": 3.29, "n": 10_485_760, "bits_per_byte": 0.98}}
     metrics_by_corpus = scorer.metrics_by_corpus(val, num_tokens)
     results = []
     for corpus, metrics in metrics_by_corpus.items():
-        num_targets = int(metrics.pop("n"))  # each remaining metric becomes a Result
+        num_targets = int(metrics.pop("n"))  # the metrics that remain become Results
         metrics["perplexity"] = exponential(metrics["loss"])  # per token
         for metric, value in metrics.items():
             results.append(Result("val", corpus, metric, num_targets, value))

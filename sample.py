@@ -91,7 +91,7 @@ class Writer:
         for token_ids in generate(self.model, prompts, sampling):  # (num_samples,)
             for index, token_id in enumerate(token_ids.tolist()):
                 has_ended[index] |= token_id in self.tokenizer.end_ids  # end of text or of a turn
-                # The batch continues until every completion has ended: drop tokens after an end.
+                # The batch goes on after the end of one completion: drop its tokens from there on.
                 if not has_ended[index]:
                     completions[index].append(token_id)
             # A character can span several tokens, and decodes to U+FFFD until the last of them.

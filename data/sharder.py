@@ -265,8 +265,8 @@ class Sharder:
             write_manifest(folder, manifest)
         self.manifest = manifest
         for entry in manifest.shards:
-            # `layout` reads the header: it raises an error if the file is missing, cut, or another
-            # than the manifest lists
+            # `layout` reads the header: it raises an error if the file is missing or damaged, or
+            # has fewer tokens than the manifest lists
             layout = Shard(folder / entry.file, entry.tokens).layout
             if entry.tokens == self.shard_size:
                 self.tokens_by_split[entry.split] += layout.num_tokens

@@ -179,7 +179,7 @@ class ShardFolder:
         edu_match = re.search("fineweb-edu|edu_?fineweb", origin.lower())
         if edu_match and self.tokenizer_spec == "gpt2":
             return "FineWeb-Edu"
-        return self.path.resolve().name  # "." has no name before it is resolved
+        return self.path.resolve().name  # Path(".").name is ""
 
 
 def open_folder(folder: Path, split: str) -> ShardFolder:

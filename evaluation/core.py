@@ -217,8 +217,8 @@ class FewShotTasks(Benchmark):
         folder = path or download_bundle()
         baseline_by_label = {}  # {"hellaswag_zeroshot": 0.25, ...}: accuracies of guessing
         if (folder / "eval_meta_data.csv").exists():
-            lines = (folder / "eval_meta_data.csv").read_text(encoding="utf-8").splitlines()
-            for row in csv.DictReader(lines):
+            csv_lines = (folder / "eval_meta_data.csv").read_text(encoding="utf-8").splitlines()
+            for row in csv.DictReader(csv_lines):
                 baseline_by_label[row["Eval Task"]] = float(row["Random baseline"]) / 100  # percent
         tasks: list[LoadedTask] = []
         # {"label": "hellaswag_zeroshot", "dataset_uri": "language_understanding/hellaswag.jsonl",

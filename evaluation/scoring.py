@@ -209,8 +209,8 @@ def score_targets(
 def score_batch(
     scorer: Scorer, banned_ids: list[int], packed_items: list[PackedItem]
 ) -> dict[int, Prediction]:
-    """Score one batch. Return a Prediction for each choice of each row, by the index of the choice
-    (see PackedItem.first_index)."""
+    """Score one batch. Return the Prediction of each choice, by the index of the choice among the
+    choices of all items (PackedItem.first_index)."""
     # for the progress bar: every process scores a batch of about this size at the same time
     scorer.on_batch(len(packed_items) * scorer.process.data_parallel)
     batch = make_batch(packed_items, scorer.process.device)

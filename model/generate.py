@@ -106,8 +106,8 @@ class Context:
         longest = max(self.lengths)
         block_size = model.config.block_size
         assert longest <= block_size, f"a prompt of {longest} tokens is too long"
-        # Pad on the left with token 0. Any token would do, because the model never reads it or the
-        # mask hides it.
+        # Pad on the left with token 0. Any token would do, because no result of the tokens of a
+        # prompt depends on it.
         # [[7, 8], [1, 2, 3, 4]] -> [[0, 0, 7, 8], [1, 2, 3, 4]]
         rows = [[0] * (longest - len(prompt)) + prompt for prompt in prompts]
         device = model.transformer.wte.weight.device

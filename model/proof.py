@@ -48,12 +48,13 @@ def narrow_config(config: GPTConfig, max_kv_heads: int) -> GPTConfig:
     `max_kv_heads` of 2."""
     # The context stays, because a window that is nearly as wide has to show, and attention to it
     # takes most of the time. So there are few heads, and in a long context only two layers. Four
-    # still have what an edited model does in some layers, such as all but each fourth.
+    # layers still show a change of only some layers, such as of every fourth one.
     kv_heads = min(config.kv_heads, max_kv_heads)
     queries_per_key = min(config.n_head // config.kv_heads, 2)
     n_head = kv_heads * queries_per_key
     num_layers = max(2, min(4, 2**22 // config.block_size**2))
-    # Even, for rotary positions; 24 channels or more, because an edited model may divide them.
+    # A head has an even number of channels, for rotary positions. All heads have 24 or more,
+    # because an edited model may divide them again, for example into experts.
     n_embd = n_head * max(4, 2 * (16 // n_head))
     return replace(
         config,

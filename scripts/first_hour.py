@@ -61,7 +61,7 @@ class FirstHourOptions:
 
 def run_script(command: str) -> str:
     """Run a script of this project and return its standard output. `command` is the path of the
-    script from the project's folder, with flags. Raise UserError if the script fails."""
+    script from the current folder, with flags. Raise UserError if the script fails."""
     # Standard error goes to the console: it has progress, and the reason why a command failed.
     script = subprocess.run([sys.executable, *command.split()], stdout=subprocess.PIPE, text=True)
     if script.returncode:
@@ -97,7 +97,8 @@ def check_resume(flags: str, out: Path, tolerance: float) -> bool:
     """Check that a resumed run has the training losses of a run without a pause: train 20 steps at
     once, and 10 steps and then 10 more. `tolerance` is the largest difference in nats per token."""
     for name, max_steps in (("whole", 20), ("resumed", 10), ("resumed", 20)):
-        # FLAGS_RESUME has --resume auto, so the second "resumed" continues from the first one.
+        # FLAGS_RESUME has --resume auto, so the second "resumed" continues from the first one, and
+        # a constant learning rate, so that runs of 10 and 20 steps train alike.
         run_script(
             f"train.py --run_dir {out / name} {flags} {FLAGS_RESUME} --max_steps {max_steps}"
         )

@@ -183,8 +183,9 @@ class Saver:
         return process.all_agree(is_finite)
 
     def describe_last(self) -> str:
-        """Return a sentence that names the step of model_last.pt, and the command that continues
-        from it with a lower learning rate."""
+        """Return the end of a message about steps that are not finite: the step of model_last.pt
+        with the command that continues from it at a lower learning rate, or that there is no
+        file."""
         path = self.run.options.checkpoint_dir / LAST
         if not path.exists():  # such as before the first save of --init_from
             return "there is no earlier checkpoint"

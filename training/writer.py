@@ -84,10 +84,10 @@ def save_checkpoint(
 
 
 def split_weights(weights: dict[str, OwnRows], optimizer_state: dict[str, dict]) -> Sections:
-    """Return the sections of a file. It has each weight as two tensors: the upper and the lower
-    half of its float32 bits."""
-    high: dict[str, OwnRows] = {}  # bfloat16
-    low: dict[str, OwnRows] = {}  # int16
+    """Return the sections of a file. A float32 weight becomes two tensors: a rounded bfloat16, and
+    the int16 remainder that restores the float32 (split_float32)."""
+    high: dict[str, OwnRows] = {}  # bfloat16, and the buffers of integers
+    low: dict[str, OwnRows] = {}  # int16 remainders
     for name, own_rows in weights.items():
         if own_rows.content.dtype is not torch.float32:  # a buffer of integers
             high[name] = own_rows

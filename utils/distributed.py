@@ -295,10 +295,11 @@ class Process:
 
 @contextlib.contextmanager
 def collective() -> Iterator[None]:
-    """Return a context for one collective. If it fails, it raises Disconnected."""
+    """Return a context for the code of one collective: it replaces any error by Disconnected."""
     try:
         yield
     except Exception as error:
+        # explain_lost_process returns None if no process was lost
         reason = explain_lost_process(error) or f"a collective failed: {error!s:.200}"
         raise Disconnected(reason) from error
 
@@ -458,7 +459,7 @@ def keep_freed_memory() -> None:
 
 def explain_lost_process(error: Exception) -> str | None:
     """Return a sentence for a collective that failed because another process has ended; None for
-    other errors, whose traceback utils/cli.py prints.
+    any other error.
 
     gloo raises a plain RuntimeError; only the word "gloo" in its text tells where it comes from.
     """

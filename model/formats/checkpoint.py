@@ -109,7 +109,7 @@ class Checkpoint(TypedDict, total=False):
 
 
 def split_float32(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Split float32 into bfloat16, the upper half of its bits, and an int16 that restores the rest.
+    """Split float32 into bfloat16, its upper half rounded, and an int16 that restores the rest.
     A reader of a checkpoint may use the bfloat16 half alone.
 
     The 32 bits, read as an integer, are rounded half up, so that the difference always fits into

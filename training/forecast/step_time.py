@@ -98,7 +98,8 @@ def forecast_step(
     # split_by_link: of P processes in a ring each sends (P - 1) / P of the bytes
     shard_bytes = bytes_of_shards(options, model_config, hardware)
     shard_machine_bytes, shard_network_bytes = split_by_link(shard_bytes, num_shards, shards_here)
-    # Each process averages its shard of the gradients.
+    # Each process averages its shard of the float32 gradients over the replicas. This is a
+    # reduce-scatter and an all-gather, so bytes_of_average has 8 bytes for each weight.
     replica_bytes = bytes_of_average(options, model_config) / num_shards
     replica_machine_bytes, replica_network_bytes = split_by_link(
         replica_bytes, num_replicas, replicas_here

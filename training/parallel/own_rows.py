@@ -81,8 +81,8 @@ def fill_weights(model: GPT, weights: Mapping[str, Rows]) -> None:
     assert weights.keys() == state.keys()
     for name, x in state.items():
         # "transformer.wpe" of "transformer.wpe.weight"
-        is_table = isinstance(model.get_submodule(name.rpartition(".")[0]), nn.Embedding)
-        assert weights[name].shape == x.shape or is_table
+        is_embedding = isinstance(model.get_submodule(name.rpartition(".")[0]), nn.Embedding)
+        assert weights[name].shape == x.shape or is_embedding
         fill(model, name, x, weights[name])
 
 
