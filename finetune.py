@@ -77,8 +77,8 @@ def main() -> None:
     initial = open_initial(device_options, checkpoint, process)
     assert initial is not None  # --init_from is required
     weights_checksum = init_checksum(device_options, checkpoint, initial, process)
-    # model on "meta"; weights: {"transformer.wte.weight": Rows (50257, 768), ...}, which are read
-    # from the file only when they are indexed (model/rows.py)
+    # model on "meta"; weights: {"transformer.wte.weight": Rows (50257, 768), ...}, mapped from
+    # a checkpoint, or whole in memory (InitialModel.weights)
     model, weights = build_model(device_options, initial)
     # The numbers of data rows and of parameters set the defaults of --batch_size, --max_steps and
     # --max_lr.

@@ -53,8 +53,8 @@ def narrow_config(config: GPTConfig, max_kv_heads: int) -> GPTConfig:
     queries_per_key = min(config.n_head // config.kv_heads, 2)
     n_head = kv_heads * queries_per_key
     num_layers = max(2, min(4, 2**22 // config.block_size**2))
-    # A head has an even number of channels, for rotary positions. All heads have 24 or more,
-    # because an edited model may divide them again, for example into experts.
+    # A head has an even number of channels, for rotary positions. All heads together have 24 or
+    # more, because an edited model may divide them.
     n_embd = n_head * max(4, 2 * (16 // n_head))
     return replace(
         config,

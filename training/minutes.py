@@ -388,7 +388,7 @@ def apply_plan(dial: Dial, plan: Plan) -> tuple[ResolvedTrainOptions, dict[str, 
         # the name --minutes and its value, or --minutes=value
         rest = re.sub("--minutes[ =][^ ]* ?", "", shlex.join(command_line))
         print(f"the same run: python train.py {shlex.join(flags)} {rest}")
-    # of a flag that stands twice the last one wins: that of the user
+    # No flag stands twice: plan.flags has none that the user gives.
     given_options, derived, checkpoint = read_options(
         TrainOptions, "train.py", flags + command_line
     )

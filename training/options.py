@@ -282,7 +282,7 @@ def is_on_gpu(device: str) -> bool:
 
 def resolve_compile(options: Machine, derived: dict[str, str | None]) -> Machine:
     """Return the options with use_torch_compile resolved: by default only on CUDA. `derived` has
-    the options that no flag sets, or sets to "auto" (read_options)."""
+    the options that no flag sets, or that a flag sets to "auto" (read_options)."""
     # By default not on CPUs: there a small model takes longer to compile than to train.
     if "use_torch_compile" in derived:
         options = replace(options, use_torch_compile=is_on_gpu(options.device))

@@ -23,8 +23,9 @@ def choose_micro_batch(
     hardware: Hardware,
 ) -> tuple[int, str]:
     """Return the number for --micro_batch_size auto, in sequences, and a sentence to print or "".
-    On CUDA it is the largest that fits. Raises UserError if not even one sequence fits, or if the
-    sequences of a step do not divide among the processes; it names flags that help, if any do."""
+    On CUDA it is the largest that fits. Raises UserError if the sequences of a step do not divide
+    among the processes; on CUDA also if not even one sequence fits, and names flags that help, if
+    any do."""
     if hardware.device.type != "cuda":
         sequences = hardware.count_micro_steps(replace(options, micro_batch_size=1))
         divisors = [size for size in range(1, MOST_ON_CPU + 1) if sequences % size == 0]
@@ -34,10 +35,10 @@ def choose_micro_batch(
             options, recipe, model_config, hardware
         )
     except UserError as error:  # the sequences of a step do not divide among the processes
-        flags_text = advise(options, recipe, model_config, hardware)
-        if not flags_text:  # no flags make them divide
+        advice = advise(options, recipe, model_config, hardware)
+        if not advice:  # no flags make them divide
             raise
-        raise UserError(f"{error}; {flags_text}") from error
+        raise UserError(f"{error}; {advice}") from error
     free_text = f"{hardware.free_bytes / 1e9:.2f} GB free"
     if micro_batch_size == 0:
         raise UserError(
