@@ -370,6 +370,7 @@ def open_data(
     process = run.process
     tokenizer = load_tokenizer(run.entries["tokenizer"])
     block_size = model.config.block_size
+    # with chat turns unless --plain; cuts texts longer than block_size tokens
     encoder = TextEncoder(tokenizer, chat=not options.plain, block_size=block_size)
 
     # the reference model of dpo and grpo: a frozen copy of the model of --init_from

@@ -144,7 +144,8 @@ class TextEncoder:
 
     tokenizer: Tokenizer
     chat: bool
-    """True: encode prompts as chats, with User: and Assistant: turns; False: as plain text."""
+    """True: encode prompts as chats, by the chat template of the tokenizer or with User: and
+    Assistant: turns; False: as plain text."""
     block_size: int
     """Context of the model in tokens."""
     num_cut: int = 0

@@ -24,7 +24,7 @@ from model.initial_weights import allocate, build_without_weights, own_random_nu
 notes = logging.getLogger("notes")
 
 Output = TypeVar("Output")
-# model/gpt.py imports this file, so it cannot import the class.
+# model/gpt.py imports this file (through model/loss.py), so it cannot import the class.
 GPT = Any
 
 # Largest logits of the narrow copy are about three times this standard deviation: soft-capping at
@@ -124,7 +124,7 @@ def prove(
     model_class: type[nn.Module],
     config: GPTConfig,
 ) -> bool:
-    """Do what is_proven says."""
+    """Compare a shortcut with the plain model, and print a note if they differ (is_proven)."""
     reason = "gives another result than the plain model"
     try:
         if on_narrow_copy(comparison, model_class, config):

@@ -117,8 +117,8 @@ def plan(options: SweepOptions, run_name: str) -> None:
     finished = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     refuse_failure(run_name, finished.returncode)
     # "3.54e+08 FLOPs for 2,560 tokens: about 0.1 minutes on this processor", or that it has ended
-    lines = re.findall(".* FLOPs for .*|the run is at its last step.*", finished.stdout)
-    print(f"{run_name}: {' '.join(lines)}", flush=True)
+    forecast_lines = re.findall(".* FLOPs for .*|the run is at its last step.*", finished.stdout)
+    print(f"{run_name}: {' '.join(forecast_lines)}", flush=True)
 
 
 def train(options: SweepOptions, run_name: str) -> None:

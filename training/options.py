@@ -141,7 +141,7 @@ def saved_options(checkpoint: Checkpoint, folder: Path) -> dict:
     return options
 
 
-def name_resumed(words: list[str]) -> list[str]:
+def fill_bare_resume(words: list[str]) -> list[str]:
     """Return the words of a command line with "auto" behind a --resume without a value."""
     named: list[str] = []
     for i, word in enumerate(words):
@@ -154,7 +154,8 @@ def name_resumed(words: list[str]) -> list[str]:
 
 def expand_flags(command_line: list[str]) -> list[str]:
     """Return the flags of a command line, with those of its --config file in front."""
-    flags = expand_run_dir(name_resumed(command_line))
+    # a bare --resume becomes --resume auto, and --run_dir also gives --checkpoint_dir
+    flags = expand_run_dir(fill_bare_resume(command_line))
     config_file = flag_value(flags, "config")
     if config_file is not None:
         flags = expand_run_dir(to_flags(read_options_file(Path(config_file)))) + flags

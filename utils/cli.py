@@ -62,9 +62,9 @@ def parse(options_class: type[Options], args: list[str] | None = None) -> Option
     --help shows a group of flags for each dataclass that `options_class` inherits from, and names
     it after the dataclass, without "Options" or "Config". The last dataclass comes first.
     """
-    # train.py and finetune.py give `args`: the user's flags behind those of a file or a checkpoint,
+    # training/options.py gives `args`: the user's flags behind those of a file or a checkpoint,
     # which they replace. Only then may a flag stand twice.
-    is_command_line = args is None
+    may_repeat = args is not None
     args = join_dashes(expand_home(sys.argv[1:] if args is None else args))
     defaults = {option.name: option.default for option in fields(options_class)}
     # {"resume": "str | None", "data_dir": "tuple[pathlib.Path, ...]", ...}
@@ -93,7 +93,7 @@ def parse(options_class: type[Options], args: list[str] | None = None) -> Option
         if value in ("True", "False") and "bool" in type_texts.get(flag, ""):
             corrections.append(f"--{flag} takes no value: it is off by --no_{flag}")
         # tyro would take only b of `--input a --input b`, and the default for a bare `--input`.
-        is_repeated = is_command_line and name in given_names
+        is_repeated = not may_repeat and name in given_names
         if type_texts.get(name, "").startswith("tuple") and (value is None or is_repeated):
             corrections.append(f"give --{name} once, with all of its values behind it")
         expected = missed_value(type_texts.get(name, ""), value)  # "INT", "zero1 or zero2" or None

@@ -1,6 +1,6 @@
 """Measure what a block of the model keeps for the backward pass, and its FLOPs.
 
-Nothing here knows what a block computes: the block itself runs, on fake tensors, which have shapes
+No formula says what a block computes: the block itself runs, on fake tensors, which have shapes
 but no memory. Fake tensors import PyTorch's compiler, which takes a second.
 """
 
@@ -67,8 +67,9 @@ def measure_blocks(
         kinds.append(kind)
         if kind not in cost_by_kind:
             divide_block(block, tensor_parallel)
-            kernels = nullcontext() if device_type == "cpu" else FusedNorms()
-            with autocast(CPU, dtype, keep_weights=False), kernels:
+            # On a GPU, RMSNorm is one kernel, which keeps only its input: so does FusedNorms here.
+            norms_of_device = nullcontext() if device_type == "cpu" else FusedNorms()
+            with autocast(CPU, dtype, keep_weights=False), norms_of_device:
                 cost_by_kind[kind] = measure_block(block, inputs, execution)
     return [cost_by_kind[kind] for kind in kinds]
 
@@ -233,8 +234,8 @@ def weights_on_cpu(block: nn.Module) -> dict[str, Tensor]:
 
 
 class FusedNorms(TorchFunctionMode):
-    """Let CPU tensors keep as much of RMSNorm as on a GPU, which has one kernel for it, in float32.
-    It keeps its input, as LayerNorm does everywhere."""
+    """Let CPU tensors keep as much of RMSNorm as on a GPU. The GPU has one kernel for it, in
+    float32, which keeps only its input. So does LayerNorm on every device."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         """Call LayerNorm in place of RMSNorm, and other functions of PyTorch as usual."""

@@ -89,10 +89,10 @@ def divide_model(model: GPT, process: Process, sharding: str) -> None:
         # in place: some of the heads, and some channels of each MLP, on each process
         parallelize(model, all_mesh["tensor"])
 
-    # FSDP2 casts the weights of a block before it gathers them, which halves the bytes to send. It
-    # does not cast inputs: the residual stream stays float32, as under autocast.
+    # FSDP2 casts the weights of a block before it gathers them, which halves the bytes to send in
+    # 16 bits. It does not cast inputs: the residual stream stays float32, as under autocast.
     mixed_precision = MixedPrecisionPolicy(
-        process.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+        param_dtype=process.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
     first_name_of = {p: name for name, p in model.named_parameters()}
     for name, p in model.named_parameters(remove_duplicate=False):
