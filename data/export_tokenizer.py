@@ -84,7 +84,7 @@ def save_tokenizer(
         tokenizer_json = to_backend(tokenizer).to_str()
         # a named tokenizer, gpt2 or bytes, has one token for all of these roles
         special_tokens = dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_TEXT)
-    # PreTrainedTokenizerFast
+    # a PreTrainedTokenizerFast of transformers
     tokenizer_hf = to_transformers(tokenizer_json, special_tokens, chat_template, block_size)
     # save_jinja_files=False writes the chat template into tokenizer_config.json, because older
     # versions of transformers do not read a separate file.
