@@ -67,8 +67,8 @@ METHODS: dict[str, type[Method]] = {
 
 
 def main() -> None:
-    # derived: options to compute below, {"max_lr": None, "log_dir": None, ...}; checkpoint: content
-    # of the --resume file, or None
+    # derived: names of the options to compute below, ["log_dir", "max_lr", ...]
+    # checkpoint: content of the --resume file, or None
     given_options, derived, checkpoint = read_options(FinetuneOptions, "finetune.py", sys.argv[1:])
     process = start_process(given_options)  # catches signals from here on
     device_options = resolve_on_device(given_options, derived, process)
@@ -181,11 +181,11 @@ def next_commands(options: ResolvedFinetuneOptions) -> list[str]:
 
 
 def resolve_on_device(
-    options: FinetuneOptions, derived: dict[str, str | None], process: Process
+    options: FinetuneOptions, derived: list[str], process: Process
 ) -> FinetuneOptions:
     """Return the options with --use_torch_compile and --dtype resolved for this device, and the
-    files of --init_from and --reward in place of their folders. `derived` has the options that no
-    flag sets, or that a flag sets to "auto" (read_options). Every process must call it."""
+    files of --init_from and --reward in place of their folders. `derived` has the names of
+    the options that no flag gives (read_options). Every process must call it."""
     options = resolve_compile(options, derived)  # by default only on CUDA
     options = resolve_dtype(options, process)  # "auto" becomes process.dtype
     # completions of grpo have too many lengths: the model would be compiled for each of them
@@ -324,7 +324,7 @@ def build_model(options: FinetuneOptions, initial: InitialModel) -> tuple[GPT, d
 
 def checkpoint_entries(
     options: ResolvedFinetuneOptions,
-    derived: dict[str, str | None],
+    derived: list[str],
     tokenizer_spec: str,
     weights_checksum: int | None,
 ) -> Checkpoint:

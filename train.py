@@ -53,8 +53,8 @@ from utils.throughput import StepTimer
 
 
 def main() -> None:
-    # The recipe and the device decide the options that no flag gives; `derived` maps their names
-    # to None or "auto". `checkpoint` is the content of the --resume file, None for a new run.
+    # The recipe and the device decide the options that no flag gives: `derived` has their names,
+    # ["max_lr", "min_lr", ...]. `checkpoint` is the content of the --resume file, or None.
     given_options, derived, checkpoint = read_options(TrainOptions, "train.py", sys.argv[1:])
     options, recipe = resolve_options(given_options, derived, checkpoint)
     if options.dry_run:
@@ -241,7 +241,7 @@ def open_batches(run: Run[ResolvedTrainOptions], train_data: Mixture) -> TrainBa
 
 def checkpoint_entries(
     options: ResolvedTrainOptions,
-    derived: dict[str, str | None],
+    derived: list[str],
     recipe: Recipe,
     train_data: Mixture,
     val_data: Mixture,

@@ -340,9 +340,10 @@ def forecast_cost(
 
 def choose_for_minutes(
     options: ResolvedTrainOptions, recipe: Recipe, process: Process
-) -> tuple[ResolvedTrainOptions, dict[str, str | None]]:
+) -> tuple[ResolvedTrainOptions, list[str]]:
     """Return the options of the run that --minutes chooses on the devices of these processes, and
-    the derived options (read_options). Print the choice. Every process must call it."""
+    the names of the derived options (read_options). Print the choice. Every process must call it.
+    """
 
     def elapsed() -> float:
         """Return the seconds since the first of the processes began."""
@@ -368,10 +369,10 @@ def plan_for_minutes(options: ResolvedTrainOptions, recipe: Recipe) -> ResolvedT
     return apply_plan(dial, plan)[0]
 
 
-def apply_plan(dial: Dial, plan: Plan) -> tuple[ResolvedTrainOptions, dict[str, str | None]]:
+def apply_plan(dial: Dial, plan: Plan) -> tuple[ResolvedTrainOptions, list[str]]:
     """Print the size with its reason, how far the time goes, and the run as plain flags. Return the
-    options of these flags in front of the command line, and the derived options. `plan` is the run
-    that `dial` chose."""
+    options of these flags in front of the command line, and the names of the derived options.
+    `plan` is the run that `dial` chose."""
     command_line = sys.argv[1:]
     flags = to_flags(plan.flags)
     if is_main_process():

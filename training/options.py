@@ -10,9 +10,10 @@ This file is not about single options (config.py) or about a run's files (traini
 
 import json
 import tomllib
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from config import (
     DERIVED,
@@ -50,13 +51,13 @@ Machine = TypeVar("Machine", bound=MachineOptions)  # ResolvedTrainOptions or Fi
 
 def read_options(
     options_class: type[Options], script: str, command_line: list[str]
-) -> tuple[Options, dict[str, str | None], Checkpoint | None]:
-    """Return the options that the flags of a script give, the derived options, and the resumed
-    checkpoint, None for a new run.
+) -> tuple[Options, list[str], Checkpoint | None]:
+    """Return the options that the flags of a script give, the names of the derived options, and
+    the resumed checkpoint, None for a new run.
 
-    Derived options are those in DERIVED (config.py) that no flag sets: a dict maps their names to
-    None, or to "auto" if the flag says so. In the options, `resume` is the path of the checkpoint,
-    or "auto" if there is none to continue. Raises UserError for options that contradict each other.
+    Derived options are those of DERIVED (config.py) that no flag gives, such as ["log_dir",
+    "min_lr"]. In the options, `resume` is the path of the checkpoint, or "auto" if there is none to
+    continue. Raises UserError for options that contradict each other.
     """
     # The parser takes the last of equal flags. So flags of the resumed run come first, then those
     # of --config, then the command line.
@@ -65,7 +66,6 @@ def read_options(
     checkpoint = None
     resume = flag_value(flags, "resume")  # a file, a folder, "auto", or None
     path = find_resumed(options_class, resume, flags)  # None for a new run
-    derived: dict[str, str | None] = dict.fromkeys(DERIVED)  # given ones are removed below
     given_flags = flags
     if path is not None:
         # The run goes on in the present folder of the file, which may have been copied or moved,
@@ -79,7 +79,6 @@ def read_options(
             raise UserError(
                 f"{path} is of {checkpoint['script']}: begin from it with --init_from {path}"
             )
-        derived = checkpoint["derived"].copy()
         flags = to_flags(saved_options(checkpoint, folder)) + flags
         resume = str(path)
 
@@ -101,12 +100,23 @@ def read_options(
     if checkpoint and max_steps and checkpoint["step"] > int(max_steps):
         raise UserError(f"{path} is at step {checkpoint['step']}, after --max_steps {max_steps}")
 
-    for name, value in named_flags(given_flags):
-        # --no_use_torch_compile counts as use_torch_compile
-        derived.pop(name.removeprefix("no_"), None)
-        if name in DERIVED and value == "auto":  # "auto" asks to derive the option again
-            derived[name] = value
-    return options, derived, checkpoint
+    return options, list_derived(given_flags, checkpoint), checkpoint
+
+
+def list_derived(given_flags: list[str], checkpoint: Checkpoint | None) -> list[str]:
+    """Return the names of the options that this run derives. A resumed run derives those that its
+    checkpoint names, unless `given_flags` give them now."""
+    # {"max_lr": "6e-4", "use_torch_compile": None} for --max_lr 6e-4 --no_use_torch_compile
+    given_values = {name.removeprefix("no_"): value for name, value in named_flags(given_flags)}
+    derived = []
+    for name in DERIVED:
+        if name in given_values:
+            is_derived = given_values[name] == "auto"
+        else:
+            is_derived = checkpoint is None or name in checkpoint["derived"]
+        if is_derived:
+            derived.append(name)
+    return derived
 
 
 def check_inputs(options: Options, given_flags: list[str], checkpoint: Checkpoint) -> None:
@@ -124,12 +134,11 @@ def check_inputs(options: Options, given_flags: list[str], checkpoint: Checkpoin
                 refuse_missing(path, name, checkpoint)
 
 
-def saved_options(checkpoint: Checkpoint, folder: Path) -> dict:
+def saved_options(checkpoint: Checkpoint, folder: Path) -> dict[str, Any]:
     """Return the options by name with which a run resumes from a checkpoint into `folder`. Flags
-    override them. Derived options are computed again, on this machine: instead of their values, the
-    dict has the None or "auto" that was given for them."""
+    override them."""
     saved = checkpoint["config"]
-    options = saved | checkpoint["derived"]
+    options = without_derived(checkpoint)
     options["checkpoint_dir"] = folder
     # The warmup keeps its length. Derived again, for more steps, it would be longer, and the run
     # would warm up a second time.
@@ -139,6 +148,13 @@ def saved_options(checkpoint: Checkpoint, folder: Path) -> dict:
     is_moved = folder.resolve() != Path(saved["checkpoint_dir"]).resolve()
     options["log_dir"] = None if is_moved else saved["log_dir"]
     return options
+
+
+def without_derived(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options by name of a checkpoint or config.json, as flags gave them. Derived ones
+    are left out, so that they are computed again, on this machine and from the options of today."""
+    options = content["config"]
+    return {name: value for name, value in options.items() if name not in content["derived"]}
 
 
 def fill_bare_resume(words: list[str]) -> list[str]:
@@ -172,16 +188,14 @@ def expand_run_dir(words: list[str]) -> list[str]:
     return ["--checkpoint_dir", f"{run_dir}/checkpoints"] + words
 
 
-def read_options_file(path: Path) -> dict:
+def read_options_file(path: Path) -> dict[str, Any]:
     """Return the options by name in a .toml file or in the config.json of a run. Raises UserError
     for a file with other content."""
     try:
         text = path.read_text(encoding="utf-8-sig")
         if path.suffix == ".toml":
             return tomllib.loads(text)
-        content = json.loads(text)
-        # The None or "auto" that was given for derived options replaces their values.
-        return content["config"] | content["derived"]
+        return without_derived(json.loads(text))
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(
             f"--config {path} is neither a .toml nor a run's config.json: {error}"
@@ -225,7 +239,7 @@ def newest_of_branch(path: Path, folder: Path) -> Path:
 
 
 def resolve_options(
-    options: TrainOptions, derived: dict[str, str | None], checkpoint: Checkpoint | None
+    options: TrainOptions, derived: list[str], checkpoint: Checkpoint | None
 ) -> tuple[ResolvedTrainOptions, Recipe]:
     """Return the options of train.py, filled in from the recipe and the kind of device, and the
     recipe. Dtype and micro-batch may still be "auto": resolve_on_device resolves them."""
@@ -281,9 +295,9 @@ def is_on_gpu(device: str) -> bool:
         ) from error
 
 
-def resolve_compile(options: Machine, derived: dict[str, str | None]) -> Machine:
+def resolve_compile(options: Machine, derived: list[str]) -> Machine:
     """Return the options with use_torch_compile resolved: by default only on CUDA. `derived` has
-    the options that no flag sets, or that a flag sets to "auto" (read_options)."""
+    the names of the options that no flag gives (read_options)."""
     # By default not on CPUs: there a small model takes longer to compile than to train.
     if "use_torch_compile" in derived:
         options = replace(options, use_torch_compile=is_on_gpu(options.device))

@@ -16,6 +16,9 @@ from training.parallel.data_parallel import sync_gradients
 from training.run import Run
 from utils.errors import UserError, is_out_of_memory
 
+# Without memory, PyTorch raises an error on these. On a CPU the system ends the process instead.
+TRIED_DEVICES = ("cuda", "mps")
+
 
 def halve_until_it_fits(run: Run[ResolvedTrainOptions], wrapped: nn.Module) -> ResolvedTrainOptions:
     """Return the options of a run with --micro_batch_size halved until a micro-batch fits the
@@ -23,11 +26,9 @@ def halve_until_it_fits(run: Run[ResolvedTrainOptions], wrapped: nn.Module) -> R
     must call it. Raises UserError if not even one sequence fits."""
     options = run.options
     process = run.process
-    derived = run.entries["derived"]
-    if "micro_batch_size" not in derived:  # the user gave a number
+    if "micro_batch_size" not in run.entries["derived"]:  # the user gave a number
         return options
-    # On a CPU up to 16 sequences are taken, without a forecast. Only "auto" asks for a trial there.
-    if process.device.type != "cuda" and derived["micro_batch_size"] is None:
+    if process.device.type not in TRIED_DEVICES:
         return options
     # Sharded processes wait for each other within a forward pass. If one ran out of memory, the
     # others would wait forever, so with sharding the forecast is not tried out.

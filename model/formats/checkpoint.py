@@ -59,10 +59,10 @@ class Checkpoint(TypedDict, total=False):
     format_version: int
     versions: dict[str, str]
     model: dict[str, Tensor]
-    """Weights by parameter name: bfloat16, the upper half of their float32 bits."""
+    """Weights by parameter name, rounded to bfloat16."""
     model_low: dict[str, Tensor]
-    """Lower half of the float32 bits by parameter name, int16: see split_float32. Buffers of other
-    dtypes are whole in `model`, and not here."""
+    """What the float32 bits, as integers, are above those of `model`, by parameter name, int16: see
+    split_float32. Buffers of other dtypes are whole in `model`, and not here."""
     optimizer: dict[str, dict[str, Any]]
     """Optimizer state by parameter name, then by state name ("exp_avg"); {} before step 1."""
     group_values: dict[str, dict[str, Any]]
@@ -75,8 +75,8 @@ class Checkpoint(TypedDict, total=False):
     script resumes a file of convert.py."""
     config: dict
     """Options by name, resolved. convert.py writes only `init_from`, the name of the model."""
-    derived: dict
-    """Options that were computed from others, by name, with the given value: None or "auto"."""
+    derived: list[str]
+    """Names of the options in `config` that no flag gave: they were computed from others."""
     model_config: dict
     """Fields of GPTConfig."""
     tokenizer: str
