@@ -145,6 +145,7 @@ def main() -> None:
             raise
         saver.finish()  # waits for the last write
 
+    # prints the result and the next commands; after a signal, ends the process with its exit code
     run.finish(next_commands(options))
 
 

@@ -41,12 +41,12 @@ RATE_AND_BATCH = {
 def rate_and_batch(n_embd: int) -> tuple[float, int]:
     """Return AdamW's learning rate and the tokens of a step for a model of `n_embd` channels: those
     of RATE_AND_BATCH, between two of its widths a power of the width, and outside of them those of
-    the nearest."""
+    the nearest. Tokens that are not in the table are rounded to a power of two."""
     if n_embd in RATE_AND_BATCH:
         return RATE_AND_BATCH[n_embd]
-    widths = np.log(list(RATE_AND_BATCH))
+    log_widths = np.log(list(RATE_AND_BATCH))  # rising, as np.interp needs
     logs = np.log(list(RATE_AND_BATCH.values())).T  # (2, widths)
-    log_rate, log_batch = (np.interp(math.log(n_embd), widths, row) for row in logs)
+    log_rate, log_batch = (np.interp(math.log(n_embd), log_widths, row) for row in logs)
     # three digits; a power of two divides among processes
     return float(f"{math.exp(log_rate):.3g}"), 2 ** round(log_batch / math.log(2))
 

@@ -60,6 +60,7 @@ def to_backend(tokenizer: Tokenizer) -> tokenizers.Tokenizer:
         # with the version, then one pair a line.
         lines = ask(GPT2_MERGES, lambda: read_file_cached(GPT2_MERGES)).decode().splitlines()
         merges = [(left, right) for left, right in map(str.split, lines[1:])]
+    # the library's BPE, which first splits by GPT-2's expression and writes bytes as characters
     backend = byte_level(models.BPE(vocab, merges))
     backend.add_special_tokens([END_OF_TEXT])  # gets the next id, which is tokenizer.eot
     return backend

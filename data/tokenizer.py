@@ -148,7 +148,7 @@ class FileTokenizer(Tokenizer):
         # this string, because json.dumps writes \" for a quote within a token.
         is_byte_level = '"type": "ByteLevel"' in self.tokenizer_json
         self.bytes_of_id = self.find_bytes(vocab, is_byte_level)
-        """Bytes that each id decodes to; b"" for end of text and BOS."""
+        """Bytes that each id decodes to; b"" for end of text and BOS, unless they are text_ids."""
 
     def find_bytes(self, vocab: dict[str, int], is_byte_level: bool) -> dict[int, bytes]:
         """Return the bytes of each id, given `vocab`, the ids by token.
@@ -160,7 +160,7 @@ class FileTokenizer(Tokenizer):
         two tokens. Some files have no decoder.
         """
         # the inverse of byte_characters: "Ġ" stands for a space, byte 32
-        byte_of_character = {character: i for i, character in enumerate(byte_characters())}
+        byte_of_character = {character: byte for byte, character in enumerate(byte_characters())}
         bytes_of_id: dict[int, bytes] = {}
         for token, token_id in vocab.items():
             is_added = token_id in self.added_ids  # added tokens are plain text

@@ -168,7 +168,7 @@ def draw(paths: list[Path], out: Path, model_type: str | None = None) -> None:
         draw_accuracies(panels["accuracy"], runs, model_type)
     if model_type:
         draw_published_loss(panels[metric], runs, model_type)
-    save(figure, out, step_tokens=tokens_per_step(runs))
+    save_picture(figure, out, step_tokens=tokens_per_step(runs))
 
 
 def make_panels(panel_names: list[list[str]]) -> tuple[Figure, dict[str, Axes]]:
@@ -306,7 +306,7 @@ def draw_steps(axes: Axes, step_tokens: float) -> None:
     steps_axis.xaxis.set_major_formatter(EngFormatter(sep=""))
 
 
-def save(
+def save_picture(
     figure: Figure, out: Path, x_label: str = "training tokens", step_tokens: float | None = None
 ) -> None:
     """Label and style all panels, and write the picture in the format of the suffix of `out`.

@@ -39,7 +39,7 @@ class GroupRelativePolicy(Method):
         # text; a reward model reads token ids instead, here only those of the prompt.
         question = self.examples[0]
         example = Example.of_completion(question.prompt_ids, [])
-        answer = str(question.row.get("answer", ""))
+        answer = str(question.row.get("answer", ""))  # a row may have a number there
         completion = Completion(question.row, answer, example, is_cut=False)
         # one for each process: none waits for another's longer than a collective may take
         self.set_rewards([[completion]] * self.process.data_parallel)

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from config import OptimizerOptions
 from data.named_tokenizer import GPT2Tokenizer
-from evaluation.figure import WIDTH, save
+from evaluation.figure import WIDTH, save_picture
 from model.config import GPTConfig
 from model.execution import Execution, execute
 from model.gpt import GPT
@@ -183,7 +183,7 @@ def draw_step_times(medians: dict[str, Measurement], out: Path) -> None:
     bars = axes.barh(list(medians), step_ms)
     axes.bar_label(bars, fmt="%.0f")
     axes.invert_yaxis()  # the first rung at the top, where barh has the last one
-    save(picture, out, "milliseconds per training step")
+    save_picture(picture, out, "milliseconds per training step")
 
 
 def main(options: LadderOptions) -> None:

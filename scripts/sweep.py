@@ -27,8 +27,15 @@ import numpy as np
 from matplotlib import colormaps
 
 from config import TrainOptions, resolve_from_recipe
-from evaluation import figure
-from evaluation.figure import LoggedRun, comparable_loss, curve, read_run
+from evaluation.figure import (
+    LoggedRun,
+    comparable_loss,
+    curve,
+    make_panels,
+    read_run,
+    save_picture,
+    tokens_per_step,
+)
 from recipes import parse_recipe
 from training.options import read_options
 from training.start import list_changes
@@ -188,7 +195,7 @@ def draw_groups(
     """
     num_seeds = losses.shape[1]
     ddof = min(1, num_seeds - 1)  # as in the table
-    picture, panels = figure.make_panels([[metric]])
+    picture, panels = make_panels([[metric]])
     axes = panels[metric]
     # from blue for the best group to red for the worst
     colors = colormaps["turbo"](np.linspace(0.1, 0.9, len(groups)))
@@ -209,8 +216,8 @@ def draw_groups(
     if num_seeds > 1:
         label = f"band: one standard deviation of {num_seeds} seeds above and below their mean"
         axes.plot([], [], " ", label=label)  # adds a legend entry, draws no line
-    # tokens_per_step is None if the runs differ in it: the picture then has no axis of steps
-    figure.save(picture, out, step_tokens=figure.tokens_per_step(runs))
+    # tokens_per_step is None if the runs differ in it by over 5 %: then there is no axis of steps
+    save_picture(picture, out, step_tokens=tokens_per_step(runs))
 
 
 def main(options: SweepOptions) -> None:

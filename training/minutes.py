@@ -134,15 +134,15 @@ class Dial:
         try:
             train_stream = Mixture(options.data_dir, "train", options.block_size).stream
             val_stream = Mixture(options.data_dir, "val", options.block_size).stream
-            self.text_tokens = len(train_stream)
-            self.val_tokens = len(val_stream)
+            self.corpus_tokens = len(train_stream)
+            self.corpus_val_tokens = len(val_stream)  # --val_tokens may read fewer
             vocab_size = train_stream.vocab_size
         except MissingShards:
             if not options.dry_run:
                 raise
             # a dry run before the sharding plans for FineWeb-Edu's sample of 10B tokens
-            self.text_tokens = 10_000_000_000
-            self.val_tokens = 100_000_000
+            self.corpus_tokens = 10_000_000_000
+            self.corpus_val_tokens = 100_000_000
             vocab_size = GPTConfig.vocab_size
         self.sizes = [self.make_size(recipe, vocab_size, flags) for flags in self.ladder()]
 
@@ -158,7 +158,9 @@ class Dial:
             # context of 256 costs 0.17 nats at 128 channels (docs/BENCHMARKS.md).
             flags["block_size"] = min(1024, 2 ** round(math.log2(n_embd)))
             ladder.append(self.without_given(flags))
-        return ladder if ladder and "model_type" not in self.given else [{}]
+        if not ladder or "model_type" in self.given:
+            return [{}]  # one size, that of the user's own flags
+        return ladder
 
     def without_given(self, flags: dict[str, Any]) -> dict[str, Any]:
         """Return the flags that the user does not give."""
@@ -215,7 +217,7 @@ class Dial:
         validation_seconds = VALIDATED_SHARE * seconds / NUM_VALIDATIONS
         val_tokens = 2 ** int(math.log2(max(2, 3 * validation_seconds / cost.token_seconds)))
         flags = self.without_given({"val_tokens": min(val_tokens, self.options.val_tokens)})
-        val_tokens = min(flags.get("val_tokens", self.options.val_tokens), self.val_tokens)
+        val_tokens = min(flags.get("val_tokens", self.options.val_tokens), self.corpus_val_tokens)
         # Validations of a size that is too large may take all of the time.
         validated_seconds = NUM_VALIDATIONS * val_tokens * cost.token_seconds / 3
         seconds = max(0.01 * seconds, seconds - validated_seconds)
@@ -233,7 +235,7 @@ class Dial:
                     break
                 batch_tokens *= 2
         num_tokens = seconds / (cost.token_seconds + cost.update_seconds / batch_tokens)
-        num_tokens = min(num_tokens, MOST_EPOCHS * self.text_tokens)
+        num_tokens = min(num_tokens, MOST_EPOCHS * self.corpus_tokens)
         max_steps = max(NUM_VALIDATIONS, int(num_tokens / batch_tokens))
         every = -(-max_steps // NUM_VALIDATIONS)  # rounded up
         flags |= size.flags
@@ -251,7 +253,7 @@ class Dial:
             size,
             flags,
             num_tokens,
-            compared_loss(size.num_parameters, num_tokens, self.text_tokens),
+            compared_loss(size.num_parameters, num_tokens, self.corpus_tokens),
         )
 
 
@@ -383,7 +385,7 @@ def apply_plan(dial: Dial, plan: Plan) -> tuple[ResolvedTrainOptions, list[str]]
             f"{len(dial.sizes)} sizes that reaches the lowest predicted loss, to {EQUAL_LOSS}, in "
             f"{dial.options.minutes:g} minutes"
         )
-        epochs = plan.num_tokens / dial.text_tokens
+        epochs = plan.num_tokens / dial.corpus_tokens
         stop = " and more repeats would hardly help" if epochs > 0.99 * MOST_EPOCHS else ""
         print(f"{plan.num_tokens:,} tokens fit into that time: {epochs:,.2f} epochs{stop}")
         # the name --minutes and its value, or --minutes=value

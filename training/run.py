@@ -327,7 +327,8 @@ class Run(Generic[Options]):
         with self.process.together():
             if self.process.is_main:
                 check_space(self.options, recipe, model.num_parameters())
-        # DDP around the model; the model itself under sharding (FSDP2) or with one process
+        # Allocates `model` and fills in `weights` (Rows by parameter name). Returns DDP around the
+        # model, or the model itself under sharding (FSDP2) or with one process.
         wrapped = wrap(model, weights, self.process, self.options.sharding)
         # Compare both ways to compute the loss now, and not in the first step. FSDP2 has given the
         # model another class, for which the result is kept.
@@ -406,8 +407,9 @@ class Run(Generic[Options]):
         elif self.process.is_main:
             best_text = ""
             best_path = self.options.checkpoint_dir / BEST  # model_best.pt
-            if best_path.exists():  # False if no loss was below that of step 0
+            if best_path.exists():  # not if no validation had a lower loss than step 0
                 best_checkpoint = load_checkpoint(best_path)  # tensors are mapped, not read
+                # the loss of this file's own step
                 loss, step = best_checkpoint["best_loss"], best_checkpoint["step"]
                 best_text = f", the best with a validation loss of {loss:.4f} at step {step:,}"
             self.logger.print(f"done; checkpoints: {folder}{best_text}")

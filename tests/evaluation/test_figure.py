@@ -7,7 +7,7 @@ import pytest
 from conftest import script, user_error, write_rows
 from matplotlib.figure import Figure
 
-from evaluation.figure import draw, save, shorten
+from evaluation.figure import draw, save_picture, shorten
 
 
 def write_run(folder, losses, rows=(), **config):
@@ -206,5 +206,5 @@ def test_different_runs_have_different_names_in_a_legend(labels, expected):
 @pytest.mark.parametrize("name", ["runs", "plots/curve"])
 def test_a_picture_without_a_suffix_is_refused_and_not_written_elsewhere(tmp_path, name):
     with user_error(f"{name} could not be written: .*supported formats: "):
-        save(Figure(), tmp_path / name)
+        save_picture(Figure(), tmp_path / name)
     assert not list(tmp_path.rglob("*.png"))

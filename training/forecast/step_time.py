@@ -68,9 +68,11 @@ def step_flops(options: ResolvedTrainOptions, model_config: GPTConfig) -> int:
     sequence_flops = 3 * sum(block.flops for block in blocks)
     if effective_checkpointing(options) == "block":
         sequence_flops += sum(block.recomputed_flops for block in blocks)
-    # Each process of a tensor-parallel group computes the whole head.
-    head_flops = 6 * model_config.vocab_size * model_config.n_embd * options.tensor_parallel
-    sequence_flops += head_flops * model_config.block_size
+    # For each token, a weight of the head takes 2 FLOPs forward and 4 backward. Each process of a
+    # tensor-parallel group computes the whole head.
+    head_flops_per_token = 6 * model_config.vocab_size * model_config.n_embd
+    head_flops_per_token *= options.tensor_parallel
+    sequence_flops += head_flops_per_token * model_config.block_size
     return options.total_batch_size * sequence_flops // model_config.block_size
 
 
