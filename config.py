@@ -28,8 +28,8 @@ WARMUP_STEPS = 715  # GPT-3's 375M tokens, at 524,288 tokens per step (Brown et 
 PER_LAUNCH = ("run_dir", "config", "resume", "overwrite", "dry_run", "minutes")
 
 # Options that follow from other options, the recipe or the device if they are not given or "auto".
-# A resumed run derives all of them again, except for its warmup (saved_options of
-# training/options.py). For example, a new --max_lr changes --min_lr.
+# A resumed run derives them again: a new --max_lr changes --min_lr. It keeps its warmup and, unless
+# it was moved, the folder of its log (saved_options of training/options.py).
 DERIVED = (
     "log_dir",
     "total_batch_size",
@@ -99,8 +99,8 @@ class RunOptions:
         return Path(flag_value(flags, "checkpoint_dir") or cls.checkpoint_dir)
 
     def to_dict(self) -> dict:
-        """Return the resolved options of all groups as plain values, for checkpoints and
-        config.json."""
+        """Return the resolved options of all groups as plain values, without those of PER_LAUNCH,
+        for checkpoints and config.json."""
         options: dict[str, object] = {}
         for name, value in vars(self).items():
             if name in PER_LAUNCH:

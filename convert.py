@@ -98,7 +98,8 @@ def export_checkpoint(checkpoint_path: Path, out: Path) -> None:
     weights_from = Path(options["init_from"] or "random weights")  # a path, or a name on the hub
     if weights_from.parent.name == "checkpoints":  # RUN/checkpoints/model_best.pt becomes RUN
         weights_from = weights_from.resolve().parent.parent
-    # The template also reads fields of `model_config`, and entries of `checkpoint` such as "step".
+    # CARD is the template of README.md. It also reads fields of `model_config`, and entries of
+    # `checkpoint` such as "step".
     card = CARD.read_text(encoding="utf-8").format(
         name=out.name,
         num_parameters=model.num_parameters(),

@@ -53,9 +53,11 @@ from utils.throughput import StepTimer
 
 
 def main() -> None:
-    # The recipe and the device decide the options that no flag gives: `derived` has their names,
-    # ["max_lr", "min_lr", ...]. `checkpoint` is the content of the --resume file, or None.
+    # `derived` has the names of the options that no flag gives, ["max_lr", "min_lr", ...].
+    # `checkpoint` is the content of the --resume file, or None.
     given_options, derived, checkpoint = read_options(TrainOptions, "train.py", sys.argv[1:])
+    # The recipe, other options and the device decide them. In `options`, a ResolvedTrainOptions,
+    # dtype and micro_batch_size may still be "auto".
     options, recipe = resolve_options(given_options, derived, checkpoint)
     if options.dry_run:
         return print_forecast(options, recipe, checkpoint)

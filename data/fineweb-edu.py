@@ -367,6 +367,7 @@ def print_summary(manifest: Manifest) -> None:
         if num_tokens:
             line += f"; {manifest.text_bytes_by_split[split] / num_tokens:.2f} bytes per token"
         print(line)
+        # Too short for one sequence of GPT-2. The folders of other workers may hold more.
         if 0 < num_tokens < MIN_VAL_TOKENS and manifest.worker_count == 1:
             print(
                 f"note: {split} has {num_tokens:,} tokens, and GPT-2's context takes "

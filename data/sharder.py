@@ -295,10 +295,12 @@ class Sharder:
             # The file may have been replaced, for example from a backup.
             writer = self.writers[split]
             if writer.checksum != self.manifest.state.checksums[split]:
-                if writer.is_copy:  # the next run would take it for the file of a killed run
+                damaged_path = writer.temporary
+                if writer.is_copy:  # the next run would take the copy for the file of a killed run
                     writer.temporary.unlink()
+                    damaged_path = writer.path
                 raise UserError(
-                    f"{writer.temporary} does not hold the {num_tokens:,} tokens that the "
+                    f"{damaged_path} does not hold the {num_tokens:,} tokens that the "
                     f"manifest counts; put back the file that does, or {ADVICE}"
                 )
 

@@ -268,9 +268,9 @@ def list_files(inputs: tuple[str, ...]) -> dict[str, int]:
     # e.g. "2 .jpg, 1 without a suffix"; "" if nothing is left out
     summary = ", ".join(f"{count:,} {suffix}" for suffix, count in num_left_out.most_common(8))
     if not bytes_by_file:
-        suffixes = tuple(chain.from_iterable(SUFFIXES_IN_FOLDERS))
+        readable = ", ".join(chain.from_iterable(SUFFIXES_IN_FOLDERS))  # suffixes of all groups
         raise UserError(
-            f"{' '.join(inputs)} holds none of {', '.join(suffixes)}, but {summary or 'nothing'}; "
+            f"{' '.join(inputs)} holds none of {readable}, but {summary or 'nothing'}; "
             f"to read other files, name them one by one, such as {Path(inputs[0], '*')}"
         )
     if summary:

@@ -311,7 +311,8 @@ def make_backend(tokenizer_json: str) -> Backend:
 
 def make_continuing_backend(tokenizer_json: str) -> Backend:
     """Return the Backend that puts no space, and no mark for a space, before a text."""
-    # json.loads calls the hook for each object, however deep in a sequence of components
+    # json.loads calls without_prefix for each object, however deep in a sequence of components. It
+    # turns off add_prefix_space, prepend_scheme and Prepend.
     content = json.loads(tokenizer_json, object_hook=without_prefix)
     return make_backend(json.dumps(content))
 

@@ -32,7 +32,7 @@ LABELS = {
     "cut": "share of completions cut",
     "kl": "KL divergence (nats)",
 }
-MARKERS = "os^Dv"  # Matplotlib's signs: one marker per run, repeated after the fifth
+MARKERS = "os^Dv"  # Matplotlib's signs for the runs of a benchmark, repeated after the fifth
 # Width of a picture in inches. GitHub shows pictures 830 pixels wide, which is 92 pixels per inch:
 # letters of 8 points are 10 pixels high.
 WIDTH = 9
@@ -246,16 +246,16 @@ def upper_limit(axes: Axes) -> float | None:
 
 def draw_accuracies(axes: Axes, runs: list[LoggedRun], model_type: str | None) -> None:
     """Draw the accuracies of benchmarks, with the published values of `model_type`, a size of
-    OpenAI's GPT-2. Each benchmark has a color, each run a marker."""
+    OpenAI's GPT-2. Each benchmark has a color, each of its runs a marker."""
     for i, benchmark in enumerate(BENCHMARKS.values(), start=1):
         color = f"C{i}"  # Matplotlib's colors; C0 belongs to the loss of the first run
         runs_with_scores = [run for run in runs if benchmark.name in run.log]
         if not runs_with_scores:
             continue
         for run, marker in zip(runs_with_scores, itertools.cycle(MARKERS), strict=False):
-            x, accuracies = curve(run, benchmark.name, benchmark.metric)
+            tokens, accuracies = curve(run, benchmark.name, benchmark.metric)
             label = f"{benchmark.name}, {run.label}: {accuracies[-1]:.3f}"
-            axes.plot(x, accuracies, marker=marker, ms=3, color=color, label=label)
+            axes.plot(tokens, accuracies, marker=marker, ms=3, color=color, label=label)
         if benchmark.metric == "centered":
             axes.set_ylabel("accuracy (CORE: centered)")
         # train.py logs the first protocol only

@@ -64,7 +64,8 @@ def encode_text(text: str, tokenizer: Tokenizer, *, follows: bool = False) -> li
 
 @cache  # once, not for each row
 def note_name_as_text(token: str) -> None:
-    """Say that the name of end of text stays text, which other programs read as the token."""
+    """Print a note that the name of end of text, <|endoftext|>, is read as text. Other programs
+    would read the token instead."""
     logging.getLogger("notes").warning(
         "note: %s within a text is read as text, not as the end of the text", token
     )

@@ -195,7 +195,7 @@ def add_matmul_(grad_weight: Tensor, grad_logits: Tensor, inputs: Tensor) -> Non
     if inputs.is_cuda and inputs.dtype is not grad_weight.dtype:
         torch.addmm(grad_weight, grad_logits, inputs, out_dtype=torch.float32, out=grad_weight)
         return
-    # elsewhere, add a few rows at a time, so that the product in memory is small
+    # elsewhere, add some rows of the vocabulary at a time: the product in memory is small
     max_bytes = MATMUL_BYTES_ON_CPU if inputs.device.type == "cpu" else MATMUL_BYTES
     num_rows = rows_within(max_bytes, inputs.dtype.itemsize * inputs.size(1))
     for start in range(0, len(grad_logits), num_rows):

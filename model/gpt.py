@@ -80,8 +80,9 @@ class Attention(nn.Module):
         H, K = self.num_heads, self.num_kv_heads
         qkv = self.c_attn(x).view(B, T, H + 2 * K, -1)  # (B, T, H + 2K, D)
         q, k, v = qkv.split([H, K, K], dim=2)
-        # QK-norm keeps the products of queries and keys from exploding (Henry et al. 2020). Under
-        # autocast it returns float32 on a GPU, but attention needs the dtype of the values.
+        # QK-norm, an RMSNorm without gains, keeps the products of queries and keys from exploding
+        # (Henry et al. 2020). Under autocast it returns float32 on a GPU, but attention needs the
+        # dtype of the values.
         if self.qk_norm is not None:
             q = self.qk_norm(q).type_as(v)
             k = self.qk_norm(k).type_as(v)
@@ -193,7 +194,7 @@ class Transformer(nn.Module):
         x = self.wte(idx)  # (B, T, C)
         angles: Angles | None = None
         if self.config.position == "learned":
-            x = x + self.wpe(positions)
+            x = x + self.wpe(positions)  # (T, C) is added to each sequence
         else:
             # computed once: every block rotates its queries and keys by these angles
             angles = rotary_angles(positions, self.config.head_size, self.config.rope_base)

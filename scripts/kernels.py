@@ -80,6 +80,7 @@ def summarize(kernel_ms: dict[str, float], step_ms: float) -> dict:
     kind_ms = dict.fromkeys(KINDS, 0.0)
     for kernel, ms in kernel_ms.items():
         kind_ms[kind_of(kernel)] += ms
+    # step_ms is of steps without the profiler, kernel_ms of steps with it
     kind_ms["waiting"] = step_ms - sum(kernel_ms.values())
     return {"kind_ms": kind_ms, "kernel_ms": dict(list(kernel_ms.items())[:NUM_LONGEST])}
 

@@ -154,8 +154,8 @@ class Dial:
             # only sizes with the numbers that the user gives
             if any(getattr(self.options, name) not in (None, flags[name]) for name in flags):
                 continue
-            # The power of two next to the width, up to GPT-2's 1024. In two minutes of one core, a
-            # context of 256 costs 0.17 nats at 128 channels (docs/BENCHMARKS.md).
+            # The power of two nearest to the width, up to GPT-2's 1024. In two minutes of one core,
+            # a context of 256 costs 0.17 nats at 128 channels (docs/BENCHMARKS.md).
             flags["block_size"] = min(1024, 2 ** round(math.log2(n_embd)))
             ladder.append(self.without_given(flags))
         if not ladder or "model_type" in self.given:

@@ -333,8 +333,9 @@ class Run(Generic[Options]):
         # Compare both ways to compute the loss now, and not in the first step. FSDP2 has given the
         # model another class, for which the result is kept.
         has_fast_loss(model)
-        # after `wrap`, because sharding replaces the parameters of the model
-        optimizers = make_optimizers(model, self.options, recipe, self.process.dtype)
+        # After `wrap`, because sharding replaces the parameters of the model. The recipe says
+        # whether AdamW or Muon trains the matrices.
+        optimizers = make_optimizers(model, self.options, recipe, dtype=self.process.dtype)
         if checkpoint is not None:
             # a Path: read_options has replaced --resume by the path of the checkpoint
             assert self.options.resumed is not None
@@ -369,9 +370,9 @@ class Run(Generic[Options]):
         # The recipe as the run follows it. Checkpoints keep the named one, from which a resumed run
         # derives the options that no flag gives.
         if "recipe" in self.entries:  # not in finetune.py
-            recipe = self.entries["recipe"]
-            shared = recipe.keys() & vars(options).keys()  # max_lr, weight_decay, schedule
-            followed = {name: vars(options)[name] for name in shared}
+            recipe = self.entries["recipe"]  # the fields of Recipe by name
+            shared_names = recipe.keys() & vars(options).keys()  # max_lr, weight_decay, schedule
+            followed = {name: vars(options)[name] for name in shared_names}
             content["recipe"] = recipe | followed | {"to_zero": options.min_lr == 0}
         # `together`, because the others must not read checkpoints that the main process removes
         with self.process.together():

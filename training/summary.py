@@ -1,4 +1,5 @@
-"""What train.py tells the user before the first step: warnings, and a summary of the run."""
+"""What train.py checks and tells the user before the first step: whether weights, shards and
+options fit together, warnings, and a summary of the run."""
 
 from dataclasses import asdict
 
@@ -38,6 +39,7 @@ def agreed_model_config(
         vocab_size = GPTConfig.vocab_size if stream is None else stream.vocab_size
         model_config = options.model_config(recipe, vocab_size)
     else:
+        # the architecture of the weights; UserError if the options or the recipe ask for another
         model_config = continued_model_config(options, recipe, initial.model_config)
         if stream is not None:
             identity = tokenizer_identity(initial.tokenizer_spec)

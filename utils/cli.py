@@ -82,7 +82,7 @@ def parse(options_class: type[Options], args: list[str] | None = None) -> Option
         corrections.append(correction)
     given_names: set[str] = set()
     for name, value in named_flags(args):
-        flag = FLAGS_BY_NANOGPT_NAME.get(name, name)
+        flag = FLAGS_BY_NANOGPT_NAME.get(name, name)  # this project's name
         if name != "help" and name.removeprefix("no_") not in defaults:
             suggestions = [flag] if flag in defaults else difflib.get_close_matches(name, defaults)
             correction = f"there is no --{name}"

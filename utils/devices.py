@@ -143,7 +143,7 @@ def pick_dtype(
     if is_gpu:
         use_bfloat16 = has_bfloat16(device)
     else:
-        # False for an Apple GPU, which gets float32
+        # a CPU is measured; False for an Apple GPU, which gets float32
         use_bfloat16 = device.type == "cpu" and is_bfloat16_faster()
     if all_agree(use_bfloat16):
         return torch.bfloat16

@@ -383,7 +383,9 @@ def start(
     if device.type == "cpu":
         keep_freed_memory()
     if rank > 0:
-        logging.getLogger("notes").setLevel(logging.ERROR)  # of model/proof.py, equal on all
+        # Only the first process prints the notes of model/proof.py, finetuning/chat.py and
+        # data/huggingface_tokenizer.py, which have no Process.
+        logging.getLogger("notes").setLevel(logging.ERROR)
     # tests/fake_gpu has already initialized a process group, which counts the bytes sent.
     if world_size > 1 and not dist.is_initialized():
         join(launch, device)

@@ -60,12 +60,14 @@ def print_forecast(
 
     # size of the model, and the devices
     model = build_without_weights(GPT, model_config)  # on the device "meta", without memory
-    plan = plan_gpus(options.device)  # for a GPU by name, such as 8xh100; else None
+    plan = plan_gpus(options.device)  # (GPU, Launch) of a name such as 8xh100; else None
     data_parallel, _ = hardware.parallel_degrees(options)  # parts of the data
+    # "19,073 steps of 524,288 tokens = ..."
     steps_text = describe_steps(options, hardware.count_micro_steps(options), data_parallel)
     device_name = hardware.device.type
     if plan is not None:
-        device_name = plan[0].name
+        gpu, _ = plan
+        device_name = gpu.name
     print(f"{model.num_parameters():,} parameters; {steps_text} on {device_name}, {hardware.dtype}")
 
     bytes_by_use = forecast_memory(options, recipe, model_config, hardware)  # of one process
@@ -73,9 +75,8 @@ def print_forecast(
     print_memory(bytes_by_use, fits, hardware)
 
     # communication, and advice
-    forecast = forecast_step(
-        options, model_config, hardware
-    )  # of one step; None: speed is not known
+    # of one step; None if the speed of the device is not known
+    forecast = forecast_step(options, model_config, hardware)
     # fraction of the peak FLOP/s; lower if a GPU waits for communication
     utilization = ASSUMED_UTILIZATION
     if forecast is not None and hardware.world_size > 1:
@@ -92,8 +93,8 @@ def print_forecast(
         print(describe_loss(model.num_parameters(), options.total_batch_size * options.max_steps))
     if plan is None:  # a named GPU is in another machine, which has its own folders
         check_run_files(options, recipe, checkpoint, model, data)
-    # train.sh replaces the next two lines
     print("This was a dry run: nothing was trained or written.")
+    # train.sh replaces this line
     print(f"next: {describe_next(options, fits, 'val' in data)}")
 
 
