@@ -62,14 +62,17 @@ LADDER = (
 # Index in Dial.sizes of the first size to be measured: 2 layers of 128 channels, if the user allows
 # all sizes. A larger one could take all of the time of a slow machine.
 FIRST_MEASURED = 1
-MEASURED_SHARE = 0.1  # of the time, for measuring
+MEASURED_SHARE = 0.1  # of the time, for measuring: no size is begun later
+# Of the time, for the passes of a size without an update, and as much for those with one; at most
+# MAX_MEASURE_SECONDS. Half a second is not enough where other programs change the speed.
+PASSES_SHARE = 0.005
+MAX_MEASURE_SECONDS = 10
 FINISH_SECONDS = 3  # to save the last checkpoint
 NUM_VALIDATIONS = 10  # of a run
 VALIDATED_SHARE = 0.05  # of the time, for validations
 OTHER_SHARE = 0.07  # of the time, for what measure_step leaves out: batches, log, other programs
 EQUAL_LOSS = 0.005  # of sizes whose losses differ by less, the smallest is chosen
 COMPILED_MINUTES = 10  # shorter runs are not compiled: that takes a minute
-MEASURE_SECONDS = 0.5  # of passes without an update, and as many with one; at most 10 passes each
 
 
 @dataclass(frozen=True)
@@ -314,7 +317,9 @@ def measure_step(
 
     first_seconds = seconds_of(1, update=False)  # compiles, and allocates memory
     seconds_of(1, update=True)  # creates the state of the optimizers
-    num_passes = max(1, min(10, int(MEASURE_SECONDS / seconds_of(1, update=False))))
+    assert options.minutes is not None
+    measure_seconds = min(MAX_MEASURE_SECONDS, PASSES_SHARE * 60 * options.minutes)
+    num_passes = max(1, int(measure_seconds / seconds_of(1, update=False)))
     pass_seconds = seconds_of(num_passes, update=False)
     # each of these passes ends with an update; noise can make the difference negative
     update_seconds = max(0.0, seconds_of(num_passes, update=True) - pass_seconds)
