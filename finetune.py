@@ -392,9 +392,9 @@ def open_data(
     if options.method == "grpo":
         assert options.reward is not None  # FinetuneOptions requires --reward for grpo
         reward_function = load_reward_function(options.reward, encoder, process)
+    method_class = METHODS[options.method]
     # The constructor reads and encodes the rows. For dpo it also computes the log-probabilities
     # under the reference, and frees the reference.
-    method_class = METHODS[options.method]
     method = method_class(options, process, encoder, reference, reward_function)
     if encoder.num_cut:  # counted while the constructor encoded the rows
         process.print(f"warning: {encoder.num_cut:,} texts are cut to {block_size} tokens")

@@ -159,9 +159,9 @@ def train_step(
     lr = set_learning_rates(optimizers, options, progress.step)  # warmup and decay
     seed_step(options.seed, progress.step, process.rank)  # for dropout
 
-    # Forward and backward, micro-batch by micro-batch. Gradients accumulate, and loss_sum becomes
+    # Forward and backward, micro-batch by micro-batch. Gradients accumulate, and own_loss becomes
     # the mean loss of this process in nats per token.
-    loss_sum = torch.zeros((), device=process.device)
+    own_loss = torch.zeros((), device=process.device)
     num_targets = 0  # of this process
     first_position = batches.position  # in the data order
     for micro_step in range(micro_steps):
@@ -178,18 +178,19 @@ def train_step(
                 loss = wrapped(idx, targets) / micro_steps
             num_targets += targets.numel()
             run.scaler.scale(loss).backward()  # scales in float16 only
-        loss_sum += loss.detach()  # stays on the device, so the CPU does not wait for it
+        own_loss += loss.detach()  # stays on the device, so the CPU does not wait for it
 
     # float16: undo the loss scale in the gradients before they are clipped.
     for optimizer in optimizers:
         run.scaler.unscale_(optimizer)  # also records infinities, for scaler.update below
-    grad_norm = clip_grad_norm(wrapped, options.grad_clip)  # norm before clipping
+    # (), the norm before clipping of the gradient of all processes, the same on each
+    grad_norm = clip_grad_norm(wrapped, options.grad_clip)
 
     # Average over processes. process.sum counts the processes of a tensor-parallel group as one,
     # so the divisor is data_parallel. The CPU waits for the GPU at `tolist`, and in float16 again
     # at get_scale.
-    signals = torch.full_like(loss_sum, float(process.signal != 0))  # 1.0: told to stop
-    sums = process.sum(torch.stack([loss_sum, grad_norm, signals]))
+    signals = torch.full_like(own_loss, float(process.signal != 0))  # 1.0: told to stop
+    sums = process.sum(torch.stack([own_loss, grad_norm, signals]))
     mean_loss, mean_norm, share_of_signals = (sums / process.data_parallel).tolist()
 
     # Update only if loss and norm are finite. Both are means over processes, so all processes

@@ -263,7 +263,8 @@ def write_shards(
     options: ShardOptions, source: Source, sharder: Sharder, tokenizer: Tokenizer
 ) -> bool:
     """Write shards. Return True if the source was read to its end, False if max_shards are full."""
-    # the documents that earlier runs have not written, in the order of the source
+    # yields a Document for each text that earlier runs have not written, or only in part, in the
+    # order of the source; threads tokenize ahead
     documents = read_documents(options, source, tokenizer, sharder)
     # seconds between updates of the bar; each update of a log file is a line of its own
     bar_seconds = 0.1 if sys.stderr.isatty() else 60
@@ -274,7 +275,7 @@ def write_shards(
         delay=bar_seconds,  # a short run shows no bar
         mininterval=bar_seconds,
     )
-    # hold_back yields the same documents, but may hold out a part of the last documents.
+    # hold_back may join the last documents to one, and hold out a part of it for validation.
     for document in sharder.hold_back(documents):
         # Counter({"\t": 12}) for a tokenizer.json whose pre-tokenizer drops white space
         lost_characters = document.lost_characters
@@ -284,6 +285,7 @@ def write_shards(
                 f"{''.join(lost_characters)[:20]!r}; take another --tokenizer, or accept the loss "
                 "by --allow_loss"
             )
+        # num_written: tokens of the first document that an earlier run wrote, counted in `initial`
         bar.update(document.num_tokens - document.num_written)
         if not sharder.write(document):  # max_shards are full, and the resume point is saved
             return False

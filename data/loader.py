@@ -89,7 +89,7 @@ def permute(positions: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
 def epoch_order(positions: np.ndarray, n: int, seed: int) -> np.ndarray:
     """Return the sequence ids (N,), each in [0, n), at positions (N,) of the data order of n
     sequences: n positions for each epoch, one epoch after the other."""
-    sequence_ids = np.empty_like(positions)
+    sequence_ids = np.empty_like(positions)  # int64; each epoch fills in its part
     epochs = positions // n  # (N,)
     for epoch in np.unique(epochs):  # a batch may reach into the next epoch
         in_epoch = epochs == epoch
@@ -201,6 +201,7 @@ def assign_places(places_per_period: Sequence[int]) -> tuple[np.ndarray, np.ndar
     num_corpora = len(places_per_period)
     corpus_ids = np.repeat(np.arange(num_corpora), places_per_period)  # (P,), corpus by corpus
     turns = np.concatenate([np.arange(num_places) for num_places in places_per_period])  # (P,)
+    # (P,), the middle of each place's part of the period: 1/4 and 3/4 for a corpus of two places
     times = (turns + 0.5) / np.array(places_per_period)[corpus_ids]
     # stable: at equal times the first corpus comes first, on every machine
     by_time = np.argsort(times, kind="stable")

@@ -281,12 +281,12 @@ class TokenStream:
         for folder in folders:
             self.shards += folder.shards
         # The spec changes with the order of the keys in tokenizer.json, the identity does not.
-        identities = {tokenizer_identity(folder.tokenizer_spec) for folder in folders}  # {"gpt2"}
+        tokenizers = {tokenizer_identity(folder.tokenizer_spec) for folder in folders}  # {"gpt2"}
         self.tokenizer_identity = tokenizer_identity(self.tokenizer_spec)
         # {0.01}; without the None of folders of older versions, which do not know it
         fractions = {folder.manifest.val_fraction for folder in folders if folder.manifest} - {None}
         # with several rules of the split, one folder may train on the validation text of another
-        values_by_setting: dict[str, set] = {"tokenizers": identities, "val_fractions": fractions}
+        values_by_setting: dict[str, set] = {"tokenizers": tokenizers, "val_fractions": fractions}
         for setting, values in values_by_setting.items():
             if len(values) > 1:
                 raise UserError(

@@ -442,7 +442,7 @@ def without_column(column: str, names: Iterable[str]) -> Skipped:
 
 def as_text(value: object, errors: str = SURROGATES) -> Row:
     """Return the text of a row, or Skipped if the value that its reader gave is no usable text.
-    `errors` says what becomes of bad bytes, as in Source.errors."""
+    `errors` says what becomes of bad bytes, as in Source.decoding_errors."""
     if isinstance(value, bytes):  # a binary column of parquet, or a string with bad bytes
         value = value.decode("utf-8", errors)
     if isinstance(value, Skipped | LongText):
@@ -587,7 +587,7 @@ class Source:
         return [self.settings.dataset]
 
     @property
-    def errors(self) -> str:
+    def decoding_errors(self) -> str:
         """The argument `errors` of bytes.decode: what becomes of a byte that is not UTF-8."""
         return "replace" if self.settings.replace_bad_bytes else SURROGATES
 
@@ -680,7 +680,7 @@ class Source:
                         value = skipped_without_column
                 if isinstance(value, str) and len(value) > LONG:
                     value = join_pieces(pieces_of(value, PIECE), self.folder)
-                yield as_text(value, self.errors)
+                yield as_text(value, self.decoding_errors)  # Skipped if it is no usable text
         except Exception as error:
             if not is_damage(error):
                 raise
@@ -693,7 +693,7 @@ class Source:
             yield from read_parquet(name, self.settings.text_column)
             return
         raw = UntilDamage(name)
-        with open_text(raw, self.errors) as file:
+        with open_text(raw, self.decoding_errors) as file:
             if suffix_of(name) in READERS:
                 yield from READERS[suffix_of(name)](file)
             else:
@@ -793,6 +793,6 @@ class Source:
                 reason = without_column(column, columns).reason
                 raise UserError(f"{name} is {reason}; name the column of its texts")
             batch_position = SourcePosition(revision=revision, stream=stream_state)
-            rows = [as_text(value, self.errors) for value in columns[column]]
+            rows = [as_text(value, self.decoding_errors) for value in columns[column]]
             yield RowBatch(batch_position, rows)
             stream_state = stream.state_dict()

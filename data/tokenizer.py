@@ -127,6 +127,7 @@ class FileTokenizer(Tokenizer):
         added_tokens = backend.get_added_tokens_decoder()  # the library's AddedToken of each id
         self.added_ids = set(added_tokens)
         """Ids of added tokens, special and others: plain text, not pieces of the vocabulary."""
+        # of <|im_start|> and the like, which finetuning/completions.py leaves out of an answer
         self.special_ids = frozenset(i for i, token in added_tokens.items() if token.special)
 
         template: ChatTemplate | None = spec_fields["chat_template"]

@@ -157,10 +157,11 @@ class FewShotTask(Task):
             if self.type == "language_modeling":
                 # compare the prompt with the same prompt without its answer
                 compared_ids = [*whole_ids, start_ids + tokenizer.encode(item.context).tolist()]
-            common = len(commonprefix(compared_ids))
+            num_common = len(commonprefix(compared_ids))
             # If one choice is the beginning of another one, it has no token after the common start,
             # and nanochat's mean loss is NaN. Here the last common token counts for all choices.
-            counted_start = min(common, shortest - 1)  # an id of the shortest choice counts
+            # -1: at least the last id of the shortest choice counts
+            counted_start = min(num_common, shortest - 1)
             counted_starts = [counted_start] * len(whole_ids)  # the same for all choices
         # nanochat feeds the last token to the model, too, so block_size tokens fit, not one more
         pairs = zip(whole_ids, counted_starts, strict=True)

@@ -166,7 +166,8 @@ def split_ids(ids: list[int], start: int, max_tokens: int) -> Continuation:
     """Split the ids of a whole text at index `start` into context and continuation.
 
     If the text has more than `max_tokens` ids, the context loses its first ids. Raise ValueError if
-    the context or the continuation would be empty; Benchmark.read adds the name of the file.
+    the continuation is empty, or so long that no context fits; Benchmark.read adds the name of the
+    file.
     """
     num_scored = len(ids) - start
     if not 0 < num_scored < max_tokens:

@@ -56,7 +56,8 @@ def encode_dialog(
 
 
 def encode_text(text: str, tokenizer: Tokenizer, *, follows: bool = False) -> list[int]:
-    """Return the ids of a text of a prompt or an answer by Tokenizer.encode_with_added_tokens."""
+    """Return the ids of a text of a prompt or an answer. Names of the model's own added tokens
+    become these tokens. That of end of text stays text, because the token would end the prompt."""
     if tokenizer.end_ids and tokenizer.end_of_text in text:  # not in a vocabulary of characters
         note_name_as_text(tokenizer.end_of_text)
     return tokenizer.encode_with_added_tokens(text, follows=follows).tolist()
@@ -79,7 +80,7 @@ def encode_prompt(
     shards. A vocabulary of characters (nanoGPT) gets the text alone."""
     if not chat:
         assert isinstance(prompt, str)  # TextEncoder.get_text refuses messages for plain text
-        prompt_ids = encode_text(prompt, tokenizer)
+        prompt_ids = encode_text(prompt, tokenizer)  # without BOS
         if prompt and not tokenizer.end_ids:  # vocabulary of characters, without end of text
             return prompt_ids
         return [*tokenizer.start_ids, *prompt_ids]

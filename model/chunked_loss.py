@@ -149,8 +149,8 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             ctx.num_counted = is_counted.sum()
 
             total = torch.zeros((), device=x.device)  # sum of nats
-            cast_x = x.to(dtype)  # x itself in float32
-            cast_weight = weight.to(dtype)
+            cast_x = x.to(dtype)  # (N, C), x itself if it has this dtype
+            cast_weight = weight.to(dtype)  # (padded V, C), cast once for all chunks
             if needs_grad:
                 grad_x = torch.empty_like(cast_x)  # each chunk fills in its rows
                 # float32, because every chunk adds to it

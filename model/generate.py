@@ -94,8 +94,8 @@ def generate(
 class Context:
     """Tokens of B texts, from which the model predicts the next token of each.
 
-    With a KV cache each call of `next_logits` reads only the tokens that are new. Without it each
-    call reads all of them.
+    With a KV cache each call of `next_logits` reads only the tokens that are new, or all that are
+    left after the older half of a full context was dropped. Without it each call reads all tokens.
     """
 
     def __init__(
@@ -113,7 +113,8 @@ class Context:
         device = model.transformer.wte.weight.device
         self.tokens = torch.tensor(rows, device=device)  # (B, S), with padding
         self.capacity = min(block_size, longest + max_new_tokens)  # of the cache, in tokens
-        # keys and values of past tokens; `hidden` allocates its memory; None: next_logits reads all
+        # Keys and values of past tokens; GPT.hidden allocates its memory. None: next_logits reads
+        # all tokens.
         self.cache = KVCache(self.capacity) if use_cache else None
 
     def append(self, tokens: Tensor) -> None:

@@ -99,7 +99,7 @@ def replace_head(model: GPT, fast_head: Callable[[Tensor], Tensor], dtype: torch
     plain_head = model.head
 
     def head(x: Tensor) -> Tensor:
-        """Return what GPT.head returns."""
+        """Return the logits (..., V) of hidden states (..., C), as GPT.head does."""
         matmul_dtype = x.dtype
         if torch.is_autocast_enabled(x.device.type):
             matmul_dtype = torch.get_autocast_dtype(x.device.type)

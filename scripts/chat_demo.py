@@ -28,7 +28,7 @@ def write_data(folder: Path, seed: int) -> None:
     # One row per pair. Each stage of the demo reads the fields that it needs.
     rows: list[dict[str, str]] = []
     for a, b in pairs:
-        answer = worked_sum(a, b)
+        answer = worked_sum(a, b)  # "7+8=15, 2+5+1=8, 85" for 27 + 58
         # `text` is for pre-training, `completion` for sft, `answer` for grpo and evaluate.py.
         row = {
             "text": f"{a}+{b}: {answer}",

@@ -106,7 +106,7 @@ class PlainLoss(nn.Module):
     """Cross-entropy of the logits of all tokens at once, with several copies in memory."""
 
     def forward(self, model: GPT, x: Tensor, targets: Tensor, reduction: str) -> Tensor:
-        # x (N, C), targets (N,)
+        # x (N, C); targets (N,), none of them -1
         weight = model.head_weight  # (padded V, C)
         # A bias of -inf removes the padding of the vocabulary from the softmax.
         bias = weight.new_zeros(len(weight))

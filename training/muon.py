@@ -60,7 +60,8 @@ def matrix_groups(model: GPT) -> list[dict]:
             weights_by_stack[p.shape, local_fused_rows, mesh_of(p)].append(p)
     groups: list[dict] = []
     for (shape, local_fused_rows, _), weights in weights_by_stack.items():
-        num_stacked = max(1, STACK_ENTRIES // shape.numel())  # matrices in a group
+        # matrices in a group; `shape` is of a whole matrix, also if this process holds a part of it
+        num_stacked = max(1, STACK_ENTRIES // shape.numel())
         for start in range(0, len(weights), num_stacked):
             group = {
                 "params": weights[start : start + num_stacked],
@@ -179,7 +180,8 @@ def orthogonalize_together(stack: Tensor, local_fused_rows: tuple[int, ...]) -> 
     own_updates = torch.zeros_like(stack[:per_process])  # all_gather takes as many from each
     if len(own_matrices) > 0:
         own_updates[: len(own_matrices)] = orthogonalize(own_matrices, local_fused_rows)
-    updates = own_updates.repeat(world_size, 1, 1)  # overwritten by the next line
+    # (world_size * per_process, R, C); the next line fills it in the order of the ranks
+    updates = own_updates.repeat(world_size, 1, 1)
     dist.all_gather_into_tensor(updates, own_updates)
     return updates[: len(stack)]
 

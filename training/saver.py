@@ -143,12 +143,13 @@ class Saver:
         weights, optimizer_state = copy_state(self.model, state, process)
         entries = {
             "config": self.run.options.to_dict(),
-            "working_dir": os.getcwd(),
+            "working_dir": os.getcwd(),  # relative paths in "config" start here
             "model_config": asdict(self.model.config),
-            **self.run.entries,
+            **self.run.entries,  # "tokenizer", "data_order", ...: the same at each step
             **asdict(self.run.progress),  # step, tokens, ...
             "best_loss": self.best_loss,
             "scaler": self.run.scaler.state_dict(),  # {} unless in float16
+            # such as a counter of an optimizer
             "group_values": group_values(self.model, self.optimizers),
             **changes,  # may overwrite best_loss
         }

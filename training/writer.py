@@ -194,7 +194,7 @@ def lay_out(path: Path, sections: Sections, plain_entries: dict) -> tuple[str, O
         fake_checkpoint = torch.load(temporary, weights_only=True)
     offsets: Offsets = {}
     for section in sections:
-        fake_tensors = flatten(fake_checkpoint[section])
+        fake_tensors = flatten(fake_checkpoint[section])  # without plain values, such as a counter
         offsets[section] = {
             name: x.untyped_storage()._checkpoint_offset for name, x in fake_tensors.items()
         }

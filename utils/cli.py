@@ -117,10 +117,11 @@ def parse(options_class: type[Options], args: list[str] | None = None) -> Option
         # one such field for each group, then collect the options of all groups again.
         group_fields = []
         for group in groups:
-            label = re.sub("Options$|Config$", "", group.__name__).lower()  # "machine"
+            # "machine": the heading of the group in --help
+            heading = re.sub("Options$|Config$", "", group.__name__).lower()
             # `options_class` may override a default of the group that it inherits from
             default = group(**{option.name: defaults[option.name] for option in fields(group)})
-            group_fields.append((label, group, field(default=default)))
+            group_fields.append((heading, group, field(default=default)))
         grouped_class = make_dataclass(options_class.__name__, group_fields)
         grouped: object = call_tyro(grouped_class, args, description)
         option_values: dict[str, object] = {}

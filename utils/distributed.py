@@ -52,7 +52,8 @@ class Stopped(Exception):
 
 
 class StopSignal:
-    """Remember the first SIGTERM, SIGINT, SIGUSR1 or SIGHUP, and ignore all later signals.
+    """Remember the first SIGTERM, SIGINT, SIGUSR1 or SIGHUP, and ignore later ones, except for a
+    second Ctrl-C without torchrun.
 
     `signal` is the number of the first signal, 0 before it; the run reads it between two batches.
     The main process prints what will happen. Schedulers and torchrun repeat their signals without
@@ -63,7 +64,7 @@ class StopSignal:
     def __init__(self) -> None:
         self.signal = 0  # no signal yet
         launch = read_launch()
-        self.is_main = launch.rank == 0  # prints what the signal does
+        self.is_main = launch.rank == 0  # of all machines: it prints what the signal does
         self.is_launched = launch.address is not None  # by torchrun, which forwards its signals
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             signal.signal(number, self.receive)

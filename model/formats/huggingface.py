@@ -56,10 +56,10 @@ def save_pretrained(
         end_ids = [eot]
     # end_ids is empty for a text of characters, which no token ends. `eot` still pads batches.
     eos = eot if end_ids else None
-    special_ids: dict[str, object] = {"bos_token_id": bos, "eos_token_id": eos}
-    hf_config = config_to_hf(model.config) | {"dtype": "float32"} | special_ids
+    token_id_fields: dict[str, object] = {"bos_token_id": bos, "eos_token_id": eos}
+    hf_config = config_to_hf(model.config) | {"dtype": "float32"} | token_id_fields
     # the defaults of transformers' `generate` for this model
-    generation_config = special_ids | {"pad_token_id": eot, "do_sample": True}
+    generation_config = token_id_fields | {"pad_token_id": eot, "do_sample": True}
     other_ends = sorted(set(end_ids) - {eot})
     if other_ends:
         generation_config["eos_token_id"] = [eot] + other_ends
@@ -117,8 +117,8 @@ def agrees_with_transformers(model: GPT, num_tokens: int = NARROW_TOKENS) -> boo
     hf_fields = config_to_hf(model.config)
     (class_name,) = hf_fields["architectures"]
     # generation_config.json has the ids of special tokens; here they only must exist
-    special_ids = {"bos_token_id": 0, "eos_token_id": 0}
-    hf_config = transformers.AutoConfig.for_model(**hf_fields | special_ids)
+    token_id_fields = {"bos_token_id": 0, "eos_token_id": 0}
+    hf_config = transformers.AutoConfig.for_model(**hf_fields | token_id_fields)
     # on the CPU, as transformers computes there
     weights = {name: x.cpu() for name, x in model.state_dict().items()}
     transformers.utils.logging.disable_progress_bar()

@@ -296,8 +296,9 @@ def weight_to_hf(
 ) -> dict[str, Tensor]:
     """Return the transformers weights, by name, that are fused in this project's weight `x` with
     the name `name`: for a LLaMA's "transformer.h.3.mlp.c_fc.weight" its two halves of rows,
-    "model.layers.3.mlp.gate_proj.weight" and "model.layers.3.mlp.up_proj.weight". `x` may be on the
-    device "meta", if only shapes are needed."""
+    "model.layers.3.mlp.gate_proj.weight" and "model.layers.3.mlp.up_proj.weight". The matrices of a
+    GPT-2 whose names end in `transposed` are returned as (in, out). `x` may be on the device
+    "meta", if only shapes are needed."""
     if name in TABLES:
         x = x[: config.vocab_size]  # without padding
     if has_gpt2_names(config):

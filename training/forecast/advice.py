@@ -27,8 +27,9 @@ def choose_micro_batch(
     among the processes; on CUDA also if not even one sequence fits, and names flags that help, if
     any do."""
     if hardware.device.type != "cuda":
-        sequences = hardware.count_micro_steps(replace(options, micro_batch_size=1))
-        divisors = [size for size in range(1, MOST_ON_CPU + 1) if sequences % size == 0]
+        # with micro-batches of one sequence, the micro-steps of a process count its sequences
+        num_sequences = hardware.count_micro_steps(replace(options, micro_batch_size=1))
+        divisors = [size for size in range(1, MOST_ON_CPU + 1) if num_sequences % size == 0]
         return divisors[-1], ""
     try:
         micro_batch_size, needed_bytes = largest_micro_batch(

@@ -161,9 +161,9 @@ def describe_next(options: ResolvedTrainOptions, fits: bool, has_shards: bool) -
     """Return what the user can do after the dry run."""
     if not fits:
         return "other options, as the advice above says, and a dry run with them"
-    plan = plan_gpus(options.device)
+    plan = plan_gpus(options.device)  # (GPU, Launch) of a name such as 16xh100; else None
     if plan is not None:
-        launch = plan[1]
+        _, launch = plan
         command = "the same command of train.py without --dry_run and --device, on such a machine"
         if launch.world_size > 1:
             per_machine = launch.processes_per_machine

@@ -1,7 +1,8 @@
 """Forecast of the time of a step: the compute of each GPU, and the bytes that it sends to others.
 
 Formulas are those of ring algorithms, without latencies. A step of `a` micro-steps and N parameters
-sends these bytes from each of the W GPUs of a machine, times (W - 1) / W:
+sends about these bytes from each of the W GPUs of a machine, times (W - 1) / W. (The code below
+also counts what is gathered once a step, in float32: embeddings, biases and gains.)
 
     none    8 N          one all-reduce of float32 gradients, which counts twice
     zero1   6 N          one all-gather of bfloat16 weights, one reduce-scatter of gradients
@@ -129,6 +130,7 @@ def bytes_of_shards(
         return 0
     # For example 124M in 2 micro-steps under zero3: 4 gathers of 85M bfloat16 matrix weights, one
     # of 39M float32 others, and 2 reductions of 124M float32 gradients.
+    # of one process, before sharding
     num_matrix_weights, num_other_weights = count_weights(model_config, options.tensor_parallel)
     micro_steps = hardware.count_micro_steps(options)
     # zero3 frees the blocks after the forward pass and gathers them again for the backward.

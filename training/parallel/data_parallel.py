@@ -11,8 +11,9 @@ what a process holds:
 
 zero1 to zero3 are FSDP2 (torch.distributed.fsdp.fully_shard), named as in Rajbhandari et al. 2020,
 "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models". FSDP2 keeps each parameter
-as a DTensor, and a process holds some of its rows. Before FSDP2, tensor parallelism divides the
-blocks (training/parallel/tensor_parallel.py). There is no pipeline parallelism.
+as a DTensor, and a process holds some of its rows; only a parameter that is a single number stays
+whole. Before FSDP2, tensor parallelism divides the blocks (training/parallel/tensor_parallel.py).
+There is no pipeline parallelism.
 """
 
 import warnings
@@ -81,7 +82,9 @@ def divide_model(model: GPT, process: Process, sharding: str) -> None:
         (process.replicas, process.data_parallel // process.replicas, process.tensor_parallel),
         mesh_dim_names=("replicate", "shard", "tensor"),
     )
-    mesh = all_mesh["replicate", "shard"] if process.replicas > 1 else all_mesh["shard"]
+    # (replicas, shards), or (shards,) if there is one replica: the processes with the same place in
+    # their tensor-parallel groups
+    data_mesh = all_mesh["replicate", "shard"] if process.replicas > 1 else all_mesh["shard"]
     # Tensor parallelism comes first. FSDP2 then divides the part that each process holds.
     if process.tensor_parallel > 1:
         # UserError if a narrow copy, divided, has another loss or other gradients
@@ -100,22 +103,22 @@ def divide_model(model: GPT, process: Process, sharding: str) -> None:
             raise UserError(
                 f"{name} is shared by modules and cannot be divided: train without sharding"
             )
-    # FSDP2 divides no single numbers: every process holds them, and average_numbers below averages
+    # FSDP2 divides no single numbers: every process holds them, and average_scalars below averages
     # their gradients.
-    numbers = {p for p in model.parameters() if p.dim() == 0}
+    scalars = {p for p in model.parameters() if p.dim() == 0}
     # FSDP2 gathers the parameters of a block together just before its forward. zero3 frees them
     # after the forward and gathers them again for the backward. zero1 and zero2 keep them.
     for block in model.transformer.h:
         fully_shard(
             block,
-            mesh=mesh,
+            mesh=data_mesh,
             mp_policy=mixed_precision,
             reshard_after_forward=sharding == "zero3",
-            ignored_params=numbers,
+            ignored_params=scalars,
         )
     # The root unit has the rest: embeddings, final norm and head, in float32. It is not freed after
     # the forward, because the backward begins with the head.
-    fully_shard(model, mesh=mesh, reshard_after_forward=False, ignored_params=numbers)
+    fully_shard(model, mesh=data_mesh, reshard_after_forward=False, ignored_params=scalars)
     # By default only `forward` gathers the parameters of the root. Evaluation and sampling call
     # `hidden`.
     register_fsdp_forward_method(model, "hidden")
@@ -185,7 +188,7 @@ def sync_gradients(wrapped: nn.Module, sharding: str, *, is_last: bool) -> Abstr
         # step. zero3 keeps only the root's weights (recurse=False) and frees blocks.
         wrapped.set_reshard_after_backward(is_last, recurse=sharding != "zero3")
         if is_last:
-            return average_numbers(wrapped)
+            return average_scalars(wrapped)
     return nullcontext()  # FSDP2 keeps these settings in the module
 
 
@@ -198,7 +201,7 @@ def free_gathered_weights(model: nn.Module) -> None:
 
 
 @contextmanager
-def average_numbers(wrapped: nn.Module) -> Iterator[None]:
+def average_scalars(wrapped: nn.Module) -> Iterator[None]:
     """Context of the last micro-step: at its end, average the gradients of parameters that FSDP2
     does not divide over the processes."""
     yield
