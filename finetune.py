@@ -67,8 +67,7 @@ METHODS: dict[str, type[Method]] = {
 
 
 def main() -> None:
-    # derived: names of the options to compute below, ["log_dir", "max_lr", ...]
-    # checkpoint: content of the --resume file, or None
+    # derived: names of the options to compute below; checkpoint: content of the --resume file
     given_options, derived, checkpoint = read_options(FinetuneOptions, "finetune.py", sys.argv[1:])
     process = start_process(given_options)  # catches signals from here on
     device_options = resolve_on_device(given_options, derived, process)
@@ -145,8 +144,7 @@ def main() -> None:
             raise
         saver.finish()  # waits for the last write
 
-    # prints the result and the next commands; after a signal, ends the process with its exit code
-    run.finish(next_commands(options))
+    run.finish(next_commands(options))  # prints the result; after a signal, exits with its number
 
 
 def evaluate(run: Run[ResolvedFinetuneOptions], method: Method, model: GPT, saver: Saver) -> None:

@@ -53,12 +53,10 @@ from utils.throughput import StepTimer
 
 
 def main() -> None:
-    # `derived` has the names of the options that no flag gives, ["max_lr", "min_lr", ...].
-    # `checkpoint` is the content of the --resume file, or None.
+    # `derived` names the options that no flag gives, ["max_lr", "min_lr", ...]: the recipe, other
+    # options and the device decide them. `checkpoint` is the content of the --resume file, or None.
     given_options, derived, checkpoint = read_options(TrainOptions, "train.py", sys.argv[1:])
-    # The recipe, other options and the device decide them. In `options`, a ResolvedTrainOptions,
-    # dtype and micro_batch_size may still be "auto".
-    options, recipe = resolve_options(given_options, derived, checkpoint)
+    options, recipe = resolve_options(given_options, derived, checkpoint)  # ResolvedTrainOptions
     if options.dry_run:
         return print_forecast(options, recipe, checkpoint)
     process = start_process(options)  # from here on a signal ends the loop, which saves
@@ -133,8 +131,7 @@ def main() -> None:
             saver.save_last()
         saver.finish()  # waits for the last write
 
-    # prints the result and the next commands; after a signal, ends the process with its exit code
-    run.finish(next_commands(options))
+    run.finish(next_commands(options))  # prints the result; after a signal, exits with its number
 
 
 def next_commands(options: ResolvedTrainOptions) -> list[str]:

@@ -5,6 +5,7 @@ the flags that the user typed, and one parser checks them all. If a flag occurs 
 wins.
 """
 
+import builtins
 import contextlib
 import difflib
 import inspect
@@ -300,6 +301,8 @@ def call_and_exit(
     before_exit()  # a training run waits here until its checkpoints are written
     remove_unused_folders()  # of a run that was refused
     flush_output()  # os._exit does not flush buffers
+    if hasattr(builtins, "__IPYTHON__"):  # `%run` of a notebook: os._exit would end its kernel
+        sys.exit(exit_code)
     # Skip the interpreter's shutdown: reader threads of `datasets` can block the shutdown forever,
     # and gloo aborts in it if a gloo thread waits for the interpreter lock to release a tensor.
     os._exit(exit_code)

@@ -61,8 +61,8 @@ class Checkpoint(TypedDict, total=False):
     model: dict[str, Tensor]
     """Weights by parameter name, rounded to bfloat16."""
     model_low: dict[str, Tensor]
-    """What the float32 bits, as integers, are above those of `model`, by parameter name, int16: see
-    split_float32. Buffers of other dtypes are whole in `model`, and not here."""
+    """By parameter name, int16: the difference of the float32 bits to those of `model`, as integers
+    (split_float32). Buffers of other dtypes are whole in `model`, and not here."""
     optimizer: dict[str, dict[str, Any]]
     """Optimizer state by parameter name, then by state name ("exp_avg"); {} before step 1."""
     group_values: dict[str, dict[str, Any]]

@@ -1,3 +1,4 @@
+import builtins
 import errno
 import os
 import subprocess
@@ -16,7 +17,14 @@ from model.formats.checkpoint import find_checkpoint
 from model.formats.huggingface_weights import find_or_download
 from recipes import RECIPES
 from sample import SampleOptions
-from utils.cli import FLAGS_BY_NANOGPT_NAME, flag_value, parse, to_flags, user_message
+from utils.cli import (
+    FLAGS_BY_NANOGPT_NAME,
+    call_and_exit,
+    flag_value,
+    parse,
+    to_flags,
+    user_message,
+)
 from utils.errors import UserError
 from utils.logger import find_metrics
 
@@ -191,6 +199,18 @@ def test_a_reader_that_has_ended_causes_no_traceback(program):
     )
     os.close(write_end)
     assert (finished.stderr, finished.returncode) in ((b"", 0), (b"error: wrong\n", 2))
+
+
+@pytest.mark.parametrize("message, code", [(None, 0), ("wrong", 2)])
+def test_a_script_that_a_notebook_runs_leaves_the_kernel_alive(message, code, monkeypatch):
+    def main():
+        if message is not None:
+            raise UserError(message)
+
+    monkeypatch.setattr(builtins, "__IPYTHON__", True, raising=False)
+    with pytest.raises(SystemExit) as end:
+        call_and_exit(main)
+    assert end.value.code == code
 
 
 def test_a_missing_path_is_said_to_be_in_the_project_if_it_is(tmp_path, monkeypatch):
