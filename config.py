@@ -29,7 +29,7 @@ PER_LAUNCH = ("run_dir", "config", "resume", "overwrite", "dry_run", "minutes")
 
 # Options that follow from other options, the recipe or the device if they are not given or "auto".
 # A resumed run derives them again: a new --max_lr changes --min_lr. It keeps its warmup and, unless
-# it was moved, the folder of its log (saved_options of training/options.py).
+# it was moved or branches off, the folder of its log (saved_options of training/options.py).
 DERIVED = (
     "log_dir",
     "total_batch_size",

@@ -67,7 +67,7 @@ METHODS: dict[str, type[Method]] = {
 
 
 def main() -> None:
-    # derived: names of the options to compute below; checkpoint: content of the --resume file
+    # derived: names of the options to compute below; checkpoint: of --resume, None for a new run
     given_options, derived, checkpoint = read_options(FinetuneOptions, "finetune.py", sys.argv[1:])
     process = start_process(given_options)  # catches signals from here on
     device_options = resolve_on_device(given_options, derived, process)
@@ -144,7 +144,7 @@ def main() -> None:
             raise
         saver.finish()  # waits for the last write
 
-    run.finish(next_commands(options))  # prints the result; after a signal, exits with its number
+    run.finish(next_commands(options))  # prints the result; exits after a signal
 
 
 def evaluate(run: Run[ResolvedFinetuneOptions], method: Method, model: GPT, saver: Saver) -> None:
@@ -184,7 +184,7 @@ def resolve_on_device(
 ) -> FinetuneOptions:
     """Return the options with --use_torch_compile and --dtype resolved for this device, and the
     files of --init_from and --reward in place of their folders. `derived` has the names of
-    the options that no flag gives (read_options). Every process must call it."""
+    the options that no flag sets (read_options). Every process must call it."""
     options = resolve_compile(options, derived)  # by default only on CUDA
     options = resolve_dtype(options, process)  # "auto" becomes process.dtype
     # completions of grpo have too many lengths: the model would be compiled for each of them

@@ -41,7 +41,7 @@ RATE_AND_BATCH = {
 def rate_and_batch(n_embd: int) -> tuple[float, int]:
     """Return AdamW's learning rate and the tokens of a step for a model of `n_embd` channels: those
     of RATE_AND_BATCH, between two of its widths a power of the width, and outside of them those of
-    the nearest. Tokens that are not in the table are rounded to a power of two."""
+    the nearest. For a width that is not in the table, tokens are rounded to a power of two."""
     if n_embd in RATE_AND_BATCH:
         return RATE_AND_BATCH[n_embd]
     log_widths = np.log(list(RATE_AND_BATCH))  # rising, as np.interp needs

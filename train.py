@@ -53,7 +53,7 @@ from utils.throughput import StepTimer
 
 
 def main() -> None:
-    # `derived` names the options that no flag gives, ["max_lr", "min_lr", ...]: the recipe, other
+    # `derived` names the options that no flag sets, ["max_lr", "min_lr", ...]: the recipe, other
     # options and the device decide them. `checkpoint` is the content of the --resume file, or None.
     given_options, derived, checkpoint = read_options(TrainOptions, "train.py", sys.argv[1:])
     options, recipe = resolve_options(given_options, derived, checkpoint)  # ResolvedTrainOptions
@@ -82,7 +82,7 @@ def main() -> None:
     progress = run.progress  # a Progress: step, tokens, ...; advanced in the loop below
     # `wrapped` trains the weights of `model` and averages gradients over processes (DDP, FSDP2)
     wrapped, optimizers = run.distribute(model, weights, recipe, checkpoint)
-    run.options = options = halve_until_it_fits(run, wrapped)  # unless a flag gives a micro-batch
+    run.options = options = halve_until_it_fits(run, wrapped)  # on GPUs, unless a flag gives it
     del initial, weights, checkpoint  # closes the file that their tensors are mapped from
 
     batches = open_batches(run, train_data)
@@ -131,7 +131,7 @@ def main() -> None:
             saver.save_last()
         saver.finish()  # waits for the last write
 
-    run.finish(next_commands(options))  # prints the result; after a signal, exits with its number
+    run.finish(next_commands(options))  # prints the result; exits after a signal
 
 
 def next_commands(options: ResolvedTrainOptions) -> list[str]:

@@ -275,7 +275,7 @@ def write_shards(
         delay=bar_seconds,  # a short run shows no bar
         mininterval=bar_seconds,
     )
-    # hold_back may join the last documents to one, and hold out a part of it for validation.
+    # hold_back may join the last documents into one, and hold out a part of it for validation.
     for document in sharder.hold_back(documents):
         # Counter({"\t": 12}) for a tokenizer.json whose pre-tokenizer drops white space
         lost_characters = document.lost_characters

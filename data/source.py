@@ -312,8 +312,8 @@ def join_pieces(pieces: Iterable[str], folder: Path) -> Row:
 def separator_pattern(separator: str) -> re.Pattern[str]:
     """Return the expression of --separator. A mark in brackets, <|endoftext|>, separates texts
     anywhere, and so does a separator with a line break. Another one, such as "---", has to stand
-    alone on a line, perhaps with two blanks behind it. The line break behind a separator belongs to
-    it."""
+    alone on a line. The line break behind a separator belongs to it, and up to two blanks or tabs
+    before that."""
     # the separator by its line breaks, which a user types as \n: ["---"], ["", "", ""] for \n\n
     lines = separator.replace("\\r", "").replace("\\n", "\n").split("\n")
     text = r"\r?\n".join(map(re.escape, lines))

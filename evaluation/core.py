@@ -235,7 +235,7 @@ class FewShotTasks(Benchmark):
             check_ranges(task, f"{folder}/core.yaml, {label}: ")
             file = folder / "eval_data" / entry["dataset_uri"]
             rows = task.read(file, limit, tokenizer, block_size)
-            # guessed by the choices; language_modeling keeps 0, because a guess is never right
+            # without an entry, by the number of choices; language_modeling, which has none, keeps 0
             if label not in baseline_by_label and task.type != "language_modeling":
                 # the mean over the items, which may have different numbers of choices
                 chances = [1 / len(task.prompts(row)) for row in rows]

@@ -194,7 +194,7 @@ class Transformer(nn.Module):
         x = self.wte(idx)  # (B, T, C)
         angles: Angles | None = None
         if self.config.position == "learned":
-            x = x + self.wpe(positions)  # (T, C) is added to each sequence
+            x = x + self.wpe(positions)  # (T, C), or (B, T, C) for rows with padding
         else:
             # computed once: every block rotates its queries and keys by these angles
             angles = rotary_angles(positions, self.config.head_size, self.config.rope_base)

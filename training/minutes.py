@@ -63,10 +63,11 @@ LADDER = (
 # all sizes. A larger one could take all of the time of a slow machine.
 FIRST_MEASURED = 1
 MEASURED_SHARE = 0.1  # of the time, for measuring: no size is begun later
-# Of the time, for the passes of a size without an update, and as much for those with one; at most
-# MAX_MEASURE_SECONDS. Half a second is not enough where other programs change the speed.
+# Share of the time for passes of a size without an update. As many passes with an update follow.
+# More seconds give a better mean where other programs change the speed.
 PASSES_SHARE = 0.005
-MAX_MEASURE_SECONDS = 10
+MIN_PASSES_SECONDS = 0.5
+MAX_PASSES_SECONDS = 10.0
 FINISH_SECONDS = 3  # to save the last checkpoint
 NUM_VALIDATIONS = 10  # of a run
 VALIDATED_SHARE = 0.05  # of the time, for validations
@@ -137,15 +138,15 @@ class Dial:
         try:
             train_stream = Mixture(options.data_dir, "train", options.block_size).stream
             val_stream = Mixture(options.data_dir, "val", options.block_size).stream
-            self.corpus_tokens = len(train_stream)
-            self.corpus_val_tokens = len(val_stream)  # --val_tokens may read fewer
+            self.text_tokens = len(train_stream)
+            self.available_val_tokens = len(val_stream)  # --val_tokens may read fewer
             vocab_size = train_stream.vocab_size
         except MissingShards:
             if not options.dry_run:
                 raise
             # a dry run before the sharding plans for FineWeb-Edu's sample of 10B tokens
-            self.corpus_tokens = 10_000_000_000
-            self.corpus_val_tokens = 100_000_000
+            self.text_tokens = 10_000_000_000
+            self.available_val_tokens = 100_000_000
             vocab_size = GPTConfig.vocab_size
         self.sizes = [self.make_size(recipe, vocab_size, flags) for flags in self.ladder()]
 
@@ -220,7 +221,8 @@ class Dial:
         validation_seconds = VALIDATED_SHARE * seconds / NUM_VALIDATIONS
         val_tokens = 2 ** int(math.log2(max(2, 3 * validation_seconds / cost.token_seconds)))
         flags = self.without_given({"val_tokens": min(val_tokens, self.options.val_tokens)})
-        val_tokens = min(flags.get("val_tokens", self.options.val_tokens), self.corpus_val_tokens)
+        val_tokens = flags.get("val_tokens", self.options.val_tokens)
+        val_tokens = min(val_tokens, self.available_val_tokens)
         # Validations of a size that is too large may take all of the time.
         validated_seconds = NUM_VALIDATIONS * val_tokens * cost.token_seconds / 3
         seconds = max(0.01 * seconds, seconds - validated_seconds)
@@ -238,7 +240,7 @@ class Dial:
                     break
                 batch_tokens *= 2
         num_tokens = seconds / (cost.token_seconds + cost.update_seconds / batch_tokens)
-        num_tokens = min(num_tokens, MOST_EPOCHS * self.corpus_tokens)
+        num_tokens = min(num_tokens, MOST_EPOCHS * self.text_tokens)
         max_steps = max(NUM_VALIDATIONS, int(num_tokens / batch_tokens))
         every = -(-max_steps // NUM_VALIDATIONS)  # rounded up
         flags |= size.flags
@@ -256,7 +258,7 @@ class Dial:
             size,
             flags,
             num_tokens,
-            compared_loss(size.num_parameters, num_tokens, self.corpus_tokens),
+            compared_loss(size.num_parameters, num_tokens, self.text_tokens),
         )
 
 
@@ -318,8 +320,9 @@ def measure_step(
     first_seconds = seconds_of(1, update=False)  # compiles, and allocates memory
     seconds_of(1, update=True)  # creates the state of the optimizers
     assert options.minutes is not None
-    measure_seconds = min(MAX_MEASURE_SECONDS, PASSES_SHARE * 60 * options.minutes)
-    num_passes = max(1, int(measure_seconds / seconds_of(1, update=False)))
+    passes_seconds = max(MIN_PASSES_SECONDS, PASSES_SHARE * 60 * options.minutes)
+    passes_seconds = min(MAX_PASSES_SECONDS, passes_seconds)
+    num_passes = max(1, int(passes_seconds / seconds_of(1, update=False)))
     pass_seconds = seconds_of(num_passes, update=False)
     # each of these passes ends with an update; noise can make the difference negative
     update_seconds = max(0.0, seconds_of(num_passes, update=True) - pass_seconds)
@@ -390,7 +393,7 @@ def apply_plan(dial: Dial, plan: Plan) -> tuple[ResolvedTrainOptions, list[str]]
             f"{len(dial.sizes)} sizes that reaches the lowest predicted loss, to {EQUAL_LOSS}, in "
             f"{dial.options.minutes:g} minutes"
         )
-        epochs = plan.num_tokens / dial.corpus_tokens
+        epochs = plan.num_tokens / dial.text_tokens
         stop = " and more repeats would hardly help" if epochs > 0.99 * MOST_EPOCHS else ""
         print(f"{plan.num_tokens:,} tokens fit into that time: {epochs:,.2f} epochs{stop}")
         # the name --minutes and its value, or --minutes=value

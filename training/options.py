@@ -55,9 +55,9 @@ def read_options(
     """Return the options that the flags of a script give, the names of the derived options, and
     the resumed checkpoint, None for a new run.
 
-    Derived options are those of DERIVED (config.py) that no flag gives, such as ["log_dir",
-    "min_lr"]. In the options, `resume` is the path of the checkpoint, or "auto" if there is none to
-    continue. Raises UserError for options that contradict each other.
+    Derived options are those of DERIVED (config.py) that no flag sets, or that a flag sets to
+    "auto", such as ["log_dir", "min_lr"]. In the options, `resume` is the path of the checkpoint,
+    or "auto" if there is none to continue. Raises UserError for options that contradict each other.
     """
     # The parser takes the last of equal flags. So flags of the resumed run come first, then those
     # of --config, then the command line.
@@ -104,14 +104,14 @@ def read_options(
 
 
 def list_derived(given_flags: list[str], checkpoint: Checkpoint | None) -> list[str]:
-    """Return the names of the options that this run derives. A resumed run derives those that its
-    checkpoint names, unless `given_flags` give them now."""
+    """Return the names of the options that this run derives (read_options). A resumed run derives
+    those that its checkpoint names, unless `given_flags` set them now."""
     # {"max_lr": "6e-4", "use_torch_compile": None} for --max_lr 6e-4 --no_use_torch_compile
     given_values = {name.removeprefix("no_"): value for name, value in named_flags(given_flags)}
     derived = []
     for name in DERIVED:
         if name in given_values:
-            is_derived = given_values[name] == "auto"
+            is_derived = given_values[name] == "auto"  # it asks to derive the option again
         else:
             is_derived = checkpoint is None or name in checkpoint["derived"]
         if is_derived:
@@ -136,7 +136,8 @@ def check_inputs(options: Options, given_flags: list[str], checkpoint: Checkpoin
 
 def saved_options(checkpoint: Checkpoint, folder: Path) -> dict[str, Any]:
     """Return the options by name with which a run resumes from a checkpoint into `folder`. Flags
-    override them."""
+    override them. Derived options are left out, except for the warmup, and for the folder of the
+    log unless the run was moved or branches off."""
     saved = checkpoint["config"]
     options = without_derived(checkpoint)
     options["checkpoint_dir"] = folder
@@ -151,8 +152,8 @@ def saved_options(checkpoint: Checkpoint, folder: Path) -> dict[str, Any]:
 
 
 def without_derived(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options by name of a checkpoint or config.json, as flags gave them. Derived ones
-    are left out, so that they are computed again, on this machine and from the options of today."""
+    """Return the resolved options by name of a checkpoint or config.json, without the derived ones,
+    which a run computes again from its own options and device."""
     options = content["config"]
     return {name: value for name, value in options.items() if name not in content["derived"]}
 
@@ -196,7 +197,7 @@ def read_options_file(path: Path) -> dict[str, Any]:
         if path.suffix == ".toml":
             return tomllib.loads(text)
         return without_derived(json.loads(text))
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(
             f"--config {path} is neither a .toml nor a run's config.json: {error}"
         ) from error
@@ -297,7 +298,7 @@ def is_on_gpu(device: str) -> bool:
 
 def resolve_compile(options: Machine, derived: list[str]) -> Machine:
     """Return the options with use_torch_compile resolved: by default only on CUDA. `derived` has
-    the names of the options that no flag gives (read_options)."""
+    the names of the options that no flag sets (read_options)."""
     # By default not on CPUs: there a small model takes longer to compile than to train.
     if "use_torch_compile" in derived:
         options = replace(options, use_torch_compile=is_on_gpu(options.device))

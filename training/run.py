@@ -408,9 +408,9 @@ class Run(Generic[Options]):
         elif self.process.is_main:
             best_text = ""
             best_path = self.options.checkpoint_dir / BEST  # model_best.pt
-            if best_path.exists():  # not if no validation had a lower loss than step 0
+            if best_path.exists():  # once a validation had a lower loss than step 0
                 best_checkpoint = load_checkpoint(best_path)  # tensors are mapped, not read
-                # the loss of this file's own step, in the unit of the log: nats per token
+                # the validation loss of this file's own step
                 loss, step = best_checkpoint["best_loss"], best_checkpoint["step"]
                 best_text = f", the best with a validation loss of {loss:.4f} at step {step:,}"
             self.logger.print(f"done; checkpoints: {folder}{best_text}")

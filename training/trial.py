@@ -16,14 +16,14 @@ from training.parallel.data_parallel import sync_gradients
 from training.run import Run
 from utils.errors import UserError, is_out_of_memory
 
-# Without memory, PyTorch raises an error on these. On a CPU the system ends the process instead.
-TRIED_DEVICES = ("cuda", "mps")
+TRIED_DEVICES = ("cuda",)  # elsewhere up to 16 sequences are taken, without a forecast
 
 
 def halve_until_it_fits(run: Run[ResolvedTrainOptions], wrapped: nn.Module) -> ResolvedTrainOptions:
-    """Return the options of a run with --micro_batch_size halved until a micro-batch fits the
-    memory of every process. `wrapped` is the module to train, from Run.distribute. Every process
-    must call it. Raises UserError if not even one sequence fits."""
+    """Return the options of a run with --micro_batch_size, if it is automatic, halved until a
+    micro-batch fits the memory of every process: on GPUs, without sharding. `wrapped` is the module
+    to train, from Run.distribute. Every process must call it. Raises UserError if not even one
+    sequence fits."""
     options = run.options
     process = run.process
     if "micro_batch_size" not in run.entries["derived"]:  # the user gave a number

@@ -257,7 +257,8 @@ def call_and_exit(
     before_exit: Callable[[], None] = lambda: None,
     explain: Callable[[Exception], str | None] = lambda error: None,
 ) -> NoReturn:
-    """Call `main`, then `before_exit`, and exit the process.
+    """Call `main`, then `before_exit`, and exit the process; in a notebook's kernel, which a script
+    shares after `%run`, raise SystemExit.
 
     The exit code is 0 after success, or the code of a SystemExit. It is 2 after a mistake of the
     user or a fault of the machine, for which one sentence is printed; 1 after a bug, with its
@@ -301,7 +302,9 @@ def call_and_exit(
     before_exit()  # a training run waits here until its checkpoints are written
     remove_unused_folders()  # of a run that was refused
     flush_output()  # os._exit does not flush buffers
-    if hasattr(builtins, "__IPYTHON__"):  # `%run` of a notebook: os._exit would end its kernel
+    # After `%run` in a notebook os._exit would end the kernel. A training run is better started by
+    # `!python`: what its process holds, such as the locks of its folders, stays with the kernel.
+    if hasattr(builtins, "__IPYTHON__"):
         sys.exit(exit_code)
     # Skip the interpreter's shutdown: reader threads of `datasets` can block the shutdown forever,
     # and gloo aborts in it if a gloo thread waits for the interpreter lock to release a tensor.

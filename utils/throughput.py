@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import torch
 
 from utils.distributed import Process
-from utils.errors import UserError
 from utils.launch import Launch
 
 NETWORK_BANDWIDTH = 50e9  # bytes/s of a 400 Gbit/s network card, one per GPU
@@ -80,8 +79,7 @@ VARIANTS = {"MIG", "Laptop", "D", "Ti", "SUPER", "FHHL"}
 
 def plan_gpus(device: str) -> tuple[GPU, Launch] | None:
     """Return the GPU that --device names for a dry run, and the numbers of processes; None for a
-    device of this machine. "16xh100" are 16 GPUs on two machines, "4x4xh100" are 16 on four. Raises
-    UserError for a number that does not divide into machines of eight."""
+    device of this machine. "16xh100" are 16 GPUs on two machines, "4x4xh100" are 16 on four."""
     # parts 1, 2 and 3 of "4x8xh100" are "4", "8" and "h100"; 1 and 2 of "h100" are None
     parts = re.fullmatch(r"(?:([1-9]\d*)x)?(?:([1-9]\d*)x)?(\w+)", device)
     if parts is None or parts[3] not in NAMED_GPUS:
@@ -91,11 +89,6 @@ def plan_gpus(device: str) -> tuple[GPU, Launch] | None:
     if parts[2]:
         processes_per_machine = int(parts[2])
         world_size *= processes_per_machine
-    if world_size % processes_per_machine:
-        raise UserError(
-            f"--device {device} does not divide into machines of {GPUS_PER_MACHINE} GPUs: name the "
-            f"machines, such as 2x6x{parts[3]}"
-        )
     launch = Launch(world_size=world_size, processes_per_machine=processes_per_machine)
     return NAMED_GPUS[parts[3]], launch
 

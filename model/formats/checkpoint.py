@@ -76,7 +76,7 @@ class Checkpoint(TypedDict, total=False):
     config: dict
     """Options by name, resolved. convert.py writes only `init_from`, the name of the model."""
     derived: list[str]
-    """Names of the options in `config` that no flag gave: they were computed from others."""
+    """Names of options in DERIVED (config.py) that no flag set: they were computed from others."""
     model_config: dict
     """Fields of GPTConfig."""
     tokenizer: str
@@ -125,8 +125,7 @@ def split_float32(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def join_float32(high: Tensor, low: Tensor) -> Tensor:
-    """Join the two halves of split_float32 into the same float32, bit for bit
-    except for NaNs."""
+    """Join the two halves of split_float32 into the same float32. All NaNs are one."""
     # + and not |, because `low` (int16) is negative where `high` was rounded up. int32, because
     # int16 is too short for `<< 16`.
     bits = (high.contiguous().view(torch.int16).to(torch.int32) << 16) + low.to(torch.int32)

@@ -74,8 +74,7 @@ def print_forecast(
     fits = sum(bytes_by_use.values()) <= USABLE * hardware.free_bytes
     print_memory(bytes_by_use, fits, hardware)
 
-    # communication, and advice
-    # of one step; None if the speed of the device is not known
+    # communication, and advice; the forecast is None if the speed of the device is not known
     forecast = forecast_step(options, model_config, hardware)
     # fraction of the peak FLOP/s; lower if a GPU waits for communication
     utilization = ASSUMED_UTILIZATION
@@ -94,7 +93,7 @@ def print_forecast(
     if plan is None:  # a named GPU is in another machine, which has its own folders
         check_run_files(options, recipe, checkpoint, model, data)
     print("This was a dry run: nothing was trained or written.")
-    # train.sh replaces this line
+    # train.sh replaces this line; before a run it leaves out the line above, too
     print(f"next: {describe_next(options, fits, 'val' in data)}")
 
 
@@ -167,8 +166,11 @@ def describe_next(options: ResolvedTrainOptions, fits: bool, has_shards: bool) -
         command = "the same command of train.py without --dry_run and --device, on such a machine"
         if launch.world_size > 1:
             per_machine = launch.processes_per_machine
-            num_machines = launch.world_size // per_machine
+            num_machines = -(-launch.world_size // per_machine)  # rounded up
             command += f", by torchrun --nproc_per_node={per_machine} --nnodes={num_machines}"
+            if launch.world_size % per_machine:  # 4 of 12xh100
+                last = launch.world_size % per_machine
+                command += f", on the last machine --nproc_per_node={last}"
         return command
     command = "the same command of train.py without --dry_run"
     if has_shards:

@@ -129,8 +129,8 @@ def bytes_of_shards(
     if options.sharding == "none":
         return 0
     # For example 124M in 2 micro-steps under zero3: 4 gathers of 85M bfloat16 matrix weights, one
-    # of 39M float32 others, and 2 reductions of 124M float32 gradients.
-    # of one process, before sharding
+    # of 39M float32 others, and 2 reductions of 124M float32 gradients. These are the numbers of
+    # weights of a process before sharding:
     num_matrix_weights, num_other_weights = count_weights(model_config, options.tensor_parallel)
     micro_steps = hardware.count_micro_steps(options)
     # zero3 frees the blocks after the forward pass and gathers them again for the backward.

@@ -2,10 +2,11 @@
 
 Each process of a tensor-parallel group computes some of the heads and some channels of the MLP. It
 holds their rows of c_attn and c_fc and their columns of the two c_proj, and the group sums the
-outputs of c_proj. Outside of attention and MLP all processes of a group compute the same. So they
-read the same sequences, and dropout there drops the same numbers. Sharding then divides the
-part of a process among the groups (training/parallel/data_parallel.py). Parameters of the four
-layers are DTensors on a mesh with a dimension "tensor", all others on a mesh without it.
+outputs of c_proj. Everything else, but for what lies between c_attn or c_fc and c_proj, is the same
+on all processes of a group. So they read the same sequences, and dropout there drops the same
+numbers. Sharding then divides the part of a process among the groups
+(training/parallel/data_parallel.py). Parameters of the four layers are DTensors on a mesh with a
+dimension "tensor", all others on a mesh without it.
 
 c_attn fuses queries, keys and values, and c_fc of SwiGLU fuses gate and input. A process needs its
 part of each, so the rows of such a layer are reordered: [Q; K; V] becomes [Q0; K0; V0; Q1; K1; V1].
@@ -108,8 +109,8 @@ def parallelize(model: GPT, mesh: DeviceMesh) -> None:
     """Divide the blocks of a model on the device "meta" among the processes of a one-dimensional
     mesh, in place. check_divides has checked that their number divides the heads and the MLP."""
     tensor_parallel = mesh.size()
-    # ColwiseParallel divides the rows of a weight (out, in): each process computes some outputs, of
-    # a fused layer those of whole heads (row_order).
+    # ColwiseParallel divides the rows of a weight (out, in): each process computes some outputs.
+    # own_rows.py fills a fused layer in the order of row_order, so that these are whole heads.
     # RowwiseParallel divides the columns and all-reduces the outputs. So attention and MLP each
     # need one all-reduce in a forward pass.
     plan = {
