@@ -178,6 +178,19 @@ def test_a_dry_run_forecasts_for_a_gpu_that_is_not_here(
     assert out.endswith(" without --dry_run and --device, on such a machine\n")
 
 
+@pytest.mark.parametrize(
+    "device, launch",
+    [
+        ("16xh100", "--nproc_per_node=8 --nnodes=2"),
+        ("12xh100", "--nproc_per_node=8 --nnodes=2, on the last machine --nproc_per_node=4"),
+        ("2x6xh100", "--nproc_per_node=6 --nnodes=2"),
+    ],
+)
+def test_a_dry_run_says_how_its_gpus_start(dry_run, tmp_path, device, launch):
+    out = dry_run("--device", device, "--data_dir", tmp_path, "--total_batch_size", 786_432)
+    assert out.endswith(f", on such a machine, by torchrun {launch}\n")
+
+
 def test_the_largest_micro_batch_is_the_last_within_the_forecast():
     options = train_options(total_batch_size=48 * 1024, micro_batch_size="auto")
     shape = options.model_config(Recipe(), 50257)
