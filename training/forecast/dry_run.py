@@ -170,7 +170,7 @@ def describe_next(options: ResolvedTrainOptions, fits: bool, has_shards: bool) -
             command += f", by torchrun --nproc_per_node={per_machine} --nnodes={num_machines}"
             if launch.world_size % per_machine:  # 4 of 12xh100
                 last = launch.world_size % per_machine
-                command += f", on the last machine --nproc_per_node={last}"
+                command += f", on the last machine torchrun --nproc_per_node={last}"
         return command
     command = "the same command of train.py without --dry_run"
     if has_shards:

@@ -89,7 +89,8 @@ def dry_run(monkeypatch, capsys):
 
 
 def test_a_dry_run_says_what_would_be_and_needs_no_data(dry_run, tmp_path):
-    out = dry_run("--device", "cpu", "--data_dir", tmp_path)
+    # bfloat16: it fits the memory of a small machine
+    out = dry_run("--device", "cpu", "--dtype", "bfloat16", "--data_dir", tmp_path)
     assert "124,439,808 parameters; 19,073 steps" in out
     assert " = 1024 x micro-batch 16 x micro-steps 32 on cpu" in out
     assert "note: GPT-2's vocabulary assumed; a smaller one makes a smaller model" in out
@@ -182,7 +183,10 @@ def test_a_dry_run_forecasts_for_a_gpu_that_is_not_here(
     "device, launch",
     [
         ("16xh100", "--nproc_per_node=8 --nnodes=2"),
-        ("12xh100", "--nproc_per_node=8 --nnodes=2, on the last machine --nproc_per_node=4"),
+        (
+            "12xh100",
+            "--nproc_per_node=8 --nnodes=2, on the last machine torchrun --nproc_per_node=4",
+        ),
         ("2x6xh100", "--nproc_per_node=6 --nnodes=2"),
     ],
 )
