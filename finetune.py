@@ -183,8 +183,8 @@ def resolve_on_device(
     options: FinetuneOptions, derived: list[str], process: Process
 ) -> FinetuneOptions:
     """Return the options with --use_torch_compile and --dtype resolved for this device, and the
-    files of --init_from and --reward in place of their folders. `derived` has the names of
-    the options that no flag sets (read_options). Every process must call it."""
+    files of --init_from and --reward in place of their folders. `derived` has the names of the
+    options that no flag sets (read_options). Every process must call it."""
     options = resolve_compile(options, derived)  # by default only on CUDA
     options = resolve_dtype(options, process)  # "auto" becomes process.dtype
     # completions of grpo have too many lengths: the model would be compiled for each of them

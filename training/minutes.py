@@ -319,7 +319,7 @@ def measure_step(
 
     first_seconds = seconds_of(1, update=False)  # compiles, and allocates memory
     seconds_of(1, update=True)  # creates the state of the optimizers
-    assert options.minutes is not None
+    assert options.minutes is not None  # Dial has checked it, and only `choose` measures
     passes_seconds = max(MIN_PASSES_SECONDS, PASSES_SHARE * 60 * options.minutes)
     passes_seconds = min(MAX_PASSES_SECONDS, passes_seconds)
     num_passes = max(1, int(passes_seconds / seconds_of(1, update=False)))

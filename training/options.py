@@ -108,7 +108,7 @@ def list_derived(given_flags: list[str], checkpoint: Checkpoint | None) -> list[
     those that its checkpoint names, unless `given_flags` set them now."""
     # {"max_lr": "6e-4", "use_torch_compile": None} for --max_lr 6e-4 --no_use_torch_compile
     given_values = {name.removeprefix("no_"): value for name, value in named_flags(given_flags)}
-    derived = []
+    derived: list[str] = []
     for name in DERIVED:
         if name in given_values:
             is_derived = given_values[name] == "auto"  # it asks to derive the option again

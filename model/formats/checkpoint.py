@@ -125,7 +125,8 @@ def split_float32(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def join_float32(high: Tensor, low: Tensor) -> Tensor:
-    """Join the two halves of split_float32 into the same float32. All NaNs are one."""
+    """Join the two parts that split_float32 returns into the same float32, bit for bit; every NaN
+    becomes the same NaN."""
     # + and not |, because `low` (int16) is negative where `high` was rounded up. int32, because
     # int16 is too short for `<< 16`.
     bits = (high.contiguous().view(torch.int16).to(torch.int32) << 16) + low.to(torch.int32)

@@ -168,9 +168,9 @@ def describe_next(options: ResolvedTrainOptions, fits: bool, has_shards: bool) -
             per_machine = launch.processes_per_machine
             num_machines = -(-launch.world_size // per_machine)  # rounded up
             command += f", by torchrun --nproc_per_node={per_machine} --nnodes={num_machines}"
-            if launch.world_size % per_machine:  # 4 of 12xh100
-                last = launch.world_size % per_machine
-                command += f", on the last machine torchrun --nproc_per_node={last}"
+            on_last_machine = launch.world_size % per_machine  # 4 of 12xh100; 0: all are alike
+            if on_last_machine > 0:
+                command += f", on the last machine torchrun --nproc_per_node={on_last_machine}"
         return command
     command = "the same command of train.py without --dry_run"
     if has_shards:

@@ -110,7 +110,8 @@ def parallelize(model: GPT, mesh: DeviceMesh) -> None:
     mesh, in place. check_divides has checked that their number divides the heads and the MLP."""
     tensor_parallel = mesh.size()
     # ColwiseParallel divides the rows of a weight (out, in): each process computes some outputs.
-    # own_rows.py fills a fused layer in the order of row_order, so that these are whole heads.
+    # own_rows.py fills a fused layer in the order of row_order, so that a process has its part of
+    # each fused matrix: of c_attn whole heads.
     # RowwiseParallel divides the columns and all-reduces the outputs. So attention and MLP each
     # need one all-reduce in a forward pass.
     plan = {
