@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from model.config import GPTConfig
-from model.initial_weights import allocate, build_without_weights, own_random_numbers
+from model.initial_weights import own_random_numbers
 
 # Lines for the user go through logging, because model/ does not print. Python writes them to
 # stderr, and `start` in utils/distributed.py turns them off on all processes but the main one.
@@ -70,8 +70,7 @@ def narrow_config(config: GPTConfig, max_kv_heads: int) -> GPTConfig:
 def narrow_copy(model_class: type[nn.Module], config: GPTConfig, max_kv_heads: int) -> GPT:
     """Return a new model of the class and the techniques of another one, with few channels, in
     float32 on the CPU and in evaluation mode. Its weights are such that logits reach about +-20."""
-    model: GPT = build_without_weights(model_class, narrow_config(config, max_kv_heads))
-    allocate(model, torch.device("cpu"))
+    model: GPT = model_class(narrow_config(config, max_kv_heads))
     # Every parameter gets random numbers. What begins at 0 or 1, such as a gate, would hide what it
     # does.
     with torch.no_grad():
