@@ -31,7 +31,7 @@ from model.gpt import GPT
 from model.initial_weights import build_without_weights, new_model
 from recipes import Recipe
 from training.forecast.advice import choose_micro_batch
-from training.forecast.loss import MOST_EPOCHS, compared_loss
+from training.forecast.loss import FITTED_BYTES_PER_TOKEN, MOST_EPOCHS, compared_loss
 from training.forecast.memory import Hardware
 from training.forecast.step_time import ASSUMED_UTILIZATION
 from training.optimizers import make_optimizers
@@ -141,6 +141,7 @@ class Dial:
             self.text_tokens = len(train_stream)
             self.available_val_tokens = len(val_stream)  # --val_tokens may read fewer
             vocab_size = train_stream.vocab_size
+            bytes_per_token = train_stream.bytes_per_token  # None if a manifest does not say it
         except MissingShards:
             if not options.dry_run:
                 raise
@@ -148,6 +149,9 @@ class Dial:
             self.text_tokens = 10_000_000_000
             self.available_val_tokens = 100_000_000
             vocab_size = GPTConfig.vocab_size
+            bytes_per_token = None
+        self.token_worth = (bytes_per_token or FITTED_BYTES_PER_TOKEN) / FITTED_BYTES_PER_TOKEN
+        """How many tokens of the scaling law one token is worth: 0.22 for bytes."""
         self.sizes = [self.make_size(recipe, vocab_size, flags) for flags in self.ladder()]
 
     def ladder(self) -> list[dict[str, Any]]:
@@ -235,12 +239,11 @@ class Dial:
         if "total_batch_size" not in self.given:
             batch_tokens = smallest
             while True:
-                num_tokens = seconds / (cost.token_seconds + cost.update_seconds / batch_tokens)
+                num_tokens = self.tokens_in(seconds, cost, batch_tokens)
                 if 0.58 * num_tokens**0.571 < math.sqrt(2) * batch_tokens:
                     break
                 batch_tokens *= 2
-        num_tokens = seconds / (cost.token_seconds + cost.update_seconds / batch_tokens)
-        num_tokens = min(num_tokens, MOST_EPOCHS * self.text_tokens)
+        num_tokens = self.tokens_in(seconds, cost, batch_tokens)
         max_steps = max(NUM_VALIDATIONS, int(num_tokens / batch_tokens))
         every = -(-max_steps // NUM_VALIDATIONS)  # rounded up
         flags |= size.flags
@@ -254,12 +257,16 @@ class Dial:
             }
         )
         num_tokens = max_steps * batch_tokens
-        return Plan(
-            size,
-            flags,
-            num_tokens,
-            compared_loss(size.num_parameters, num_tokens, self.text_tokens),
+        loss = compared_loss(
+            size.num_parameters, self.token_worth * num_tokens, self.token_worth * self.text_tokens
         )
+        return Plan(size, flags, num_tokens, loss)
+
+    def tokens_in(self, seconds: float, cost: StepCost, batch_tokens: int) -> float:
+        """Return the number of tokens that a run with steps of `batch_tokens` reads in `seconds`,
+        at most as many as repeats of the text make useful."""
+        num_tokens = seconds / (cost.token_seconds + cost.update_seconds / batch_tokens)
+        return min(num_tokens, MOST_EPOCHS * self.text_tokens)
 
 
 def cost_of(size: Size, costs: list[StepCost]) -> StepCost:

@@ -62,7 +62,7 @@ def choose(dial: Dial, flops_per_second: float):
 
 def test_more_time_or_a_faster_device_gives_a_larger_model(shards, monkeypatch):
     parameters = []
-    for minutes, speed in [(2, 1e11), (20, 1e11), (20, 1e13), (200, 1e14)]:
+    for minutes, speed in [(2, 1e11), (60, 1e11), (20, 1e13), (200, 1e14)]:
         planned = dial(shards, monkeypatch, minutes)
         planned.text_tokens = 10**10
         plan = choose(planned, speed)
@@ -73,6 +73,16 @@ def test_more_time_or_a_faster_device_gives_a_larger_model(shards, monkeypatch):
         )
         assert 0.9 < seconds / (60 * minutes * (1 - OTHER_SHARE)) < 1
     assert sorted(set(parameters)) == parameters
+
+
+def test_tokens_with_less_text_get_a_smaller_model(shards, monkeypatch):
+    planned = dial(shards, monkeypatch, 15)  # of bytes
+    planned.text_tokens = 10**10
+    assert planned.token_worth == pytest.approx(1 / 4.5, rel=0.01)
+    speed = 1e11  # FLOP/s, about that of a core
+    of_bytes = choose(planned, speed)
+    planned.token_worth = 1.0
+    assert of_bytes.size.num_parameters < choose(planned, speed).size.num_parameters
 
 
 def test_a_small_text_stops_where_repeats_do_not_help(shards, monkeypatch):

@@ -10,6 +10,9 @@ FEWEST_FITTED_TOKENS = 100_000_000  # tokens of the shortest run that fitted_los
 # Approach 3 of Hoffmann et al. 2022 ("Chinchilla"): the loss is LOWEST + A / N^ALPHA + B / D^BETA
 # for N parameters and D tokens.
 LOWEST, A, ALPHA, B, BETA = 1.69, 406.4, 0.34, 410.7, 0.28
+# Mean number of bytes of text in one of these tokens: their MassiveText has 10.5 TB of text, which
+# are 2.35T tokens (Rae et al. 2021).
+FITTED_BYTES_PER_TOKEN = 4.5
 # Muennighoff et al. 2023, section 5: after so many repeats of the text, or so many times the
 # parameters that are best for it, the value of one more has fallen to 1 / e.
 REPEATED_TOKENS, EXCESS_PARAMETERS = 15.4, 5.3
@@ -25,7 +28,9 @@ def fitted_loss(num_parameters: float, num_tokens: float) -> float:
 def compared_loss(num_parameters: float, num_tokens: float, text_tokens: float) -> float:
     """Return a loss by which runs compare that train in equal time on a text of `text_tokens`
     tokens: that of Hoffmann et al. 2022, where tokens beyond the text, and parameters beyond the
-    best number for it, count less and less (Muennighoff et al. 2023, equation 6)."""
+    best number for it, count less and less (Muennighoff et al. 2023, equation 6). Both numbers of
+    tokens are numbers of bytes, divided by FITTED_BYTES_PER_TOKEN: a byte says less than a token of
+    GPT-2, and models of bytes are to be smaller (docs/BENCHMARKS.md)."""
     # the number of parameters for which both terms of the loss fall alike
     best_parameters = (ALPHA * A / (BETA * B) * text_tokens**BETA) ** (1 / ALPHA)
     parameters = effective_number(num_parameters, best_parameters, EXCESS_PARAMETERS)
