@@ -51,7 +51,7 @@ from utils.files import to_json
 from utils.ranges import Count
 
 # Approximate number of tokens in a batch. On a CPU, oneDNN lays out the weights for it.
-EXPECTED_ROWS = 2048
+TOKENS_PER_BATCH = 2048
 
 
 @dataclass(frozen=True)
@@ -239,8 +239,8 @@ def main(options: EvalOptions) -> None:
     # GPT-2's tokenizer is "gpt2".
     model, tokenizer_spec, checkpoint = open_model(checkpoint_path or model_name, float32=True)
     model.to(process.device)
-    # in place: on a CPU oneDNN's layers may replace the linear ones
-    prepare_for_inference(model, process.device, process.dtype, num_tokens=EXPECTED_ROWS)
+    # in place: a CPU may get oneDNN's linear layers, a GPU the blocks' weights in process.dtype
+    prepare_for_inference(model, process.device, process.dtype, num_tokens=TOKENS_PER_BATCH)
 
     options = replace(
         options,

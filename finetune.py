@@ -70,7 +70,7 @@ def main() -> None:
     # derived: names of the options to compute below; checkpoint: of --resume, None for a new run
     given_options, derived, checkpoint = read_options(FinetuneOptions, "finetune.py", sys.argv[1:])
     process = start_process(given_options)  # catches signals from here on
-    device_options = resolve_on_device(given_options, derived, process)
+    device_options = resolve_on_device(given_options, derived, process)  # dtype, use_torch_compile
     # `initial` has the architecture, weights and tokenizer of the resumed checkpoint, or of the
     # model of --init_from.
     initial = open_initial(device_options, checkpoint, process)
@@ -81,7 +81,7 @@ def main() -> None:
     model, weights = build_model(device_options, initial)
     # The numbers of data rows and of parameters set the defaults of --batch_size, --max_steps and
     # --max_lr.
-    assert device_options.data is not None  # FinetuneOptions requires --data
+    assert device_options.data is not None  # FinetuneOptions refuses a run without --data
     num_rows = len(read_lines(device_options.data))
     num_parameters = model.num_parameters()
     # UserError if a step does not divide into micro-batches of all processes

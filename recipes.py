@@ -40,14 +40,14 @@ RATE_AND_BATCH = {
 
 def rate_and_batch(n_embd: int) -> tuple[float, int]:
     """Return AdamW's learning rate and the tokens of a step for a model of `n_embd` channels: those
-    of RATE_AND_BATCH, between two of its widths a power of the width, and outside of them those of
-    the nearest. For a width that is not in the table, tokens are rounded to a power of two."""
+    of RATE_AND_BATCH. Between two of its widths they are a power of the width, outside of them
+    those of the nearest width; then tokens are rounded to a power of two."""
     if n_embd in RATE_AND_BATCH:
         return RATE_AND_BATCH[n_embd]
     log_widths = np.log(list(RATE_AND_BATCH))  # rising, as np.interp needs
     logs = np.log(list(RATE_AND_BATCH.values())).T  # (2, widths)
     log_rate, log_batch = (np.interp(math.log(n_embd), log_widths, row) for row in logs)
-    # three digits; a power of two divides among processes
+    # three digits; a power of two divides among 2, 4, 8, ... processes
     return float(f"{math.exp(log_rate):.3g}"), 2 ** round(log_batch / math.log(2))
 
 
@@ -56,8 +56,8 @@ class Recipe:
     """A way to build and train a model: architecture, optimizer, learning rates, schedule."""
 
     model: dict = field(default_factory=dict)
-    """Fields of GPTConfig by name, with values that differ from GPT-2's. n_inner, which depends on
-    n_embd, is not here: mlp_ratio gives it."""
+    """Fields of GPTConfig by name, with values that differ from GPT-2's. Without n_inner, mlp_ratio
+    gives it."""
     mlp_ratio: NonNegative = 4.0
     """Width of the MLP divided by n_embd. Unless the ratio is 4, the width is rounded up to a
     multiple of 64."""

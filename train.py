@@ -82,7 +82,7 @@ def main() -> None:
     progress = run.progress  # a Progress: step, tokens, ...; advanced in the loop below
     # `wrapped` trains the weights of `model` and averages gradients over processes (DDP, FSDP2)
     wrapped, optimizers = run.distribute(model, weights, recipe, checkpoint)
-    run.options = options = halve_until_it_fits(run, wrapped)  # on GPUs, unless a flag gives it
+    run.options = options = halve_until_it_fits(run, wrapped)  # on GPUs, if no flag sets the size
     del initial, weights, checkpoint  # closes the file that their tensors are mapped from
 
     batches = open_batches(run, train_data)
@@ -103,7 +103,7 @@ def main() -> None:
                     metrics = evaluator.validate()  # {"loss": nats per token, ...}
                     run.logger.log_evaluation("val", metrics, step)
                     saver.save_if_best(metrics["loss"])
-                for benchmark, metrics in evaluator.benchmarks(step):
+                for benchmark, metrics in evaluator.due_benchmarks(step):
                     run.logger.log_evaluation(benchmark, metrics, step)
                 text = evaluator.sample(step)  # None if no sample is due
                 if text is not None:
@@ -231,9 +231,10 @@ def open_batches(run: Run[ResolvedTrainOptions], train_data: Mixture) -> TrainBa
     """Return the micro-batches of this process from the next step on, without end, as inputs and
     targets (B, T) on its device."""
     process = run.process
-    # which positions of a micro-step this process reads
+    # which sequences of a micro-step this process reads
     slicing = Slicing(run.options.sequences_per_pass, process.data_rank, process.data_parallel)
-    position = run.progress.position
+    position = run.progress.position  # int: the sequences that all processes have read so far
+    # NumPy arrays (B, T) of inputs and targets, read when `next` asks for them
     micro_batches = train_batches(train_data, slicing, run.options.seed, position)
     # A thread reads ahead, and this one copies: copies to an Apple GPU from a second thread have
     # given wrong numbers (pytorch issue 197805).

@@ -9,7 +9,7 @@ the folders:
     python data/fineweb-edu.py --worker_index 0 --worker_count 4 --local_dir data/worker0
     python train.py --data_dir data/worker?
 
-If a run is killed at any moment, the same command continues after the last full shard.
+If a run is killed at any moment, the same command continues after what the shards hold.
 """
 
 import hashlib
@@ -185,24 +185,24 @@ def tokenize(
     """
     text_hash = hashlib.blake2b(digest_size=8)
     token_file = TokenFile(folder)
-    lost_characters: Counter[str] = Counter()
+    lost_counts: Counter[str] = Counter()
     encode = tokenizer.encode_document  # for the first chunk: start_ids, then the text
     for chunk in split_text(tokenizer, text):
         text_hash.update(chunk.encode())
         ids = encode(chunk)  # uint32 (n,)
         token_file.append(ids)
-        lost_characters.update(tokenizer.lost_text(chunk, ids))  # "" for gpt2 and bytes
+        lost_counts.update(tokenizer.lost_text(chunk, ids))  # "" for gpt2 and bytes
         encode = tokenizer.encode_continuation
     num_tokens = token_file.num_tokens
     # 64 bits of the hash as a number in [0, 1)
     is_val = int.from_bytes(text_hash.digest(), "big") / 2**64 < val_fraction
     return Document(
         token_file=token_file,
-        ranges=[range(num_tokens)],
+        ranges=[range(num_tokens)],  # Sharder.divide_last may cut the last text into several
         num_start=len(tokenizer.start_ids),
         num_train=0 if is_val else num_tokens,  # all tokens are in one split
         num_bytes=size_of(text),
-        lost_characters=lost_characters,
+        lost_counts=lost_counts,
     )
 
 
@@ -249,11 +249,12 @@ def read_documents(
             while len(pending) > 3 * options.num_workers or (
                 len(pending) > 1 and pending_bytes > options.num_workers * PENDING_BYTES
             ):
-                documents, num_bytes = pending.popleft()
-                pending_bytes -= num_bytes
-                yield from documents.result()  # waits for the oldest batch
+                oldest_documents, oldest_bytes = pending.popleft()
+                pending_bytes -= oldest_bytes
+                yield from oldest_documents.result()  # of a Future: waits until they are tokenized
         while pending:
-            yield from pending.popleft()[0].result()
+            oldest_documents, _ = pending.popleft()
+            yield from oldest_documents.result()
     finally:
         # also if max_shards or an error ends the run: drop the batches that still wait
         workers.shutdown(cancel_futures=True)
@@ -278,11 +279,11 @@ def write_shards(
     # hold_back may join the last documents into one, and hold out a part of it for validation.
     for document in sharder.hold_back(documents):
         # Counter({"\t": 12}) for a tokenizer.json whose pre-tokenizer drops white space
-        lost_characters = document.lost_characters
-        if lost_characters and not options.allow_loss:
+        lost_counts = document.lost_counts
+        if lost_counts and not options.allow_loss:
             raise UserError(
-                f"{tokenizer.name} loses {lost_characters.total():,} characters of a text, such as "
-                f"{''.join(lost_characters)[:20]!r}; take another --tokenizer, or accept the loss "
+                f"{tokenizer.name} loses {lost_counts.total():,} characters of a text, such as "
+                f"{''.join(lost_counts)[:20]!r}; take another --tokenizer, or accept the loss "
                 "by --allow_loss"
             )
         # num_written: tokens of the first document that an earlier run wrote, counted in `initial`

@@ -164,7 +164,7 @@ def parse_corpora(data_dir: Sequence[Path | str]) -> list[Corpus]:
         # a number after the last colon is a weight, unless a folder has this whole name
         match = re.fullmatch(r"(.+):(\d+\.?\d*|\.\d+)", str(name))
         if match and not Path(name).exists():
-            # exact, even 0.1; the last line of this function divides it by the sum of weights
+            # exact, even 0.1; the weights are divided by their sum below
             corpora.append(Corpus([Path(match[1])], Fraction(match[2])))
     if not corpora:  # no folder has a weight
         corpora = [Corpus([Path(name) for name in data_dir], Fraction(1))]
@@ -345,8 +345,8 @@ def train_batches(
 
 
 class TrainBatches:
-    """Micro-batches of this process, which counts how far the steps have come: whatever the loop
-    does with them, a resumed run continues behind the last one that a step has taken."""
+    """The micro-batches of this process, with a count of those that steps have taken: whatever the
+    loop does with them, a resumed run continues behind the last one."""
 
     def __init__(
         self, batches: Iterator[tuple[Tensor, Tensor]], slicing: Slicing, position: int

@@ -33,9 +33,9 @@ def open_pretrained(name: str | Path) -> tuple[GPT, str]:
     num_tokens = count_tokens(tokenizer_spec)
     # nanoGPT does not pad a vocabulary of characters. Fewer characters mean that its prepare.py has
     # read another text since the training.
-    is_padded = tokenizer_path is None or tokenizer_path.suffix != ".pkl"
+    may_be_padded = tokenizer_path is None or tokenizer_path.suffix != ".pkl"
     is_smaller = num_tokens < declared_vocab_size
-    if num_tokens > declared_vocab_size or (is_smaller and not is_padded):
+    if num_tokens > declared_vocab_size or (is_smaller and not may_be_padded):
         raise UserError(
             f"{tokenizer_path or name} has {num_tokens:,} tokens, the model of {name} "
             f"{declared_vocab_size:,}"

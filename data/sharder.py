@@ -76,7 +76,7 @@ class Document:
     except for a text with a held-out part."""
     num_bytes: int
     """Size of the text in UTF-8, before a normalizer of the tokenizer changes it."""
-    lost_characters: Counter[str] = field(default_factory=Counter)
+    lost_counts: Counter[str] = field(default_factory=Counter)
     """Characters of the text that the tokens do not give back, and how often."""
     position: SourcePosition = field(default_factory=SourcePosition)
     """Where to read the document's batch again (data/source.py), for the next resume point."""
@@ -106,9 +106,10 @@ class Document:
         return np.concatenate(parts)
 
 
-def last_texts(documents: list[Document], num_held_out: int) -> int:
-    """Return how many of the last documents have `num_held_out` tokens together, or a few more; 0
-    if their number would be twice as large, or if no document would be left for training."""
+def count_last_texts(documents: list[Document], num_held_out: int) -> int:
+    """Return how many of the last documents have together `num_held_out` tokens or more, at most
+    twice as many; 0 if no number of documents does, or only all, which leaves none to train on.
+    For 10 tokens, the last documents with 4 and 9 tokens are 2, the last one with 30 tokens 0."""
     num_tokens = 0
     for count in range(1, len(documents)):
         num_tokens += documents[-count].num_tokens
@@ -338,55 +339,59 @@ class Sharder:
 
     def divide_last(self, documents: list[Document], val_fraction: float) -> list[Document]:
         """Return the documents to write instead of `documents`, the last of the source. If hashes
-        leave no text to train on, or too little for validation (one book, a few short notes), join
-        the train documents, or without any the validation documents, and hold out a part of the
-        joined document: a tenth of it, `val_fraction` of all tokens or min_val_tokens, whichever is
-        most, but at most half of it. The part is whole texts, the last ones, if they have about so
-        many tokens, else the ends of the spans of the joined document."""
-        # so far each whole document is in one split: num_train is 0 in validation
+        give one split no text, or validation too little (one book, a few short notes), join them
+        and hold out a part of the joined document for validation. The part is whole texts, the
+        last ones, if about as many tokens are in them, else the ends of the spans of hold_out."""
+        # Hashes have put each whole document into one split: num_train is 0 in validation.
         to_divide = [document for document in documents if document.num_train]
         in_val = [document for document in documents if not document.num_train]
         # validation tokens that are written so far or in `documents`
         num_val = self.tokens_by_split["val"] + sum(document.num_tokens for document in in_val)
         if not to_divide:  # hashes put all of these documents into validation
             to_divide, in_val = in_val, []
-        num_tokens = sum(document.num_tokens for document in to_divide)
-        # If an earlier run has written a part of these tokens, keep its manifest.held_out: a new
-        # result would differ, because tokens_by_split has grown since.
+        # A run that continues within these documents keeps the number of the run that began them:
+        # a new number would differ, because tokens_by_split has grown since.
         if documents[0].num_written == 0:
-            self.manifest.held_out = 0
-            # False if hashes put every text of the source into validation
-            has_train = to_divide[0].num_train > 0 or self.tokens_by_split["train"] > 0
-            if num_val < self.min_val_tokens or not has_train:
-                # val_fraction of all tokens: those written so far and those of `to_divide`
-                num_all = sum(self.tokens_by_split.values()) + num_tokens
-                num_of_fraction = int(val_fraction * num_all)
-                num_held_out = max(self.min_val_tokens, num_tokens // 10, num_of_fraction)
-                self.manifest.held_out = min(num_held_out, num_tokens // 2)
-        if self.manifest.held_out == 0:  # both splits have enough
+            self.manifest.held_out = self.count_held_out(to_divide, num_val, val_fraction)
+        num_held_out = self.manifest.held_out  # in tokens
+        if num_held_out == 0:  # both splits have enough
             return documents
         token_file = to_divide[0].token_file
         for document in to_divide[1:]:  # short ones, see hold_back
             token_file.append(document.read(0, document.num_tokens))
+        num_tokens = sum(document.num_tokens for document in to_divide)
         joined = replace(
             documents[0],  # its position: a later run reads all of `documents` again from there
             token_file=token_file,
             ranges=[range(num_tokens)],
             num_bytes=sum(document.num_bytes for document in to_divide),
-            lost_characters=sum((document.lost_characters for document in to_divide), Counter()),
+            lost_counts=sum((document.lost_counts for document in to_divide), Counter()),
             num_texts=len(to_divide),
         )
-        num_texts = last_texts(to_divide, self.manifest.held_out)
+        num_texts = count_last_texts(to_divide, num_held_out)
         if num_texts > 0:
             num_held_out = sum(document.num_tokens for document in to_divide[-num_texts:])
             joined.num_train = num_tokens - num_held_out
             # a later run finds the same texts by their number of tokens
             self.manifest.held_out = num_held_out
-        else:
-            joined = hold_out(joined, self.manifest.held_out)
+        else:  # no whole texts have about as many tokens
+            joined = hold_out(joined, num_held_out)
         # The joined document comes first: after a kill within it, the next run reads all of
         # `documents` again.
         return [joined] + in_val
+
+    def count_held_out(self, to_divide: list[Document], num_val: int, val_fraction: float) -> int:
+        """Return how many tokens of `to_divide` to hold out for validation: a tenth of them, or
+        `val_fraction` of all tokens, or min_val_tokens, whichever is most, but at most half of
+        them. Return 0 if both splits have enough; validation has `num_val` tokens otherwise."""
+        # False if hashes put every text of the source into validation
+        has_train = to_divide[0].num_train > 0 or self.tokens_by_split["train"] > 0
+        if num_val >= self.min_val_tokens and has_train:
+            return 0
+        num_tokens = sum(document.num_tokens for document in to_divide)
+        # val_fraction of all tokens: those written so far and those of `to_divide`
+        num_of_fraction = int(val_fraction * (sum(self.tokens_by_split.values()) + num_tokens))
+        return min(max(self.min_val_tokens, num_tokens // 10, num_of_fraction), num_tokens // 2)
 
     def write(self, document: Document) -> bool:
         """Append the tokens of a document that no earlier run has written. Return False once
@@ -397,7 +402,7 @@ class Sharder:
         start = document.num_written  # by an earlier run (ResumePoint.tokens); usually 0
         if start == 0:  # else an earlier run has counted the document
             self.manifest.documents += document.num_texts
-            for character, count in document.lost_characters.items():
+            for character, count in document.lost_counts.items():
                 self.manifest.lost_bytes += count * len(character.encode())
         while start < num_tokens:
             # tokens [0, num_train) go to train, [num_train, num_tokens) to validation

@@ -57,7 +57,8 @@ USUAL_REASONS = ("empty", "without")
 # bad row does not end a file; as_text skips rows with surrogates.
 SURROGATES = "surrogateescape"
 BAD_BYTES = re.compile("[\udc80-\udcff]")
-# Characters that no text has. They are letters and quotation marks of Windows, read as Latin-1.
+# Control characters, which texts hardly have. They are letters, dashes and quotation marks of a
+# text of Windows that was read as Latin-1.
 C1_CONTROLS = re.compile("[\x80-\x9f]")
 
 
@@ -574,7 +575,7 @@ class Source:
     folder: Path
     """Folder for long texts, which `batches` keeps on disk."""
     has_noted_marks: bool = False  # note_marks prints its note once in a run
-    has_noted_controls: bool = False  # so does note_controls
+    has_warned_of_controls: bool = False  # so does warn_of_control_characters
     counts_by_file: dict[str, FileCounts] = field(default_factory=dict)
     """The ledger of the manifest: counts of each file that was read, by name, in the order of
     `names`. `batches` updates it; before that, the caller adds the counts of earlier runs."""
@@ -601,7 +602,8 @@ class Source:
 
     def batches(self, position_json: dict | None = None) -> Iterator[RowBatch]:
         """Yield batches of rows from a position on: a SourcePosition as JSON, ResumePoint.source of
-        a manifest; None for the beginning. Prints a warning about each suspect file. Raises
+        a manifest; None for the beginning. Prints a warning about each suspect file and about
+        control characters, and a note if there is no --separator in the files. Raises
         UserError for a source that cannot be read, and at the end if no row was a text. `datasets`
         retries downloads, for DOWNLOAD_SECONDS a batch."""
         position = SourcePosition(**(position_json or {}))
@@ -625,7 +627,7 @@ class Source:
                     # count_rows adds the rows of this batch.
                     batch_position = replace(batch_position, file=index, counts=asdict(counts))
                     count_rows(counts, rows)
-                    self.note_controls(name, rows)
+                    self.warn_of_control_characters(name, rows)
                     yield RowBatch(batch_position, rows)
             except Exception as error:  # a reader's own error, without the file's name
                 # the message of a UserError names the source already; LongText fills a disk
@@ -715,15 +717,15 @@ class Source:
         for _, pairs in groupby(non_empty, itemgetter(0)):  # the pairs of one text
             yield join_pieces((piece for _, piece in pairs), self.folder)
 
-    def note_controls(self, name: str, rows: list[Row]) -> None:
+    def warn_of_control_characters(self, name: str, rows: list[Row]) -> None:
         """Print a warning, once in a run, if a text has control characters of Latin-1."""
         for row in rows:
-            if self.has_noted_controls or isinstance(row, Skipped):
+            if self.has_warned_of_controls or isinstance(row, Skipped):
                 continue
             for piece in pieces_of(row, LONG):
                 control = None if piece.isascii() else C1_CONTROLS.search(piece)
                 if control:
-                    self.has_noted_controls = True
+                    self.has_warned_of_controls = True
                     print(
                         f"warning: a text of {name} has control characters, such as "
                         f"U+{ord(control[0]):04X} after {piece[: control.start()][-20:]!r}: a text "

@@ -479,12 +479,13 @@ def read_tokenizer(path: Path, end_of_text: str | None = None) -> str:
     """Return the spec of a tokenizer.json, or of nanoGPT's meta.pkl. Raise UserError if the file
     cannot be used, or lacks the token `end_of_text` or, if `end_of_text` is None, all of
     usual_ends."""
+    # any error becomes a UserError that names the file
     with reading(path, "a tokenizer that can be used"):
         if path.suffix == ".pkl":
             backend = character_backend(path)
         else:
             backend = make_backend(path.read_text(encoding="utf-8"))
-    # the library has read it
+    # the file was read without an error, so it is not damaged
     with reading(path, "a tokenizer that can be used", "is not"):
         candidates = usual_ends(backend) if end_of_text is None else (end_of_text,)
         return make_spec(backend, find_end_of_text(path, backend, candidates), ModelTokens())

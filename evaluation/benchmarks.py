@@ -152,15 +152,16 @@ class Lambada(Task):
         """Return the accuracy, or the perplexity per word: exp of the mean nats of a word. The
         standard error of a perplexity is the error of the mean times the derivative of exp, as in
         lm-evaluation-harness."""
-        mean = super().result(protocol, metric, example_scores)  # `value` and `stderr` of the mean
+        mean_result = super().result(protocol, metric, example_scores)
         if metric != "perplexity":
-            return mean
+            return mean_result
         # per word, not per token, so that models with different tokenizers can be compared
-        perplexity = exponential(mean.value)  # infinity where a float overflows
+        mean_nats = mean_result.value
+        perplexity = exponential(mean_nats)  # infinity where a float overflows
         stderr = None
-        if mean.stderr is not None:
-            stderr = perplexity * mean.stderr
-        return replace(mean, value=perplexity, stderr=stderr)
+        if mean_result.stderr is not None:
+            stderr = perplexity * mean_result.stderr
+        return replace(mean_result, value=perplexity, stderr=stderr)
 
 
 class ChildrensBookTest(Task):

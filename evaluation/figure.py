@@ -311,8 +311,8 @@ def save_picture(
 ) -> None:
     """Label and style all panels, and write the picture in the format of the suffix of `out`.
 
-    The curves are over training tokens. If `step_tokens`, the tokens per step, is given, the panels
-    have steps below them, and the panel at the top has training tokens above it.
+    The x axis is `x_label`. If `step_tokens`, the tokens per step, is given, the panels have steps
+    below them, and the panel at the top has training tokens above it.
     """
     for axes in figure.axes:
         axes.set_xlabel(x_label)

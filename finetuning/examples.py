@@ -160,7 +160,7 @@ class TextEncoder:
         """
         # plain text has no turns, so its rows need a prompt in place of messages
         if self.chat and "messages" in row:
-            messages = as_messages(self.get_text(row, "messages"))
+            messages = as_messages(self.get_text_or_messages(row, "messages"))
             return self.cut(encode_messages(messages, self.tokenizer, row.get("tools")))
         # Alpaca's names; "input", the text that the instruction is about, is often empty
         if "instruction" in row and "prompt" not in row:
@@ -173,7 +173,7 @@ class TextEncoder:
     def completion(self, row: dict, name: str) -> Example:
         """Encode the "prompt" of a row and the completion in the field `name`: completion, output,
         chosen or rejected."""
-        prompt = self.get_text(row, "prompt")  # a text, or messages of earlier turns
+        prompt = self.get_text_or_messages(row, "prompt")  # messages of earlier turns
         completion = get_field(row, name, str)
         tools = row.get("tools")
         return self.cut(encode_completion(prompt, completion, self.tokenizer, self.chat, tools))
@@ -193,8 +193,8 @@ class TextEncoder:
         """Encode the "prompt" of a row. Raise ValueError unless prompt and `max_new_tokens` fit
         into the context and, with `has_answer`, the row has an "answer" to compare with."""
         if has_answer:
-            get_field(row, "answer", str, int, float)
-        prompt = self.get_text(row, "prompt")
+            get_field(row, "answer", str, int, float)  # ValueError without it
+        prompt = self.get_text_or_messages(row, "prompt")
         prompt_ids = encode_prompt(prompt, self.tokenizer, self.chat, row.get("tools"))
         # if they do not fit, sampling would drop the older half of the context
         if len(prompt_ids) + max_new_tokens > self.block_size:
@@ -204,7 +204,7 @@ class TextEncoder:
             )
         return Question(row, prompt_ids)
 
-    def get_text(self, row: dict, name: str) -> str | Messages:
+    def get_text_or_messages(self, row: dict, name: str) -> str | Messages:
         """Return the field `name` of a row: a text or, in a chat, messages. Raise ValueError for a
         row or a message with an unsupported field that would change its meaning."""
         has_template = self.chat and self.tokenizer.chat_template  # a template can write tools

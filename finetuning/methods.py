@@ -84,18 +84,19 @@ class Method(ABC):
         return len(examples)
 
     def prepare(self, model: GPT, step: int, example_ids: np.ndarray) -> PreparedStep:
-        """Return the data of step number `step`: the examples with the indices `example_ids`
-        (batch_size,), which are indices of rows of --data, as batches of this process."""
+        """Return the data of step number `step` as batches of this process. `example_ids`
+        (batch_size,) are the indices of its rows of --data."""
         # Every process collects the examples of the whole step, because the divisor counts them,
         # but makes batches only of its own micro-batches.
-        examples = [self.examples[i] for i in example_ids]
+        examples = [self.examples[i] for i in example_ids]  # Example, Pair or Question objects
         micro_batches = self.of_process(self.to_micro_batches(examples))
         batches = [self.make_batch(micro_batch) for micro_batch in micro_batches]
         return PreparedStep(batches, self.divisor(examples))
 
     def to_micro_batches(self, examples: list) -> list[list]:
-        """Divide examples among the micro-batches of all processes, in lists of micro_batch_size.
-        The examples are a step's (for grpo, indices of its completions), or all held-out ones."""
+        """Divide examples among the micro-batches of all processes, in lists of micro_batch_size
+        (the last list may be shorter). The examples are a step's (for grpo, indices of its
+        completions), or all held-out ones."""
         return batched(examples, self.options.micro_batch_size)
 
     def of_process(self, micro_batches: list) -> list:

@@ -92,8 +92,9 @@ class MethodOptions:
 
 @dataclass(frozen=True)
 class FinetuneOptions(MachineOptions, SaveOptions, MethodOptions, BatchOptions, FileOptions):
-    """Fine-tune a model. With --resume, options that are not given come from the checkpoint. Every
-    run needs --method, --init_from and --data, perhaps --eval_data, --run_dir and --resume."""
+    """Fine-tune a model. With --resume, options that are not given come from the checkpoint. A new
+    run needs --method, --init_from and --data, grpo also --reward. --eval_data and --run_dir are
+    useful."""
 
     # in steps; train.py has larger defaults, for runs a hundred times longer
     eval_every: Natural = 50

@@ -26,7 +26,7 @@ from training.start import crc32_of
 from utils.distributed import Process
 from utils.errors import UserError
 
-# Takes completions and returns one finite reward for each: [1.0, 0.0, ...] by "exact".
+# Takes completions and returns one reward for each: [1.0, 0.0, ...] by "exact".
 RewardFunction = Callable[[list[Completion]], list[float]]
 
 
@@ -123,7 +123,8 @@ def load_reward_function(name: str, encoder: TextEncoder, process: Process) -> R
     UserError otherwise, or if `name` cannot be loaded."""
     path = find_reward(name)
     if path is None:
-        # 1.0 if the completion equals the "answer" of its row, else 0.0
+        # 1.0 if the completion has ended and equals the "answer" of its row, except for white space
+        # around them, else 0.0
         return lambda completions: [float(is_exact(completion)) for completion in completions]
     if path.suffix == ".py":
         _, _, function_name = name.rpartition(":")
@@ -131,7 +132,7 @@ def load_reward_function(name: str, encoder: TextEncoder, process: Process) -> R
             function = getattr(import_file(path), function_name)
         except Exception as error:
             raise UserError(f"the reward {name} cannot be loaded: {error!r}") from error
-        return partial(rewards_of_function, name, function)
+        return partial(rewards_of_function, name, function)  # takes completions
 
     # The reward model stays in memory beside the trained model. load_model raises UserError for a
     # checkpoint without a reward head.
@@ -148,7 +149,7 @@ def load_reward_function(name: str, encoder: TextEncoder, process: Process) -> R
             f"the reward model {name} has another tokenizer, another kind of text (chats or plain "
             "text), or a shorter context than this run"
         )
-    return partial(rewards_of_model, model.to(process.device), process)
+    return partial(rewards_of_model, model.to(process.device), process)  # takes completions
 
 
 def rewards_of_function(
@@ -176,7 +177,7 @@ def rewards_of_function(
 
 @torch.no_grad()
 def rewards_of_model(model: GPT, process: Process, completions: list[Completion]) -> list[float]:
-    """Return the reward that a reward model gives to each completion, in one forward pass."""
+    """Return the reward that `model`, a RewardModel, gives to each completion, in one pass."""
     examples = [completion.example for completion in completions]  # prompt and completion
     # the examples fit: load_reward_function has compared the context with this run's
     batch = collate_padded(examples, model.config.block_size, process)

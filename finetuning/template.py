@@ -1,4 +1,4 @@
-"""Find the tokens of a dialog that a model learns.
+r"""Find the tokens of a dialog that a model learns.
 
 It learns each answer from the place where sampling would begin it to the token that ends it. These
 tokens are underlined here, in the project's own format and in ChatML, a chat template:
@@ -6,7 +6,7 @@ tokens are underlined here, in the project's own format and in ChatML, a chat te
     <|endoftext|>User: 2+3?<|endoftext|>Assistant: 5<|endoftext|>
                                                   ~~~~~~~~~~~~~~~
     <|im_start|>user\n2+3?<|im_end|>\n<|im_start|>assistant\n5<|im_end|>\n
-                                                           ~~~~~~~~~~~
+                                                             ~~~~~~~~~~~
 
 A row is refused if its chat template writes an answer in a way that does not allow this.
 """
@@ -53,7 +53,7 @@ def find_answer(
             "to end an answer: add {{ eos_token }} to the template"
         )
 
-    texts = texts_of(messages[index])
+    content_texts = texts_of(messages[index])  # [] if the answer has only "tool_calls"
     for name in ANSWER_FIELDS:
         without_field = [*messages[:index], {**messages[index], name: None}]
         if not messages[index].get(name):
@@ -64,12 +64,12 @@ def find_answer(
     is_continued = dialog_ids[:start] == prompt_ids
     # false if the template changes an earlier answer when later turns follow
     is_kept = tokenizer.render(messages, tools=tools).startswith(until_answer)
-    has_texts = all(text.strip() in answer for text in texts)  # many templates strip a text
+    has_texts = all(text.strip() in answer for text in content_texts)  # most strip texts
     # answer.strip() is empty for "tool_calls" that the template drops: it would teach silence
     if not (is_continued and is_kept and has_texts and answer.strip()):
         raise ValueError(
-            f"the chat template changes the answer {' '.join(texts)[:40]!r}, or no token ends "
-            f"where sampling would begin it, after {prompt[-40:]!r}; "
+            f"the chat template changes the answer {' '.join(content_texts)[:40]!r}, or no token "
+            f"ends where sampling would begin it, after {prompt[-40:]!r}; "
             'leave it out of the loss by "weight": 0'
         )
     return slice(start, dialog_ids.index(tokenizer.turn_end, start) + 1)

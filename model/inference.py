@@ -94,8 +94,8 @@ def cast_linear_layers(model: GPT, dtype: torch.dtype) -> None:
 
 
 def replace_head(model: GPT, fast_head: Callable[[Tensor], Tensor], dtype: torch.dtype) -> None:
-    """Let the model compute `head` by `fast_head` where matmuls run in `dtype`. Scoring, which
-    turns autocast off, still gets float32 logits."""
+    """Let the model compute `head` by `fast_head` where matmuls run in `dtype`. The head of scoring
+    (evaluation/scoring.py), without autocast, still gives float32 logits."""
     plain_head = model.head
 
     def head(x: Tensor) -> Tensor:

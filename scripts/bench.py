@@ -100,12 +100,12 @@ def build_nanogpt(peer: Path, options: BenchOptions) -> Program:
     spec = util.spec_from_file_location("nanogpt", peer / "model.py")
     # never None for a .py file, for which importlib has a loader
     assert spec is not None and spec.loader is not None
-    nanogpt = util.module_from_spec(spec)
+    nanogpt = util.module_from_spec(spec)  # the module model.py
     # torch.compile looks for the globals of nanoGPT's functions there.
     sys.modules["nanogpt"] = nanogpt
     spec.loader.exec_module(nanogpt)
 
-    # the sizes of this project's model, padding of the vocabulary included
+    # the sizes of this project's model, padding of the vocabulary included; biases as in OpenAI's
     model_config = options.bench_config
     nanogpt_config = nanogpt.GPTConfig(
         block_size=model_config.block_size,
@@ -113,7 +113,7 @@ def build_nanogpt(peer: Path, options: BenchOptions) -> Program:
         n_layer=model_config.n_layer,
         n_head=model_config.n_head,
         n_embd=model_config.n_embd,
-        bias=True,  # as in OpenAI's GPT-2
+        bias=True,
     )
     torch.set_float32_matmul_precision("high")  # nanoGPT's train.py allows TF32
     device = pick_device(options.device)

@@ -42,7 +42,8 @@ def measure_and_profile(
 ) -> tuple[Measurement, dict[str, float]]:
     """Build a program, measure its training steps, then profile some more. Return the measurement
     and the milliseconds of a step in each kernel, by name, the longest first. On a CPU the kernels
-    are PyTorch's operators, without the operators that these call. Call it in a new process."""
+    are PyTorch's operators, each without the time of the operators that it calls. Call it in a new
+    process."""
     train_step, device = start_training(build, options)
     measurement = measure_steps(train_step, device, options)
     is_cuda = device.type == "cuda"

@@ -46,8 +46,8 @@ class Evaluator:
             "lambada": options.lambada_every,
             "core": options.core_every,
         }
-        """Validations, samples or scores of a benchmark. With 0, validation runs only
-        at the end, and samples and benchmarks never."""
+        """Steps between validations, samples or scores of a benchmark. With 0, validation runs only
+        after the last step, there are no samples, and the benchmark is not opened."""
         # batches of as many sequences as in training, because these fit into memory
         self.scorer = Scorer(model, process, options.sequences_per_pass)
         self.tokenizer: Tokenizer | None = None  # stays None if it cannot be downloaded
@@ -83,24 +83,24 @@ class Evaluator:
                 self.score_benchmarks.append((name, score_benchmark))
 
     def due(self, step: int, name: str = "eval") -> bool:
-        """Return True if `name` is due after `step` steps: "eval" (a validation), "sample", or the
-        name of a benchmark."""
+        """Return True if `name` is due after `step` steps, as it always is after the last one:
+        "eval" (a validation), "sample", or the name of a benchmark."""
         return step == self.options.max_steps or is_due(self.steps_between[name], step)
 
     def validate(self) -> dict[str, float]:
         """Return the validation "loss" in nats per token, the number "n" of tokens and, if the
-        shards record the size of their text, "bits_per_byte". For several corpora these are
-        weighted means, and "loss_NAME" is the loss of each corpus."""
+        shards record the size of their text, "bits_per_byte". For several corpora these are of the
+        weighted mean of the corpora, and "loss_NAME" is the loss of each."""
         # {"books": {"loss": 3.1, "n": 98304, ...}, "code": {...}, "weighted mean": {...}}; a single
         # corpus has no mean
         metrics_by_corpus = self.scorer.metrics_by_corpus(self.val, self.options.val_tokens)
-        *_, means = metrics_by_corpus.values()
+        *_, metrics = metrics_by_corpus.values()  # the last: of the mean, or of the only corpus
         if len(metrics_by_corpus) > 1:
             for name in self.val.names:
-                means[f"loss_{name}"] = metrics_by_corpus[name]["loss"]
-        return means
+                metrics[f"loss_{name}"] = metrics_by_corpus[name]["loss"]
+        return metrics
 
-    def benchmarks(self, step: int) -> Iterator[tuple[str, dict[str, float]]]:
+    def due_benchmarks(self, step: int) -> Iterator[tuple[str, dict[str, float]]]:
         """Yield the name and the metrics of each benchmark that is due after `step` steps. Its
         first protocol gives the metrics."""
         for name, score_benchmark in self.score_benchmarks:
@@ -123,8 +123,8 @@ class Evaluator:
         is due, or without a tokenizer."""
         scorer = self.scorer
         tokenizer = self.tokenizer
-        # Not at step 0, where a new model writes noise. With --sample_every 0, `due` is still True
-        # at the last step.
+        # Not at step 0, where a new model writes noise. With --sample_every 0 also not at the last
+        # step, at which `due` is always True.
         is_asked = step > 0 and self.options.sample_every > 0 and self.due(step, "sample")
         if not is_asked or tokenizer is None:
             return None

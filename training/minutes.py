@@ -2,9 +2,9 @@
 
 The time of a step is measured for sizes of a ladder, on the processes and devices of the run. It
 says how many tokens of each size fit into the time. These give batch and steps, and a scaling law
-compares the losses (training/forecast/loss.py). The choice becomes flags in front of the command
-line, so that a flag of the user wins, and a resumed run finds them in its checkpoint. This file is
-not about learning rates, which follow the size of any model (recipes.py).
+compares the losses (training/forecast/loss.py). The choice becomes flags, as if the user had typed
+them, which a resumed run finds in its checkpoint. This file is not about learning rates, which
+follow the size of any model (recipes.py).
 """
 
 import math
@@ -130,9 +130,12 @@ class Dial:
         given_flags = named_flags(expand_flags(sys.argv[1:]))
         # names of the options that the command line or its --config gives
         self.given = {name.removeprefix("no_") for name, _ in given_flags}
+        self.common_flags: dict[str, Any] = {}
+        """Flags of the run with each size."""
         if minutes < COMPILED_MINUTES and "use_torch_compile" not in self.given:
-            options = replace(options, use_torch_compile=False)
-        self.options = options
+            if options.use_torch_compile:  # the default on CUDA
+                self.common_flags["use_torch_compile"] = False
+        self.options = replace(options, **self.common_flags)
         self.data_parallel = data_parallel
         self.seconds = 60 * minutes
         try:
@@ -184,9 +187,9 @@ class Dial:
         self, measure_step: MeasureStep, elapsed: Callable[[], float], first_sequences: int
     ) -> Plan:
         """Return the plan of the smallest size whose loss is within EQUAL_LOSS of the lowest.
-        `elapsed` returns the seconds since the process began. `measure_step` raises UserError for a
-        size that does not fit into memory; the first time it measures a step of `first_sequences`
-        sequences of each process."""
+        `elapsed` returns the seconds since the first of the processes began, 0 in a dry run.
+        `measure_step` raises UserError for a size that does not fit into memory; the first time it
+        measures a step of `first_sequences` sequences of each process."""
         # by FLOPs per token; a size that is measured again, with another batch, replaces its cost
         cost_by_flops: dict[int, StepCost] = {}
         size = self.sizes[min(FIRST_MEASURED, len(self.sizes) - 1)]
@@ -246,7 +249,7 @@ class Dial:
         num_tokens = self.tokens_in(seconds, cost, batch_tokens)
         max_steps = max(NUM_VALIDATIONS, int(num_tokens / batch_tokens))
         every = -(-max_steps // NUM_VALIDATIONS)  # rounded up
-        flags |= size.flags
+        flags |= size.flags | self.common_flags
         flags |= self.without_given(
             {
                 "total_batch_size": batch_tokens,
@@ -391,12 +394,11 @@ def apply_plan(dial: Dial, plan: Plan) -> tuple[ResolvedTrainOptions, list[str]]
     options of these flags in front of the command line, and the names of the derived options.
     `plan` is the run that `dial` chose."""
     command_line = sys.argv[1:]
-    flags = to_flags(plan.flags)
+    words = to_flags(plan.flags)  # ["--n_layer", "2", ...]
     if is_main_process():
         model_config = plan.size.model_config
-        size_text = f"{model_config.n_layer} layers of {model_config.n_embd} channels"
         print(
-            f"{size_text} ({plan.size.num_parameters:,} parameters): the smallest of "
+            f"n_layer {model_config.n_layer}, n_embd {model_config.n_embd} ({plan.size.num_parameters:,} parameters): the smallest of "
             f"{len(dial.sizes)} sizes that reaches the lowest predicted loss, to {EQUAL_LOSS}, in "
             f"{dial.options.minutes:g} minutes"
         )
@@ -405,11 +407,12 @@ def apply_plan(dial: Dial, plan: Plan) -> tuple[ResolvedTrainOptions, list[str]]
         print(f"{plan.num_tokens:,} tokens fit into that time: {epochs:,.2f} epochs{stop}")
         # the name --minutes and its value, or --minutes=value
         rest = re.sub("--minutes[ =][^ ]* ?", "", shlex.join(command_line))
-        print(f"the same run: python train.py {shlex.join(flags)} {rest}")
-    # No flag stands twice: plan.flags has none that the user gives.
+        print(f"the same run: python train.py {shlex.join(words)} {rest}")
+    # Parse them as if the user had typed them. No flag stands twice: plan.flags has none that the
+    # user gives. `checkpoint` is None, because a resumed run keeps its options.
     given_options, derived, checkpoint = read_options(
-        TrainOptions, "train.py", flags + command_line
+        TrainOptions, "train.py", words + command_line
     )
     options, _ = resolve_options(given_options, derived, checkpoint)
-    # whether the compiler works is known already
+    # False without a compiler that works (compile_if_all_can), too
     return replace(options, use_torch_compile=dial.options.use_torch_compile), derived

@@ -231,5 +231,6 @@ def newton_schulz(x: Tensor) -> Tensor:
 
 
 def local_shard(x: Tensor) -> Tensor:
-    """Return the rows of a sharded tensor that this process holds, or a plain tensor unchanged."""
+    """Return the part of a sharded tensor that this process holds, in its memory, or a plain tensor
+    unchanged: collectives and torch._foreach functions take no DTensors."""
     return x.to_local() if isinstance(x, DTensor) else x

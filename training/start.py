@@ -121,8 +121,8 @@ def open_init_from(model_name: str | Path, process: Process) -> InitialModel:
 
 
 def open_initial_checkpoint(path: Path, checkpoint: Checkpoint, process: Process) -> InitialModel:
-    """Return the model of an open checkpoint. Every process must call it. Raises UserError for a
-    damaged file."""
+    """Return the model of a loaded checkpoint, whose tensors are mapped from the file `path`. Every
+    process must call it, because they compare the file. Raises UserError for a damaged file."""
     # Each process reads a part of the rows below, so all must have the same file. With --resume
     # FOLDER each machine picks its own. The CRC-32 of the checksums identifies a file.
     process.check_equal(crc32_of(checkpoint["checksums"]), DIFFERENT)

@@ -183,11 +183,12 @@ def call_tyro(options_class: type[Options], args: list[str], description: str) -
             print(text, end="")
 
 
-def fill_lines(lines: re.Match[str]) -> str:
-    """Return indented lines of text filled to the width of the terminal, for `re.sub`."""
-    indent = lines[0].removesuffix(lines[0].lstrip())
+def fill_lines(match: re.Match[str]) -> str:
+    """Return indented lines of help, filled to the width that `parse` gives tyro, for `re.sub`."""
+    lines = match[0]
+    indent = lines.removesuffix(lines.lstrip())  # the white space before the first line
     width = int(os.environ["COLUMNS"]) - len(indent) - 1
-    text = " ".join(lines[0].split())
+    text = " ".join(lines.split())
     filled = textwrap.wrap(text, width, break_on_hyphens=False, break_long_words=False)
     return textwrap.indent("\n".join(filled), indent)
 

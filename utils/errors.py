@@ -43,8 +43,8 @@ def check_text(text: str, subject: str) -> None:
 
 @contextmanager
 def reading(path: Path | str, expected: str, verdict: str = "is damaged or not") -> Iterator[None]:
-    """Return a context for the code that reads a file: it replaces errors of Python, NumPy or torch
-    about the content by a UserError, "PATH is damaged or not a checkpoint of this project: reason".
+    """Return a context for the code that reads a file: it replaces any error about the content by a
+    UserError, "PATH is damaged or not a checkpoint of this project: reason".
     `expected` is "a checkpoint of this project" here. `verdict` replaces "is damaged or not" where
     another program reads the file. A UserError whose text has the path already does not change.
     """

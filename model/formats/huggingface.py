@@ -18,8 +18,9 @@ from model.gpt import GPT
 from model.proof import agrees, on_narrow_copy
 from utils.errors import UserError
 
-# Tokens of a narrow copy that are compared with transformers, so that a window shows. Angles of
-# rotary positions are rounded, so that later positions would differ by more than the tolerance.
+# Tokens of a narrow copy that are compared with transformers: a window of attention, if it is
+# shorter, shows. Angles of rotary positions are rounded, so that later positions would differ by
+# more than the tolerance.
 NARROW_TOKENS = 2048
 TOKENS = 16  # of the model itself
 
@@ -63,7 +64,8 @@ def save_pretrained(
     other_ends = sorted(set(end_ids) - {eot})
     if other_ends:
         generation_config["eos_token_id"] = [eot] + other_ends
-    # safetensors saves neither transposed views nor memory that two tensors share
+    # safetensors saves neither transposed views nor memory that two tensors share, as those of a
+    # tied head do
     hf_weights: dict[str, Tensor] = {}
     addresses: set[int] = set()
     for hf_name, x in weights_to_hf(model.state_dict(), model.config).items():
@@ -83,8 +85,7 @@ def save_pretrained(
 
 def refuse_another_architecture(model: GPT) -> None:
     """Raise UserError if the model computes something else than the model of transformers that its
-    export names. A narrow copy shows it for texts up to the context, the model itself for some
-    tokens."""
+    export names. A narrow copy shows it for a long text, the model itself for some tokens."""
     is_same = narrow_copy_agrees(type(model), model.config)  # type: ignore[arg-type]  # hashable
     if not (is_same and agrees_with_transformers(model, TOKENS)):
         (class_name,) = config_to_hf(model.config)["architectures"]  # "LlamaForCausalLM"
@@ -111,7 +112,7 @@ def narrow_copy_agrees(model_class: type[GPT], config: GPTConfig) -> bool:
 @torch.no_grad()
 def agrees_with_transformers(model: GPT, num_tokens: int = NARROW_TOKENS) -> bool:
     """Return whether transformers computes the same logits with the exported weights of a model,
-    for a text of `num_tokens` tokens or of the whole context."""
+    for a text of `num_tokens` tokens, or of the whole context if that is shorter."""
     import transformers  # here, because it takes seconds
 
     hf_fields = config_to_hf(model.config)

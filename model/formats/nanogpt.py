@@ -93,7 +93,7 @@ def read_llm_c(data: Tensor) -> tuple[GPTConfig, dict[str, Tensor]]:
     header = data[:32].view(torch.int32).tolist()
     _, version, block_size, vocab_size, *sizes, padded_vocab_size = header
     assert version in LLM_C_DTYPES, f"version {version} of llm.c"
-    # all weights, after a header of 256 int32
+    # all weights, after a header of 256 int32; the loop below takes them one by one
     remaining = data[1024:].view(LLM_C_DTYPES[version])
     # with the padded rows of the embedding, which are cut off at the end
     config = GPTConfig(block_size, padded_vocab_size, *sizes)

@@ -31,7 +31,7 @@ def make(shards, tmp_path):
 def due_steps(evaluator):
     """Return the steps of validation, benchmarks and samples."""
     validation = [step for step in range(8) if evaluator.due(step)]
-    benchmarks = [step for step in range(8) if list(evaluator.benchmarks(step))]
+    benchmarks = [step for step in range(8) if list(evaluator.due_benchmarks(step))]
     return validation, benchmarks, [step for step in range(8) if evaluator.sample(step) is not None]
 
 
@@ -54,7 +54,7 @@ def test_figures_are_repeatable_and_the_model_keeps_training(make, monkeypatch):
     assert full.validate() == scores and set(scores) == {"loss", "bits_per_byte", "n"}
     monkeypatch.setattr(evaluator, "SUBSET_EXAMPLES", 5)
     for options, n in (({}, 5), ({"eval_full": True}, 12)):
-        ((task, metrics),) = make(**options).benchmarks(5)
+        ((task, metrics),) = make(**options).due_benchmarks(5)
         assert task == "lambada" and list(metrics) == ["n", "acc", "perplexity"]
         assert metrics["n"] == n
     sample = full.sample(2)
@@ -119,4 +119,4 @@ def test_without_a_tokenizer_the_validation_is_left(make, monkeypatch, capsys):
     monkeypatch.setattr(evaluator, "load_tokenizer", load_tokenizer)
     bare = make()
     assert "no vocabulary; so there are no samples" in capsys.readouterr().out
-    assert bare.validate() and not list(bare.benchmarks(7)) and bare.sample(7) is None
+    assert bare.validate() and not list(bare.due_benchmarks(7)) and bare.sample(7) is None

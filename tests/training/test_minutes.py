@@ -2,13 +2,14 @@
 
 import re
 import sys
+from dataclasses import replace
 
 import pytest
 from conftest import bad, script, train_options
 
 from config import TrainOptions
 from model.formats.checkpoint import load_checkpoint
-from recipes import rate_and_batch
+from recipes import RECIPES, rate_and_batch
 from training.forecast.loss import MOST_EPOCHS, compared_loss
 from training.minutes import OTHER_SHARE, Dial, StepCost
 from training.options import read_options, resolve_options
@@ -83,6 +84,15 @@ def test_tokens_with_less_text_get_a_smaller_model(shards, monkeypatch):
     of_bytes = choose(planned, speed)
     planned.token_worth = 1.0
     assert of_bytes.size.num_parameters < choose(planned, speed).size.num_parameters
+
+
+def test_the_printed_run_is_compiled_if_the_chosen_one_is(shards, monkeypatch):
+    for minutes, compiled in ((5, False), (20, True)):
+        planned = dial(shards, monkeypatch, minutes)
+        # as on CUDA, where it is the default
+        on_cuda = replace(planned.options, use_torch_compile=True)
+        plan = choose(Dial(on_cuda, RECIPES["gpt2"], data_parallel=1), 1e11)
+        assert plan.flags.get("use_torch_compile", True) is compiled
 
 
 def test_a_small_text_stops_where_repeats_do_not_help(shards, monkeypatch):

@@ -65,7 +65,7 @@ def print_forecast(
     # "19,073 steps of 524,288 tokens = ..."
     steps_text = describe_steps(options, hardware.count_micro_steps(options), data_parallel)
     device_name = hardware.device.type
-    if plan is not None:
+    if plan is not None:  # not hardware.gpu, which is None if its peak in this dtype is not known
         gpu, _ = plan
         device_name = gpu.name
     print(f"{model.num_parameters():,} parameters; {steps_text} on {device_name}, {hardware.dtype}")

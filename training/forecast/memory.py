@@ -175,76 +175,106 @@ def count_weights(model_config: GPTConfig, tensor_parallel: int) -> tuple[int, i
     return num_matrix_weights // tensor_parallel, num_weights - num_matrix_weights
 
 
+def uses_fsdp(options: ResolvedTrainOptions, hardware: Hardware) -> bool:
+    """Return whether FSDP2 divides the state. A single process trains the plain model. With tensor
+    parallelism FSDP2 may shard over a group of one process, and still gathers copies."""
+    return options.sharding != "none" and hardware.world_size > 1
+
+
+def sums_unsharded_gradients(options: ResolvedTrainOptions, hardware: Hardware) -> bool:
+    """Return whether the gradients of several micro-steps add up before they are sharded: zero1
+    reduces them only in the last one."""
+    return options.sharding == "zero1" and hardware.count_micro_steps(options) > 1
+
+
+def copies_memory(
+    options: ResolvedTrainOptions, model_config: GPTConfig, hardware: Hardware
+) -> int:
+    """Return the bytes of the copies of weights that matmuls read."""
+    itemsize = hardware.dtype.itemsize  # bytes of a number in matmuls
+    num_matrix_weights, num_other_weights = count_weights(model_config, options.tensor_parallel)
+    if uses_fsdp(options, hardware):
+        num_gathered = num_matrix_weights  # of all blocks
+        if options.sharding == "zero3":  # of the current block and the next one
+            num_gathered = 2 * num_matrix_weights // model_config.n_layer
+        # Embeddings, final norm and head are gathered in float32. We count the blocks' biases and
+        # gains with them.
+        return itemsize * num_gathered + FLOAT32_BYTES * num_other_weights
+    if itemsize < FLOAT32_BYTES and effective_checkpointing(options) == "none":
+        # autograd keeps the copies of autocast for the backward pass
+        return itemsize * num_matrix_weights
+    return 0
+
+
+def gradient_memory(
+    options: ResolvedTrainOptions, model_config: GPTConfig, hardware: Hardware
+) -> int:
+    """Return the bytes of the gradients that a process keeps from micro-step to micro-step."""
+    data_parallel, num_shards = hardware.parallel_degrees(options)
+    num_bytes = FLOAT32_BYTES * sum(count_weights(model_config, options.tensor_parallel))
+    has_ddp = not uses_fsdp(options, hardware) and data_parallel > 1
+    if has_ddp and hardware.count_micro_steps(options) > 1:
+        # DDP's buckets need their own memory, beside the sums of earlier micro-steps.
+        return 2 * num_bytes
+    if sums_unsharded_gradients(options, hardware):
+        return num_bytes
+    return num_bytes // num_shards
+
+
+def backward_memory(
+    options: ResolvedTrainOptions,
+    model_config: GPTConfig,
+    hardware: Hardware,
+    recomputed_bytes: int,
+) -> int:
+    """Return the bytes that the backward pass of a block holds beside gradients of weights: three
+    float32 gradients of the residual stream, the gradient of the head, which is kept until the
+    embedding's backward pass, and `recomputed_bytes` of activations for each sequence."""
+    num_sequences = options.sequences_per_pass  # of the micro-batch of a process
+    num_tokens = num_sequences * model_config.block_size
+    head_and_stream_bytes = (
+        FLOAT32_BYTES * model_config.n_embd * (3 * num_tokens + model_config.padded_vocab_size)
+    )
+    held_bytes = num_sequences * recomputed_bytes  # of one block
+    if uses_fsdp(options, hardware):
+        num_matrix_weights, _ = count_weights(model_config, options.tensor_parallel)
+        block_weights = num_matrix_weights // model_config.n_layer  # matrix weights of one block
+        # A block's unsharded gradients are complete when its activations are freed.
+        held_bytes = max(held_bytes, hardware.dtype.itemsize * block_weights)
+        if not sums_unsharded_gradients(options, hardware):
+            # float32 gradients of the previous block, in a buffer that is sent at the same time
+            held_bytes += FLOAT32_BYTES * block_weights
+    return head_and_stream_bytes + held_bytes
+
+
 def forecast_memory(
     options: ResolvedTrainOptions, recipe: Recipe, model_config: GPTConfig, hardware: Hardware
 ) -> dict[str, int]:
     """Return the peak bytes of one process by use. The sum must fit; --dry_run prints the uses."""
-    itemsize = hardware.dtype.itemsize  # bytes of a number in matmuls
-    data_parallel, num_shards = hardware.parallel_degrees(options)
+    _, num_shards = hardware.parallel_degrees(options)
     # of a process before sharding; matrix: in the blocks' matrices; other: embeddings, head, biases
+    # and gains
     num_matrix_weights, num_other_weights = count_weights(model_config, options.tensor_parallel)
-    block_weights = num_matrix_weights // model_config.n_layer  # matrix weights of one block
     num_weights = num_matrix_weights + num_other_weights
     # float32 numbers of optimizer state per process, before sharding
     num_moments = ADAMW_MOMENTS * num_other_weights
     num_moments += matrix_optimizer(recipe).moments * num_matrix_weights
-    micro_steps = hardware.count_micro_steps(options)
-    mode = effective_checkpointing(options)  # "none", "cheap" or "block"
-    compiled = options.use_torch_compile
-    # A single process trains the plain model. With tensor parallelism, FSDP2 may shard over a group
-    # of one process, and still gathers copies.
-    uses_fsdp = options.sharding != "none" and hardware.world_size > 1
-    # zero1 sums unsharded gradients, and reduces them only in the last micro-step
-    sums_gradients = options.sharding == "zero1" and micro_steps > 1
 
-    gradient_bytes = FLOAT32_BYTES * num_weights
-    if not uses_fsdp and data_parallel > 1 and micro_steps > 1:
-        # DDP's buckets need their own memory, beside the sums of earlier micro-steps.
-        gradient_bytes *= 2
-    if not sums_gradients:
-        gradient_bytes //= num_shards
-
-    compute_bytes = 0  # of the copies of weights that matmuls read
-    if uses_fsdp:
-        num_gathered = num_matrix_weights  # of all blocks
-        if options.sharding == "zero3":
-            num_gathered = 2 * block_weights  # of the current block and the next one
-        # Embeddings, final norm and head are gathered in float32. We count the blocks' biases and
-        # gains with them.
-        compute_bytes = itemsize * num_gathered + FLOAT32_BYTES * num_other_weights
-    elif itemsize < FLOAT32_BYTES and mode == "none":
-        # autograd keeps the copies of autocast for the backward pass
-        compute_bytes = itemsize * num_matrix_weights
-
-    num_sequences = options.sequences_per_pass  # in a micro-batch
+    num_sequences = options.sequences_per_pass  # of the micro-batch of a process
     num_tokens = num_sequences * model_config.block_size
+    # of one sequence; the recomputed activations are of one block
     block_bytes, recomputed_bytes = sequence_bytes(options, model_config, hardware)
-    # of one sequence, with the input of the final norm
-    kept_bytes = block_bytes + FLOAT32_BYTES * model_config.n_embd * model_config.block_size
-
-    # The backward pass of a block holds the recomputed activations of this block, three float32
-    # gradients of the residual stream, and the gradient of the head, which is kept until the
-    # embedding's backward pass.
-    held_bytes = num_sequences * recomputed_bytes  # of one block
-    backward_bytes = (
-        FLOAT32_BYTES * model_config.n_embd * (3 * num_tokens + model_config.padded_vocab_size)
-    )
-    if uses_fsdp:
-        # A block's unsharded gradients are complete when its activations are freed.
-        held_bytes = max(held_bytes, itemsize * block_weights)
-        if not sums_gradients:
-            # float32 gradients of the previous block, in a buffer that is sent at the same time
-            backward_bytes += FLOAT32_BYTES * block_weights
+    final_norm_bytes = FLOAT32_BYTES * model_config.n_embd * model_config.block_size  # its input
     bytes_by_use = {
         "weights": FLOAT32_BYTES * num_weights // num_shards,
-        "weights cast or gathered for compute": compute_bytes,
-        "gradients": gradient_bytes,  # sharded above
+        "weights cast or gathered for compute": copies_memory(options, model_config, hardware),
+        "gradients": gradient_memory(options, model_config, hardware),
         "optimizer": FLOAT32_BYTES * num_moments // num_shards,
-        "activations": num_sequences * kept_bytes,
+        "activations": num_sequences * (block_bytes + final_norm_bytes),
         # The loss ends before the backward pass of the blocks, so only the larger of both counts.
         "head and logits, or one block's backward pass": max(
-            head_memory(model_config, num_tokens, hardware, compiled),
-            backward_bytes + held_bytes,
+            head_memory(model_config, num_tokens, hardware, options.use_torch_compile),
+            backward_memory(options, model_config, hardware, recomputed_bytes),
         ),
     }
     if hardware.device.type == "cpu":
