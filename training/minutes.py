@@ -398,7 +398,8 @@ def apply_plan(dial: Dial, plan: Plan) -> tuple[ResolvedTrainOptions, list[str]]
     if is_main_process():
         model_config = plan.size.model_config
         print(
-            f"n_layer {model_config.n_layer}, n_embd {model_config.n_embd} ({plan.size.num_parameters:,} parameters): the smallest of "
+            f"n_layer {model_config.n_layer}, n_embd {model_config.n_embd} "
+            f"({plan.size.num_parameters:,} parameters): the smallest of "
             f"{len(dial.sizes)} sizes that reaches the lowest predicted loss, to {EQUAL_LOSS}, in "
             f"{dial.options.minutes:g} minutes"
         )
