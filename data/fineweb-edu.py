@@ -94,7 +94,7 @@ class ShardOptions:
     """gpt2: 50,257 tokens, by tiktoken; bytes: one token a byte, no download; or the path of a
     tokenizer.json (data/train_tokenizer.py makes one for your text) or of nanoGPT's meta.pkl."""
     end_of_text: str | None = None
-    """Token of the tokenizer.json that precedes every document, if its name is not a usual one."""
+    """End-of-text token of the tokenizer.json, if its name is not a usual one."""
     allow_loss: bool = False
     """Accept text that the tokenizer.json deletes or has no token for; prints the lost share."""
     shard_size: Count = 100_000_000

@@ -71,7 +71,7 @@ def permute(positions: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
         left = sequence_ids[unfinished] >> half_bits
         right = sequence_ids[unfinished] & half_mask
         for key in round_keys:
-            # Multiply and shift with the constants of SplitMix64 (Steele et al. 2014): each bit of
+            # Multiply by constants of SplitMix64 (Steele et al. 2014), and shift: each bit of
             # `right` changes half of the bits. Take the upper 32 bits, which are mixed best.
             mixed = (right + key) * 0x9E3779B97F4A7C15
             mixed ^= mixed >> 29
@@ -170,6 +170,8 @@ def parse_corpora(data_dir: Sequence[Path | str]) -> list[Corpus]:
         corpora = [Corpus([Path(name) for name in data_dir], Fraction(1))]
     # fractions, not floats: each corpus needs a whole number of places in a period
     total = sum(corpus.weight for corpus in corpora)
+    if total == 0:
+        raise UserError("data_dir: at least one weight must be above 0")
     corpora = [Corpus(corpus.folders, corpus.weight / total) for corpus in corpora]
     # fewer than the names: a folder is named twice, or has no weight, so that the loop left it out
     folders = {folder for corpus in corpora for folder in corpus.folders}

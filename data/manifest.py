@@ -139,8 +139,8 @@ class Manifest(Settings):
     lost_bytes: int = 0
     """Bytes of the text that the tokenizer does not give back; 0 without --allow_loss."""
     held_out: int = 0
-    """Tokens of the last document, or of the last short documents, that are held out for
-    validation; 0 if the hashes gave both splits enough text, or if nothing is divided."""
+    """Tokens of the last document, or of the last short documents, to hold out for validation (up
+    to nine fewer are); 0 if the hashes gave both splits enough text, or if nothing is divided."""
     state: ResumePoint = field(default_factory=ResumePoint)
     """Where the next run continues."""
 
@@ -173,7 +173,7 @@ def read_manifest(folder: Path) -> Manifest | None:
     # `reading` turns an error of the with statement into a UserError that names the file.
     with reading(path, "a manifest of shards"):
         content = json.loads(path.read_text(encoding="utf-8"))
-        # `asdict` has turned these dataclasses into dicts.
+        # `write_manifest` has turned these dataclasses into dicts.
         content["shards"] = [ShardEntry(**entry) for entry in content["shards"]]
         ledger = content.get("ledger", {})
         content["ledger"] = {name: FileCounts(**counts) for name, counts in ledger.items()}

@@ -82,7 +82,7 @@ class Tokenizer(ABC):
     @abstractmethod
     def decode_bytes(self, ids: list[int]) -> bytes:
         """Return the UTF-8 bytes of token ids: bytes, not a string, because a token may hold a part
-        of a character. End of text decodes to nothing."""
+        of a character. End of text decodes to nothing, unless end_ids is empty."""
 
     def lost_text(self, text: str, ids: np.ndarray) -> str:
         """Return the characters of a text that decoding its ids (n,) does not restore."""

@@ -383,7 +383,7 @@ class Sharder:
     def count_held_out(self, to_divide: list[Document], num_val: int, val_fraction: float) -> int:
         """Return how many tokens of `to_divide` to hold out for validation: a tenth of them, or
         `val_fraction` of all tokens, or min_val_tokens, whichever is most, but at most half of
-        them. Return 0 if both splits have enough; validation has `num_val` tokens otherwise."""
+        them. Return 0 if both splits have enough: undivided, validation has `num_val` tokens."""
         # False if hashes put every text of the source into validation
         has_train = to_divide[0].num_train > 0 or self.tokens_by_split["train"] > 0
         if num_val >= self.min_val_tokens and has_train:

@@ -60,7 +60,7 @@ class Layout(NamedTuple):
 def inspect_shard(path: Path) -> Layout:
     """Return the layout of a file of tokens; raise UserError if its header is wrong or contradicts
     the file's size."""
-    with reading(path, "a shard of tokens"):  # makes each error a UserError that names the file
+    with reading(path, "a shard of tokens"):  # an error of the content becomes a UserError
         if path.suffix == ".npy":
             array = np.load(path, mmap_mode="r")  # an np.memmap: only the header is read
             if array.dtype.str not in ("<u2", "<u4") or array.ndim != 1:
@@ -84,7 +84,7 @@ def bin_header(dtype: np.dtype, num_tokens: int) -> bytes:
 
 
 def inspect_bin(path: Path) -> Layout:
-    """Return the layout of a .bin file; raise ValueError if its header is not llm.c's."""
+    """Return the layout of a .bin file; raise an error if its header is not llm.c's."""
     with open(path, "rb") as file:
         magic, version, num_tokens = BIN_HEADER.unpack(file.read(BIN_HEADER.size))
     for dtype_name, magic_and_version in BIN_VERSIONS.items():
@@ -148,7 +148,7 @@ class Shard:
 
     @property
     def checksum(self) -> str:
-        """Checksum by which a resumed run notices other tokens: the SHA-256 of the manifest, or the
+        """Checksum by which a resumed run notices other tokens: the SHA-256 in the manifest, or the
         CRC-32 of the first 1,000 tokens, because whole files would take minutes at each start."""
         return self.sha256 or f"{zlib.crc32(self.read(0, 1000).tobytes())}"
 
@@ -218,10 +218,9 @@ def open_folders(paths: list[Path], split: str) -> list[ShardFolder]:
     ]
     if empty or not folders_with_split:
         missing = empty or paths
-        problem = (
-            f"holds no {split} shards (.npy, .bin, .ds); let the sharding end, or begin it with a "
-            "val_fraction above 0"
-        )
+        problem = f"holds no {split} shards (.npy, .bin, .ds); let the sharding end, or begin it"
+        if split == "val":
+            problem += " with a val_fraction above 0"
         if not missing[0].is_dir():
             problem = f"is no folder{searched_place(missing[0])}; to make it of your text"
         raise MissingShards(
@@ -331,14 +330,22 @@ class TokenStream:
     def bytes_per_token(self) -> float | None:
         """Mean number of bytes of source text per token, to compute bits per byte; None if the
         bytes of a folder are unknown."""
-        # 0: made by another project, or by an older version, which did not count the bytes
-        bytes_of_folders = [
-            folder.manifest.text_bytes_by_split[self.split] if folder.manifest else 0
-            for folder in self.folders
-        ]
-        if 0 in bytes_of_folders:
-            return None
-        return sum(bytes_of_folders) / len(self)
+        num_bytes = 0
+        num_tokens = 0
+        for folder in self.folders:
+            manifest = folder.manifest
+            # made by another project, or by an older version, which did not count the bytes
+            if manifest is None or manifest.text_bytes_by_split[self.split] == 0:
+                return None
+            num_bytes += manifest.text_bytes_by_split[self.split]
+            sizes = [shard.num_tokens for shard in folder.shards]
+            if self.split in manifest.state.open:
+                # The bytes count all tokens of the open shard. While sharding goes on, it may be
+                # listed with fewer, or not yet.
+                sizes = [size for size in sizes if size == manifest.shard_size]
+                sizes.append(manifest.state.open[self.split])
+            num_tokens += sum(sizes)
+        return num_bytes / num_tokens
 
     @property
     def checksum(self) -> int:

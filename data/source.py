@@ -3,8 +3,8 @@
 A row is a text, or Skipped with a reason: readers skip what they cannot parse, and `as_text` skips
 unusable text. The ledger of the manifest counts texts and skipped rows. Rows come in batches, each
 with its position in the source, from which a later run continues. Python's own readers and pyarrow
-read files row by row; `datasets` streams the hub. A text file is read in pieces, and a long text is
-kept on disk, so that no text has to fit into memory.
+read files row by row; `datasets` streams the hub. A text file is read in pieces, and a long text
+of a file is kept on disk, so that no text file has to fit into memory.
 """
 
 import bz2
@@ -30,12 +30,13 @@ from operator import itemgetter
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from data.manifest import FileCounts, SourceSettings, sha256, time_of_change
+from data.manifest import MANIFEST, FileCounts, SourceSettings, sha256, time_of_change
+from data.named_tokenizer import TOKENIZER_FILE
 from utils.errors import UserError
 from utils.network import DOWNLOAD_SECONDS, HUB, ask
 
 ROWS_PER_BATCH = 100  # at most
-LONG = 2**20  # characters; a longer text is kept on disk
+LONG = 2**20  # characters; a longer text of a file is kept on disk
 PIECE = 2**18  # characters; a text file is read, and a long text written, in such pieces
 # Usual marks between texts: <|endoftext|> anywhere, and lines such as [SEP], --- and * * *. A text
 # file with MANY_MARKS of one kind may hold several texts.
@@ -140,7 +141,7 @@ class RowBatch(NamedTuple):
 
 
 def open_zstd(path: str | IO[bytes], mode: str = "rb") -> io.BufferedReader:
-    """Open a zstd-compressed file for reading. pyarrow reads all of its frames (zstd -T writes
+    """Open a zstd-compressed file for reading. pyarrow reads all of its frames (pzstd writes
     several); many readers read only the first. UntilDamage and fsspec pass `mode` to any opener."""
     from pyarrow import CompressedInputStream  # slow to import; few files need it
 
@@ -227,12 +228,13 @@ def suffix_of(name: str) -> str:
 
 def walk(folder: Path) -> Iterator[Path]:
     """Yield the files below a folder in name order, and links to folders, which are not followed.
-    Leaves out hidden names and installed packages. Raises OSError for a folder that cannot be
-    listed."""
+    Leaves out hidden names, installed packages, and what sharding writes. Raises OSError for a
+    folder that cannot be listed."""
     # iterdir raises an error where rglob passes over a folder that it cannot list. Sort, because
     # the order of names differs between file systems, and the order of the shards follows it.
     for path in sorted(folder.iterdir()):
-        if path.name.startswith(".") or path.name == "site-packages":
+        written_here = (MANIFEST, TOKENIZER_FILE)  # by sharding into this folder
+        if path.name.startswith(".") or path.name in ("site-packages", *written_here):
             continue
         if path.is_dir() and not path.is_symlink():
             yield from walk(path)
@@ -313,8 +315,8 @@ def join_pieces(pieces: Iterable[str], folder: Path) -> Row:
 def separator_pattern(separator: str) -> re.Pattern[str]:
     """Return the expression of --separator. A mark in brackets, <|endoftext|>, separates texts
     anywhere, and so does a separator with a line break. Another one, such as "---", has to stand
-    alone on a line. The line break behind a separator belongs to it, and up to two blanks or tabs
-    before that."""
+    alone on a line, but for up to two blanks or tabs, which belong to it. The line break behind a
+    separator belongs to it, too."""
     # the separator by its line breaks, which a user types as \n: ["---"], ["", "", ""] for \n\n
     lines = separator.replace("\\r", "").replace("\\n", "\n").split("\n")
     text = r"\r?\n".join(map(re.escape, lines))
@@ -407,7 +409,7 @@ def read_csv(file: IO[str], delimiter: str = ",") -> Iterator[object]:
             yield dict.fromkeys(columns) | dict(zip(columns, cells, strict=False))
 
 
-# by the result of suffix_of; a file with another suffix is read as one text
+# by the result of suffix_of; a file with another suffix, except .parquet, is read as text
 READERS: dict[str, Callable[[IO[str]], Iterator[object]]] = {
     ".jsonl": read_json,
     ".ndjson": read_json,
@@ -471,7 +473,7 @@ def quote(error: Exception) -> str:
 
 
 def divide(rows: Iterator[Row]) -> Iterator[list[Row]]:
-    """Yield up to ROWS_PER_BATCH consecutive rows at a time, with little more than PIECE
+    """Yield up to ROWS_PER_BATCH consecutive rows at a time, no more once they have over PIECE
     characters: a hundred long texts are too much for memory, and for a disk."""
     batch: list[Row] = []
     num_characters = 0
@@ -640,14 +642,14 @@ class Source:
                 raise UserError(message) from error
             warn_if_suspect(name, counts)
             position = SourcePosition()  # the next file is read from its beginning
-        # several for a text file that --separator divides
-        rows_of_text_files = [
-            counts.rows
+        # a text file that --separator divides has several rows
+        is_divided = self.settings.files and any(
+            counts.rows > 1
             for name, counts in self.counts_by_file.items()
-            if suffix_of(name) not in READERS
-        ]
+            if suffix_of(name) not in (*READERS, ".parquet")
+        )
         separator = self.settings.separator
-        if separator is not None and max(rows_of_text_files, default=0) < 2:
+        if separator is not None and not is_divided:
             print(f"note: no text file has --separator {separator!r}", file=sys.stderr)
         # with the texts of earlier runs: this run may have begun at the very end
         if not any(counts.texts for counts in self.counts_by_file.values()):

@@ -13,8 +13,8 @@ A tokenizer.json is read as a dict. Of GPT-2's, these entries decide the ids of 
      "normalizer": None, "pre_tokenizer": {"type": "ByteLevel", ...}, "post_processor": {...},
      "model": {"type": "BPE", "vocab": {"!": 0, ...}, "merges": [["Ġ", "t"], ...], ...}, ...}
 
-Checkpoints hold the spec; manifests hold only Tokenizer.name. data/named_tokenizer.py has the
-interface and the named tokenizers, data/export_tokenizer.py writes files for other programs.
+Checkpoints hold the spec; manifests hold Tokenizer.name and end_of_text. data/named_tokenizer.py
+has the interface and the named tokenizers, data/export_tokenizer.py writes for other programs.
 
 The library `tokenizers` reads a tokenizer.json. transformers reads the other files of a Hugging
 Face folder (data/huggingface_tokenizer.py). Files are untrusted: an unusable file is refused with a
@@ -22,12 +22,12 @@ sentence that names it.
 """
 
 import json
+import logging
 import pickle
 import re
-import sys
 import zlib
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import cache, cached_property
 from pathlib import Path
@@ -196,7 +196,7 @@ class FileTokenizer(Tokenizer):
         content = json.loads(self.tokenizer_json)
         for token in content["added_tokens"]:
             # make_backend reads special tokens as text, and other added tokens as tokens
-            token["special"] &= token["id"] == self.eot
+            token["special"] = token["id"] == self.eot
         prompt_json = json.dumps(content)
         return [make_backend(prompt_json), make_continuing_backend(prompt_json)]
 
@@ -209,7 +209,7 @@ class FileTokenizer(Tokenizer):
         return self.renderer.encode(text, add_special_tokens=False)
 
     def decode_bytes(self, ids: list[int]) -> bytes:
-        # a model may give ids that its tokenizer lacks, such as rows of padding
+        # a model may give ids that its tokenizer lacks, because ids may have gaps
         return b"".join(self.bytes_of_id.get(token_id, b"") for token_id in ids)
 
     @cached_property
@@ -304,7 +304,7 @@ def make_backend(tokenizer_json: str) -> Backend:
     backend.no_padding()
     if isinstance(backend.model, BPE) and backend.model.dropout:
         note = "note: the tokenizer's dropout would give a text other ids each time: left out"
-        print(note, file=sys.stderr)
+        logging.getLogger("notes").warning(note)
         backend.model.dropout = None
     backend.encode_special_tokens = True  # the library's name for "as text"
     return backend
@@ -414,7 +414,7 @@ def has_characters_alone(backend: Backend) -> bool:
     return backend.pre_tokenizer is None and max(map(len, backend.get_vocab())) == 1
 
 
-def usual_ends(backend: Backend) -> Iterable[str]:
+def usual_ends(backend: Backend) -> Sequence[str]:
     """Return candidates for a tokenizer's end-of-text token, the best first. In a vocabulary of
     characters a line break separates documents; without a line break, any other character does."""
     if has_characters_alone(backend):
@@ -422,14 +422,16 @@ def usual_ends(backend: Backend) -> Iterable[str]:
     return ENDS_OF_TEXT
 
 
-def find_end_of_text(path: Path, backend: Backend, candidates: Iterable[str | None]) -> str:
+def find_end_of_text(path: Path, backend: Backend, candidates: Sequence[str | None]) -> str:
     """Return the first candidate that is a token of the backend; skip candidates that are None.
     Raise UserError, which names `path`, if no candidate is a token."""
     for token in candidates:
         if token is not None and backend.token_to_id(token) is not None:
             return token
+    tried = ", ".join(filter(None, candidates))
     raise UserError(
-        f"{path} has no token that ends a text: end_of_text of data/fineweb-edu.py names it"
+        f"{path} has no token that ends a text ({tried}): end_of_text of data/fineweb-edu.py names "
+        "it"
     )
 
 
@@ -522,7 +524,8 @@ def pretrained_tokenizer(folder: Path, declared_vocab_size: int) -> str:
         backend = make_backend(tokenizer_json)
         # some classes of transformers replace the pre-tokenizer or the normalizer of the file
         if probe_ids not in (None, encode_with(backend, PROBE).tolist()):
-            print(f"warning: transformers gives a text other ids than {path}", file=sys.stderr)
+            warning = f"warning: transformers gives a text other ids than {path}"
+            logging.getLogger("notes").warning(warning)
         candidates = (model_tokens.template_tokens.get("eos_token"), *usual_ends(backend))
         spec = make_spec(backend, find_end_of_text(folder, backend, candidates), model_tokens)
         if spec not in TOKENIZERS:

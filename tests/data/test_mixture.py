@@ -1,4 +1,5 @@
 import shutil
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_fineweb_edu import shard
 
+from config import TrainOptions
 from data import verify
 from data.loader import (
     Corpus,
@@ -27,6 +29,7 @@ from data.loader import (
     parse_corpora,
 )
 from data.manifest import read_manifest, write_manifest
+from training.options import check_inputs
 from utils.logger import read_metrics
 
 
@@ -53,6 +56,15 @@ def test_weights_are_read_from_the_names_of_folders(tmp_path):
     for names in ("a:1 b", "a b a", "a:2 a:1", "a:0.12345678 b:1"):
         with user_error("name each folder once, all of them with a weight of at most six digits"):
             parse_corpora(names.split())
+    with user_error("at least one weight must be above 0"):
+        parse_corpora(["a:0"])
+
+
+def test_the_folders_of_a_mixture_are_found_again_without_their_weights(folders):
+    options = TrainOptions(data_dir=(Path(f"{folders}/a:0.75"), Path(f"{folders}/c:0.25")))
+    check_inputs(options, [], {})
+    with user_error(f"{folders}/gone is not here"):
+        check_inputs(replace(options, data_dir=(Path(f"{folders}/gone:1"),)), [], {})
 
 
 def test_shares_are_exact_and_each_corpus_runs_through_its_own_order(folders):

@@ -1,12 +1,13 @@
 import io
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from conftest import user_error
 
 from data.export_tokenizer import save_tokenizer
-from data.manifest import Manifest, write_manifest
+from data.manifest import Manifest, ResumePoint, write_manifest
 from data.sharder import ShardWriter
 from data.shards import (
     Shard,
@@ -146,6 +147,15 @@ def test_a_folder_whose_sharding_was_interrupted_is_known():
     for i, manifest in enumerate(manifests):
         folders.append(ShardFolder(Path(str(i)), "train", [], "bytes", manifest))
     assert TokenStream(folders).unfinished == [Path("3")]
+
+
+@pytest.mark.parametrize("open_tokens, num_tokens", [({}, 130), ({"train": 80}, 180)])
+def test_bytes_per_token_counts_the_shard_that_is_being_written(open_tokens, num_tokens):
+    shards = [SimpleNamespace(num_tokens=100), SimpleNamespace(num_tokens=30)]  # as listed
+    settings = {"tokenizer": "bytes", "vocab_size": 257, "shard_size": 100, "shards": []}
+    progress = {"bytes": {"train": 2 * num_tokens}, "state": ResumePoint(open=open_tokens)}
+    folder = ShardFolder(Path("x"), "train", shards, "bytes", Manifest(**settings, **progress))
+    assert TokenStream([folder]).bytes_per_token == 2
 
 
 def write_datatrove(folder, name, tokens, tokenizer="gpt2", dtype="<u2"):

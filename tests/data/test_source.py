@@ -244,7 +244,7 @@ def test_a_dataset_is_read_as_files_are_and_a_missing_column_ends_the_run(tmp_pa
 
 def test_a_folder_is_read_in_name_order_and_tells_what_it_leaves_out(tmp_path, capsys):
     names = ["a.txt", "b.py", "c.jsonl", "sub/a.TXT", "1.jpg", ".hidden/x.txt", "README", "2.jpg"]
-    for name in [*names, "site-packages/x.py"]:
+    for name in [*names, "site-packages/x.py", "manifest.json", "sub/tokenizer.json"]:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(f"text of {name}")
     (tmp_path / "linked.txt").symlink_to(tmp_path / "README")

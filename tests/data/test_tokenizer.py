@@ -83,6 +83,8 @@ def test_any_text_is_restored_and_an_exported_tokenizer_is_read_as_itself(tmp_pa
     path.write_text(json.dumps({**content, "added_tokens": []}))
     with user_error("has no token that ends a text"):
         read_tokenizer(path)
+    with user_error(r"has no token that ends a text \(<stop>\)"):
+        read_tokenizer(path, "<stop>")
 
 
 @pytest.mark.parametrize("split", ["unicode", "gpt2"])
@@ -442,10 +444,10 @@ def test_only_a_file_that_the_library_does_not_read_is_called_damaged(tmp_path, 
         read_tokenizer(tmp_path / "x.model")
 
 
-def test_a_file_that_transformers_reads_otherwise_is_named(tmp_path, capsys):
+def test_a_file_that_transformers_reads_otherwise_is_named(tmp_path, caplog):
     """Its class for GPT-2 puts GPT-2's pre-tokenizer in the place of another one."""
     definition = DEFINITION | {"pre_tokenizer": PREFIX}
     (tmp_path / "tokenizer.json").write_text(json.dumps(definition), encoding="utf-8")
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     assert pretrained_tokenizer(tmp_path, 257) == "bytes"
-    assert "transformers gives a text other ids than" in capsys.readouterr().err
+    assert "transformers gives a text other ids than" in caplog.text
