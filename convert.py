@@ -111,7 +111,7 @@ def export_checkpoint(checkpoint_path: Path, out: Path) -> None:
         weights_from=weights_from.name,  # without folders, which readers of the card do not have
         # train.py records the name of its corpus or mixture, finetune.py the path of one file
         data=checkpoint.get("corpus") or Path(options.get("data", "not recorded")).name,
-        # best_loss is infinite before the first validation
+        # best_loss is infinite without a validation, as always after grpo
         best_loss=f"{checkpoint['best_loss']:.4f}".replace("inf", "none yet"),
         inputs=TEXT_INPUTS if chat_template is None else CHAT_INPUTS,
     )
@@ -152,7 +152,7 @@ def import_model(model_name: str, out: Path) -> None:
         "config": {"init_from": model_name},
         "model_config": asdict(model.config),
         "tokenizer": tokenizer_spec,
-        # Step 0 and a new run_id, which protects the file: no run writes into its folder.
+        # Step 0 and a new run_id: without --overwrite no run replaces even a model_last.pt.
         **asdict(Progress()),
         "best_loss": math.inf,  # no validation yet
     }

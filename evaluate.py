@@ -22,7 +22,7 @@ import utils.environment  # noqa: F401 (first: it says what to type without PyTo
 
 from tqdm import tqdm
 
-from data.loader import Mixture
+from data.loader import Mixture, parse_corpora
 from data.named_tokenizer import Tokenizer
 from data.open_model import open_model
 from data.tokenizer import load_tokenizer
@@ -66,8 +66,8 @@ class EvalOptions:
     folder, or a checkpoint of nanoGPT, build-nanogpt or llm.c."""
     tasks: tuple[str, ...] = ()
     """Benchmarks, val for the validation loss, .jsonl files of questions (prompt and answer), or
-    folders of tasks in the layout of CORE; default: val if the shards of the model are here, else
-    hellaswag and lambada."""
+    folders of tasks in the layout of CORE; default: hellaswag and lambada with --data or without
+    the folders of --data_dir, else val."""
     data: tuple[Path, ...] = ()
     """Local files in the original formats, for core a folder: one per benchmark, in the order of
     --tasks; default: download them."""
@@ -75,15 +75,14 @@ class EvalOptions:
     """Folders of shards for the task val; default: the folders that the checkpoint was trained on.
     """
     limit: Count | None = None
-    """Number of examples to score of each benchmark, evenly spread over its file; for core the
-    number of each task, chosen as nanochat does; default: all."""
+    """Number of examples to score of each benchmark or file of questions, evenly spread over it;
+    for folders like CORE the number of each task, chosen as nanochat does; default: all."""
     val_tokens: Count = 10_485_760
     """Validation tokens to score of each corpus; all if there are fewer."""
     max_new_tokens: Count = 64
     """Longest answer to a question in tokens."""
     chat: bool = False
-    """Ask questions in the format of a chat; default: only if finetune.py taught the model to chat.
-    """
+    """Ask questions in the format of a chat, as always if the model has learned to chat."""
     batch_size: Count = 16
     """Examples in a forward pass."""
     out: Path | None = None
@@ -104,7 +103,9 @@ def default_tasks(options: EvalOptions, checkpoint_path: Path | None) -> tuple[s
     folders = options.data_dir
     if checkpoint_path and not folders:
         folders = training_folders(load_checkpoint(checkpoint_path))
-    has_shards = any(folder.is_dir() for folder in folders)
+    # without the weights of data/a:0.7
+    paths = [path for corpus in parse_corpora(folders) for path in corpus.folders]
+    has_shards = any(path.is_dir() for path in paths)
     return ("val",) if has_shards and not options.data else ("hellaswag", "lambada")
 
 
@@ -116,8 +117,7 @@ def training_folders(checkpoint: Checkpoint) -> tuple[Path, ...]:
 
 def check(options: EvalOptions) -> dict[str, Path]:
     """Return the path of --data by benchmark, {"hellaswag": Path("hellaswag_val.jsonl")}, {}
-    without --data. Raise UserError for a wrong option, before the script reads or scores anything.
-    """
+    without --data. Raise UserError for a wrong option, before anything is downloaded or scored."""
     # a/sums.jsonl and b/sums.jsonl would both write CHECKPOINT_sums.json
     if len({Path(task_name).stem for task_name in options.tasks}) < len(options.tasks):
         raise UserError(
@@ -251,7 +251,7 @@ def main(options: EvalOptions) -> None:
     # Only the main process shows the bar. None: tqdm shows it only if stderr is a terminal.
     bar = tqdm(unit="row", disable=None if process.is_main else True)
     tokenizer = load_tokenizer(tokenizer_spec)
-    # the scorer calls bar.update with the number of rows of each forward pass
+    # for benchmarks, the scorer calls bar.update with the rows that all processes score together
     scorer = Scorer(model, process, options.batch_size, bar.update)
 
     # Without --out the results stand beside the checkpoint, those of a model of another project in

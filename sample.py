@@ -118,7 +118,7 @@ class Writer:
 
     def prompt_ids(self, prompt: str, history: Messages) -> list[int]:
         """Return the token ids that the model continues. Raise UserError for a prompt that is not
-        UTF-8, or does not fit into the context."""
+        UTF-8, does not fit into the context, or has characters that a vocabulary lacks."""
         check_text(prompt, "the prompt")
         options = self.options
         block_size = self.model.config.block_size
@@ -186,8 +186,9 @@ class LoadedModel:
 
     def complete(self, prompt: str, **options: Any) -> str:
         """Return the text that the model writes after a prompt. `options` are those of
-        SamplingConfig (max_new_tokens=100, temperature=0.7, seed=1, ...), and chat=True, which
-        returns the answer to a question. Raise UserError for a prompt that does not fit."""
+        SamplingConfig but num_samples (max_new_tokens=100, temperature=0.7, seed=1, ...), and
+        chat=True, which returns the answer to a question. Raise UserError for a prompt that does
+        not fit."""
         sampling = SampleOptions(**options)
         check_ranges(sampling)
         writer = Writer(self.model, self.tokenizer, sampling)

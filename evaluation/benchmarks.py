@@ -2,8 +2,8 @@
 
 To add a benchmark, write a subclass of Task here and put an instance into ALL. If train.py shall
 score it, too, add the options NAME_every and NAME_data to config.py, and one entry each to the
-dicts `intervals` and `paths` of training/evaluator.py. docs/EVALUATION.md says what each protocol
-can be compared with. Published values of OpenAI's GPT-2 are in evaluation/table.py.
+dicts `steps_between` and `data_paths` of training/evaluator.py. docs/EVALUATION.md says what each
+protocol can be compared with. Published values of OpenAI's GPT-2 are in evaluation/table.py.
 """
 
 import math
@@ -150,8 +150,8 @@ class Lambada(Task):
 
     def result(self, protocol: str, metric: str, example_scores: list[ExampleScore]) -> Result:
         """Return the accuracy, or the perplexity per word: exp of the mean nats of a word. The
-        standard error of a perplexity is the error of the mean times the derivative of exp, as in
-        lm-evaluation-harness."""
+        standard error of a perplexity is the error of the mean times the derivative of exp;
+        lm-evaluation-harness bootstraps it."""
         mean_result = super().result(protocol, metric, example_scores)
         if metric != "perplexity":
             return mean_result
@@ -204,8 +204,8 @@ class ChildrensBookTest(Task):
         # "options": ["dog", "fox", ...]}
         for row in rows:
             before, after = row["question"].split("XXXXX", 1)
-            # CBT's spaces around punctuation stay, as in the paper. The space before the blank
-            # moves to the choices.
+            # CBT's spaces around punctuation stay; the paper's de-tokenizer removes them. The
+            # space before the blank moves to the choices.
             context = " ".join(row["sentences"] + [before]).rstrip()
             choices = tuple(f" {option}{after}" for option in row["options"])
             items.append(Item(context, choices, row["options"].index(row["answer"])))

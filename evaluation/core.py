@@ -4,7 +4,7 @@ The protocol is the one of nanochat (core_eval.py and base_eval.py), item by ite
 The tasks are a folder in the layout of nanochat's eval_bundle. A user may write such a folder, too:
 
     core.yaml               each task: label, dataset_uri and icl_task_type; optional are
-                            num_fewshot (default 0) and continuation_delimiter (default " ")
+                            num_fewshot (default [0]) and continuation_delimiter (default " ")
     eval_data/**.jsonl      the items of a task, one per line, at its dataset_uri
     eval_meta_data.csv      accuracy of guessing of each label in percent, as "Random baseline"
 
@@ -218,8 +218,8 @@ class FewShotTasks(Benchmark):
         folder = path or download_bundle()
         baseline_by_label = {}  # {"hellaswag_zeroshot": 0.25, ...}: accuracies of guessing
         if (folder / "eval_meta_data.csv").exists():
-            csv_lines = (folder / "eval_meta_data.csv").read_text(encoding="utf-8").splitlines()
-            for row in csv.DictReader(csv_lines):
+            csv_text = (folder / "eval_meta_data.csv").read_text(encoding="utf-8-sig")
+            for row in csv.DictReader(csv_text.splitlines()):
                 baseline_by_label[row["Eval Task"]] = float(row["Random baseline"]) / 100  # percent
         tasks: list[LoadedTask] = []
         # {"label": "hellaswag_zeroshot", "dataset_uri": "language_understanding/hellaswag.jsonl",
@@ -231,7 +231,7 @@ class FewShotTasks(Benchmark):
             # provisional: without an entry the baseline is computed from the choices below
             baseline = baseline_by_label.get(label, 0.0)
             task = FewShotTask(label, entry["icl_task_type"], num_shots, delimiter, baseline)
-            # raises UserError if num_fewshot is negative, or a baseline is not in [0, 1)
+            # raises UserError for an unknown type, a negative num_fewshot, a baseline not in [0, 1)
             check_ranges(task, f"{folder}/core.yaml, {label}: ")
             file = folder / "eval_data" / entry["dataset_uri"]
             rows = task.read(file, limit, tokenizer, block_size)
@@ -255,6 +255,7 @@ class FewShotTasks(Benchmark):
         dump_rows: list[dict] = []
         centered_sum = 0.0
         variance_sum = 0.0
+        has_errors = True  # False if a task has a single item, and so no standard error
         for task, rows in loaded_tasks:
             # one protocol with one metric: one Result
             [result], task_dump_rows = task.score(rows, score_items, protocols)
@@ -262,7 +263,9 @@ class FewShotTasks(Benchmark):
             dump_rows += task_dump_rows
             assert result.centered is not None  # FewShotTask.result has set it
             centered_sum += result.centered
-            if result.stderr is not None:  # None for a single item
+            if result.stderr is None:
+                has_errors = False
+            else:
                 # centering divides the error by 1 - baseline; variances of independent tasks add up
                 variance_sum += (result.stderr / (1 - task.baseline)) ** 2
         num_tasks = len(loaded_tasks)
@@ -276,7 +279,7 @@ class FewShotTasks(Benchmark):
             self.metric,
             n=sum(result.n for result in results),
             value=centered_sum / num_tasks,
-            stderr=variance_sum**0.5 / num_tasks,
+            stderr=variance_sum**0.5 / num_tasks if has_errors else None,
         )
         return [*results, mean], dump_rows
 

@@ -1,7 +1,7 @@
 """Picture of the curves of one or more runs.
 
-All data comes from the runs' logs, which utils/logger.py writes, so a picture can be drawn on any
-machine and while a run goes on. Nothing here imports PyTorch: drawing takes a second.
+The data of a run comes from the folder of its log, so a picture can be drawn on any machine and
+while a run goes on. Nothing here imports PyTorch: drawing takes a second.
 """
 
 import itertools
@@ -43,11 +43,11 @@ class LoggedRun:
     """A run to draw."""
 
     label: str
-    """Path of the run as the user gave it, without /logs."""
+    """Path of the run as the user gave it, without /logs; `draw` shortens it."""
     log: dict[str, list[dict]]
     """Return value of read_metrics: for each split the metrics of each logged step, sorted by step,
-    as in {"train": [{"step": 1, "loss": 10.9, ...}, ...]}. A split is "train", "val", "held_out" or
-    the name of a benchmark."""
+    as in {"train": [{"step": 1, "loss": 10.9, ...}, ...]}. A split is "train", "val", "held_out",
+    "skipped" or the name of a benchmark."""
     logged_config: dict
     """Content of the config.json beside the log, {"tokenizer": "gpt2", "corpus": "FineWeb-Edu",
     ...}; {} if there is no config.json."""
@@ -137,7 +137,7 @@ def draw(paths: list[Path], out: Path, model_type: str | None = None) -> None:
             print(f"skipped: {error}")
     labels = shorten([run.label for run in runs])
     runs = [replace(run, label=label) for run, label in zip(runs, labels, strict=True)]
-    # of the last training step: {"step": 19072, "loss": 3.05, "lr": 6e-05, ...}
+    # of the last training step: {"step": 19073, "loss": 3.05, "lr": 6e-05, ...}
     last_metrics = [run.log["train"][-1] for run in runs]
     metric = comparable_loss(runs)  # metric of the panel at the top; GRPO changes it below
     bottom_metrics = ["lr", "tokens_per_s"]  # of training, in panels side by side
@@ -230,7 +230,7 @@ def without_start(x: np.ndarray, losses: np.ndarray) -> tuple[np.ndarray, np.nda
 def upper_limit(axes: Axes) -> float | None:
     """Return the end of the y axis: it lies above all curves, except for outliers far above the
     other values of their curve. Outliers would press the rest into a strip at the bottom. Return
-    None if there are no values."""
+    None if no value is above 0."""
     limits = []
     for line in axes.lines:
         values = np.asarray(line.get_ydata())

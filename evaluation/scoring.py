@@ -59,7 +59,7 @@ class PackedItem:
 
 
 def pack_items(items: list[list[Continuation]], share_rows: bool) -> list[PackedItem]:
-    """Pack the continuations of all items into rows, in order. If `share_rows`, continuations of an
+    """Pack the continuations of all items into rows, in order. If `share_rows`, neighbors within an
     item share a row if their contexts are equal. A Continuation has the token ids of its `context`
     and its own `ids`, neither of them empty."""
     packed_items: list[PackedItem] = []
@@ -263,7 +263,7 @@ def score_items(
     block_size = scorer.model.config.block_size
     # for each item a list of Continuations, one for each choice
     continuations = [task.continuations(item, tokenizer, block_size) for item in items]
-    # The comparison runs on each machine: all processes must make equally many batches.
+    # The comparison runs in each process: all of them must make equally many batches.
     is_shared = scorer.process.all_agree(shares_rows(scorer.model))
     packed_items = pack_items(continuations, is_shared)
     packed_items.sort(key=lambda packed_item: packed_item.length, reverse=True)

@@ -94,7 +94,8 @@ class Result:
     ties: int = 0
     """Number of examples with several best choices."""
     centered: float | None = None
-    """Accuracy on the scale of CORE, where 0 is guessing and 1 is perfect; None in other tasks."""
+    """Accuracy on the scale of CORE, where 0 is guessing and 1 is perfect; None in other tasks, and
+    in the mean of CORE, which has it as `value`."""
 
 
 # Results, and one row per example for --dump:
@@ -102,7 +103,7 @@ class Result:
 TaskScores = tuple[list[Result], list[dict]]
 ScoreBenchmark = Callable[[], TaskScores]  # scores a benchmark whose data has been read
 # maps items and their task to a Prediction for each choice of each item. It is
-# scoring.score_items, whose model and tokenizer are filled in.
+# scoring.score_items, whose scorer and tokenizer are filled in.
 ScoreItems = Callable[[list[Item], "Task"], list[list[Prediction]]]
 
 
@@ -181,7 +182,7 @@ def split_ids(ids: list[int], start: int, max_tokens: int) -> Continuation:
 
 
 class Benchmark(ABC):
-    """A benchmark of evaluate.py and train.py: a single Task, or the 22 tasks of CORE."""
+    """A benchmark of evaluate.py and train.py: a Task, or the tasks of a folder, as CORE's 22."""
 
     name: str
     """Name for --tasks, in logs and in file names."""

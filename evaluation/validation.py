@@ -79,8 +79,8 @@ class Scorer:
         and "n", the number of targets.
 
         "bits_per_byte" makes runs with different tokenizers comparable. It is loss / ln 2 / (bytes
-        of source text per token, over the whole split), and is missing if the manifest of the
-        shards does not have the size of their text.
+        of source text per token, over the whole split), and is missing unless the manifests of the
+        shards have the size of their text.
         """
         self.model.eval()  # no dropout
         # every evaluation takes the same sequences, the first ones of the split

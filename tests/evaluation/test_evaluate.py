@@ -314,6 +314,8 @@ def test_without_tasks_the_loss_is_scored_where_the_run_has_its_shards(trained, 
     assert evaluate.default_tasks(replace(options, data=(tmp_path,)), best) == network
     assert evaluate.default_tasks(options, None) == network
     assert evaluate.default_tasks(replace(options, data_dir=(tmp_path,)), None) == ("val",)
+    weighted = (Path(f"{tmp_path}:0.7"), Path("gone:0.3"))
+    assert evaluate.default_tasks(replace(options, data_dir=weighted), None) == ("val",)
     moved = tmp_path / "moved.pt"
     content = torch.load(best, weights_only=True)
     torch.save(content | {"config": content["config"] | {"data_dir": ["gone"]}}, moved)
