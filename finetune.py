@@ -76,7 +76,7 @@ def main() -> None:
     initial = open_initial(device_options, checkpoint, process)
     assert initial is not None  # --init_from is required
     weights_checksum = init_checksum(device_options, checkpoint, initial, process)
-    # model on "meta"; weights: {"transformer.wte.weight": Rows (50257, 768), ...}, mapped from
+    # model on "meta"; weights: {"transformer.wte.weight": Rows (50304, 768), ...}, mapped from
     # a checkpoint, or whole in memory (InitialModel.weights)
     model, weights = build_model(device_options, initial)
     # The numbers of data rows and of parameters set the defaults of --batch_size, --max_steps and
@@ -259,7 +259,7 @@ def train_step(
 
     # update the weights, unless the loss or gradient is not finite: then no process updates
     skip_reason = reason_to_skip(metrics["loss"], metrics["grad_norm"])
-    metrics |= prepared.metrics  # grpo: reward, completion_tokens, cut, rollout_ms
+    metrics |= prepared.metrics  # grpo: reward, equal_rewards, completion_tokens, cut, rollout_ms
     metrics["lr"] = lr
     if run.scaler.is_enabled():
         metrics["scale"] = run.scaler.get_scale()
@@ -369,6 +369,9 @@ def open_data(
     process = run.process
     tokenizer = load_tokenizer(run.entries["tokenizer"])
     block_size = model.config.block_size
+    # In a vocabulary of characters end of text is a line break, which answers have, too.
+    if not options.plain and not tokenizer.end_ids:
+        raise UserError("a vocabulary of characters has no token that ends an answer: give --plain")
     # with chat turns unless --plain; cuts texts longer than block_size tokens
     encoder = TextEncoder(tokenizer, chat=not options.plain, block_size=block_size)
 
@@ -379,9 +382,9 @@ def open_data(
         # before would make the loss jump: open_original raises UserError for them.
         if checkpoint is not None:
             weights = open_original(options, checkpoint, process)
-        # compiled if `model` is compiled, because both must round alike
+        # executed like `model`, because both must round alike
         reference = build_without_weights(GPT, model.config)
-        execute(reference, Execution(compiled=options.use_torch_compile))
+        execute(reference, Execution(options.activation_checkpointing, options.use_torch_compile))
         # Every process holds the whole reference, even if --sharding divides `model`.
         fill_model(reference, weights, process.device)
         reference.eval().requires_grad_(False)

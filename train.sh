@@ -2,8 +2,8 @@
 # bash train.sh demo     a small GPT on the Python standard library's source: any machine, minutes
 # bash train.sh chat_demo  teaches a small model sums, then to answer questions, by fine-tuning and by
 #                        rewards: any machine, minutes
-# bash train.sh [FLAGS]  FineWeb-Edu sample-10BT, sharded if it is not yet, then GPT-2 124M on every
-#                        visible GPU; FLAGS go to train.py, whose --help lists them (with another
+# bash train.sh [FLAGS]  FineWeb-Edu sample-10BT, sharded if it is not yet, then GPT-2 124M on the
+#                        visible GPUs (four of six); FLAGS go to train.py, whose --help lists them (with another
 #                        --data_dir it shards nothing). NPROC=2 chooses the number of processes.
 #                        It streams 28 GB of text and keeps 20 GB of shards and 3 GB of checkpoints;
 #                        without a CUDA GPU, where it would take months, it begins only with --yes.
@@ -11,7 +11,7 @@
 # Each installs what it needs into the active environment, or into .venv: it downloads 0.3 GB on Linux
 # without an NVIDIA GPU, up to 2.9 GB with one. Killed, all continue where they were; --overwrite
 # begins anew (but not chat_demo). Of several processes one that dies takes the others with it: they
-# restart once, by themselves.
+# restart once, by themselves, but not with --overwrite or --resume CHECKPOINT.
 set -euo pipefail
 called_from=$PWD
 cd "$(dirname "$0")"
@@ -35,8 +35,13 @@ for flag in "$@"; do
 done
 set -- ${flags[@]+"${flags[@]}"}  # bash 3 of macOS calls an empty array unset
 case " $* " in *" --dry_run "* | *" --dry-run "*) dry_run=yes ;; esac
-restarts=0  # those of --overwrite would begin anew
-case " $*" in *" --overwrite"* | *" --resume"*) ;; *) set -- --resume auto "$@"; restarts=1 ;; esac
+restarts=0  # those of --overwrite would begin anew, those of --resume CHECKPOINT would be refused
+case " $* " in
+  *" --overwrite"*) ;;
+  *" --resume auto "* | *" --resume=auto "*) restarts=1 ;;
+  *" --resume"*) ;;
+  *) set -- --resume auto "$@"; restarts=1 ;;
+esac
 
 if [ "$demo" ]; then
   case " $*" in *" --run"[_-]dir* | *" --checkpoint"[_-]dir* | *" --log"[_-]dir* | *" --data"[_-]dir*)
@@ -113,7 +118,7 @@ if [ "$dry_run" ]; then
   exit
 fi
 if [ "$makes_shards" ]; then
-  echo "FineWeb-Edu sample-10BT: 28 GB to stream, 20 GB of shards to keep in data/edu_fineweb10B;" \
+  echo "FineWeb-Edu sample-10BT: 28 GB to stream once, 20 GB of shards to keep in data/edu_fineweb10B;" \
     "checkpoints: 1.5 GB each of 124M, two are kept"
   if [ "$gpus" = 0 ] && [ -z "$yes" ]; then
     hours=$(sed -n 's/.*: about \(.*\) on this processor.*/\1/p' <<<"$plan")

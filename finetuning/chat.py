@@ -79,7 +79,7 @@ def encode_prompt(
     to "Assistant:"; else BOS (or end of text) and the text, like the beginning of a document in the
     shards. A vocabulary of characters (nanoGPT) gets the text alone."""
     if not chat:
-        assert isinstance(prompt, str)  # TextEncoder.get_text refuses messages for plain text
+        assert isinstance(prompt, str)  # TextEncoder.get_text_or_messages refuses messages
         prompt_ids = encode_text(prompt, tokenizer)  # without BOS
         if prompt and not tokenizer.end_ids:  # vocabulary of characters, without end of text
             return prompt_ids

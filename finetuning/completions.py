@@ -17,7 +17,7 @@ class Completion:
     """A completion of the prompt of a row."""
 
     row: dict
-    """Row of the file: {"prompt": "2+3?", "answer": "5"}; only exact rewards need an answer."""
+    """Row of the file: {"prompt": "2+3?", "answer": "5"}; only grpo can do without an answer."""
     text: str
     """Text without the token that ended it."""
     example: Example

@@ -1,7 +1,7 @@
 """Read rows of .jsonl files (docs/FINETUNING.md), encode them as examples, and batch the examples.
 
-A row is a JSON object. An example is what a method learns from a row: one sequence of tokens, or a
-pair. This file is not about how a dialog becomes token ids: see finetuning/chat.py.
+A row is a JSON object. An example is what a method learns from a row: one sequence of tokens, a
+pair or a question. This file is not about how a dialog becomes token ids: see finetuning/chat.py.
 """
 
 import json
@@ -132,7 +132,7 @@ class Question:
     """A prompt to complete, for grpo or evaluate.py."""
 
     row: dict
-    """Row of the file: {"prompt": "2+3?", "answer": "5"}; only exact rewards need an answer."""
+    """Row of the file: {"prompt": "2+3?", "answer": "5"}; only grpo can do without an answer."""
     prompt_ids: list[int]
     """Token ids of the prompt, which the model continues: of a chat up to "Assistant:"."""
 

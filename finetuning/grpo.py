@@ -41,7 +41,7 @@ class GroupRelativePolicy(Method):
         example = Example.of_completion(question.prompt_ids, [])
         answer = str(question.row.get("answer", ""))  # a row may have a number there
         completion = Completion(question.row, answer, example, is_cut=False)
-        # one for each process: none waits for another's longer than a collective may take
+        # one for each process, because the function may fail on one machine alone
         self.set_rewards([[completion]] * self.process.data_parallel)
 
     def to_example(self, row: dict) -> Question:
@@ -85,7 +85,7 @@ class GroupRelativePolicy(Method):
         # tokens of each completion, including the end token
         completion_lengths = [completion.example.loss_mask.sum() for completion in completions]
         is_equal = group_rewards == group_rewards[:, :1]  # (batch_size, group_size)
-        metrics = {  # for the log: means over the completions of all processes
+        metrics = {  # for the log, of all processes; rollout_ms is of this one
             "reward": rewards.mean().item(),
             # share of groups whose rewards are all equal, from which nothing is learned but --kl
             "equal_rewards": is_equal.all(dim=1).double().mean().item(),

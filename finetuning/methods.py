@@ -88,7 +88,7 @@ class Method(ABC):
         (batch_size,) are the indices of its rows of --data."""
         # Every process collects the examples of the whole step, because the divisor counts them,
         # but makes batches only of its own micro-batches.
-        examples = [self.examples[i] for i in example_ids]  # Example, Pair or Question objects
+        examples = [self.examples[i] for i in example_ids]  # Example or Pair objects
         micro_batches = self.of_process(self.to_micro_batches(examples))
         batches = [self.make_batch(micro_batch) for micro_batch in micro_batches]
         return PreparedStep(batches, self.divisor(examples))
@@ -96,11 +96,11 @@ class Method(ABC):
     def to_micro_batches(self, examples: list) -> list[list]:
         """Divide examples among the micro-batches of all processes, in lists of micro_batch_size
         (the last list may be shorter). The examples are a step's (for grpo, indices of its
-        completions), or all held-out ones."""
+        completions), all held-out ones, or for dpo's reference all pairs."""
         return batched(examples, self.options.micro_batch_size)
 
     def of_process(self, micro_batches: list) -> list:
-        """Return the micro-batches that this process trains on, of a step's micro-batches."""
+        """Return this process's share of a list of micro-batches, or of their indices."""
         # Micro-step i takes consecutive micro-batches, one per process, as in pre-training.
         return micro_batches[self.process.data_rank :: self.process.data_parallel]
 

@@ -48,7 +48,8 @@ class BatchOptions(OptimizerOptions):
 
     batch_size: Count | None = None
     """Rows per step over all processes: dialogs (sft), pairs (dpo, reward) or prompts (grpo);
-    default: the largest of 32, 16, 8 and 4 that is at most a sixteenth of the rows, else 4."""
+    default: the largest of 32, 16, 8 and 4 that is at most a sixteenth of the rows, else 4, as a
+    multiple of the processes."""
     micro_batch_size: Count | None = None
     """Dialogs (sft), pairs (dpo, reward) or completions (grpo) per forward pass of a process. Lower
     it if memory runs out. Default: 8, or 4, 2, 1 if 8 does not divide a process's share."""

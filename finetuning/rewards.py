@@ -15,7 +15,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from data.tokenizer import tokenizer_identity
+from data.tokenizer import load_tokenizer, tokenizer_identity
 from finetuning.chat import is_chat
 from finetuning.completions import Completion, is_exact
 from finetuning.examples import Batch, TextEncoder, collate_padded
@@ -42,12 +42,16 @@ class RewardModel(GPT):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__(config)
         self.reward_head = nn.Linear(config.n_embd, 1, bias=False)  # weight (1, C)
-        nn.init.zeros_(self.reward_head.weight)  # all rewards begin at 0
 
     def logits(self, x: Tensor) -> Tensor:
         """Return rewards (B, T, 1) of hidden states (B, T, C), in float32 even under autocast."""
         # Not a matmul: autocast would round it to bfloat16, in which close rewards become equal.
         return (x.float() * self.reward_head.weight.float()).sum(-1, keepdim=True)
+
+    def token_losses(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Return the rewards (N,) as they are: a reward model has no loss of tokens, and
+        refuse_wrong_division (tensor parallelism) compares these."""
+        return logits.squeeze(-1)
 
 
 def rewards_at_end(model: nn.Module, batch: Batch) -> Tensor:
@@ -112,7 +116,8 @@ def reward_checksum(name: str) -> int:
     if path is None:
         return 0
     if path.suffix == ".py":
-        return zlib.crc32(path.read_bytes())
+        _, _, function_name = name.rpartition(":")
+        return zlib.crc32(function_name.encode(), zlib.crc32(path.read_bytes()))
     return crc32_of(load_checkpoint(path)["checksums"])
 
 
@@ -138,11 +143,13 @@ def load_reward_function(name: str, encoder: TextEncoder, process: Process) -> R
     # checkpoint without a reward head.
     model, checkpoint = load_model(path, RewardModel, float32=True)
     tokenizer_spec = checkpoint["tokenizer"]
+    template = load_tokenizer(tokenizer_spec).chat_template  # None: User: and Assistant:
     # The reward model must read the sampled token ids as the same text, and know the same format:
     # chat with User: and Assistant: turns (or the same template), or plain text.
     has_same_text = (
         tokenizer_identity(tokenizer_spec) == encoder.tokenizer.identity
         and is_chat(checkpoint, tokenizer_spec) == encoder.chat
+        and (not encoder.chat or template == encoder.tokenizer.chat_template)
     )
     if not has_same_text or model.config.block_size < encoder.block_size:
         raise UserError(

@@ -25,7 +25,7 @@ def is_learned(message: Message) -> bool:
 
 
 def find_answer(
-    messages: Messages, index: int, dialog_ids: list[int], tokenizer: Tokenizer, tools: Tools = None
+    messages: Messages, index: int, dialog_ids: list[int], tokenizer: Tokenizer, tools: Tools
 ) -> slice:
     """Return the slice of `dialog_ids` that holds the answer messages[index], with the token that
     ends it. `dialog_ids` are the token ids of all `messages`. Raise ValueError if the chat template
@@ -55,11 +55,10 @@ def find_answer(
 
     content_texts = texts_of(messages[index])  # [] if the answer has only "tool_calls"
     for name in ANSWER_FIELDS:
-        without_field = [*messages[:index], {**messages[index], name: None}]
-        if not messages[index].get(name):
-            continue
-        if tokenizer.render(without_field, tools=tools) == until_answer:
-            raise ValueError(f'the chat template leaves out "{name}" of an answer')
+        if messages[index].get(name):
+            without_field = [*messages[:index], {**messages[index], name: None}]
+            if tokenizer.render(without_field, tools=tools) == until_answer:
+                raise ValueError(f'the chat template leaves out "{name}" of an answer')
     # false if a token spans the end of the prompt
     is_continued = dialog_ids[:start] == prompt_ids
     # false if the template changes an earlier answer when later turns follow

@@ -18,7 +18,7 @@ variant() {
   local setting=${1:-} flags=${2:-} python=${3:-python} name row
   name=$(echo $*) && name=${name:-baseline}
   if [ $SECONDS -ge 540 ]; then echo "left out after 540 s: $name" >&2; return; fi
-  # A new cache, whose key does not hold TORCH_CUDNN_SDPA_DEPRIORITIZED: with a common one, every
+  # A new cache: its key does not hold TORCH_CUDNN_SDPA_DEPRIORITIZED, so from a common one that
   # variant would take the baseline's attention.
   rm -rf "$cache"
   if row=$(env TORCHINDUCTOR_CACHE_DIR="$cache" $setting timeout $((595 - SECONDS)) "$python" \

@@ -4,7 +4,7 @@
 #   bash train.sh chat_demo [SEED]
 #
 # Pre-training on worked sums teaches the model to add, but not to answer. Fine-tuning on 8 questions
-# teaches the form of an answer, but few right answers. Rewards for right answers teach the rest. All
+# teaches the form of an answer, and some right answers. Rewards for right answers teach the rest. All
 # files are in runs/chat_demo, or in runs/chat_demo_SEED for another seed than 1. If the demo is
 # killed, the same command continues it.
 set -euo pipefail

@@ -1,6 +1,6 @@
-# train.sh and tests/run.sh source this file: `. scripts/env.sh requirements.txt`. It uses the active
-# environment, or makes .venv, and installs the requirements if they have changed since the last time.
-# Afterwards $activate is the command that activates .venv, "" if an environment was active before.
+# train.sh, chat_demo.sh and tests/run.sh source this file: `. scripts/env.sh requirements.txt`. It
+# uses the active environment, or makes .venv, and installs the requirements if they have changed
+# since the last time. Afterwards $activate is the command that activates .venv, "" if it is unused.
 is_prefix() {  # FOLDER: is it the environment that `python` runs in?
   [ "$(python -c 'import sys; print(sys.prefix)' 2>/dev/null)" -ef "$1" ]
 }
@@ -20,7 +20,12 @@ for folder in "${VIRTUAL_ENV:-}" "${CONDA_PREFIX:-}"; do
 done
 # Colab, and the modules of a cluster, have PyTorch without an environment.
 if [ ! -e .venv ] && [ -z "${PYTHON:-}" ] && has_torch; then is_active=yes; fi
-if [ -z "$is_active" ]; then
+if [ "$is_active" ]; then
+  python -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {
+    echo "error: the Python of the active environment is older than 3.11; deactivate it" >&2
+    exit 2
+  }
+else
   activate=". \"$PWD/.venv/bin/activate\""
   # The .venv of a clone that was moved, or whose Python was replaced, activates another Python.
   # Without Debian's python3-venv, a failed attempt leaves a .venv that activates nothing.

@@ -4,7 +4,7 @@
     python scripts/first_hour.py --small    # a CPU, offline: a small model on generated text
 
 The script prints a verdict for each check. The exit code is 1 if a check fails. On a GPU the script
-downloads 0.5 GB of text, HellaSwag and OpenAI's 124M. All files are under --out.
+downloads 0.6 GB of text, HellaSwag and OpenAI's 124M. Shards and runs are under --out.
 
 If the nodes with GPUs have no network, download on the login node first. Both nodes need the same
 HF_HOME and TIKTOKEN_CACHE_DIR, on a shared disk:

@@ -89,7 +89,7 @@ def summarize(kernel_ms: dict[str, float], step_ms: float) -> dict:
 def print_tables(path: str) -> None:
     """Print a file of JSON lines of scripts/bench.py, each with the name of its "variant": a table
     of kinds, then the longest kernels of each."""
-    # {"variant": "none", "torch": "2.13.0", "measured": {"ours": {"kind_ms": {...}, ...}}}
+    # {"variant": "baseline", "torch": "2.13.0", "measured": {"ours": {"kind_ms": {...}, ...}}}
     rows = [json.loads(line) for line in Path(path).read_text().splitlines()]
     kinds = list(KINDS) + ["waiting"]  # waiting: see summarize
     print(f"| ms of a step | torch | all | {' | '.join(kinds)} |")

@@ -145,7 +145,7 @@ def measure_steps(
     step_seconds = (time.perf_counter() - start_seconds) / num_steps
 
     if device.type == "cuda":
-        peak_bytes = torch.cuda.max_memory_allocated()
+        peak_bytes = torch.cuda.max_memory_allocated(device)
     else:
         peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         if sys.platform == "linux":  # KiB on Linux, bytes on macOS

@@ -3,7 +3,7 @@
 python scripts/sweep.py --out runs/rates --grid "recipe gpt2 modern" "max_lr 2e-3 4e-3" \\
   --seeds 1 2 3 --fixed "data_dir data/books"
 
-Each run is a process of train.py. Its folder under --out is named after its options. If a run fails
+Each run is a process of train.py. Its folder under --out is named by grid and seed. If a run fails
 or is stopped, the sweep ends. Start the same command again to continue the sweep: each run goes on
 from its newest checkpoint, and a finished run ends after a validation. So table and picture always
 have all seeds. Stop a sweep with Ctrl-C, which also stops the run; `kill` ends the sweep alone.
@@ -39,7 +39,7 @@ from evaluation.figure import (
 from recipes import parse_recipe
 from training.options import read_options
 from training.start import list_changes
-from utils.cli import start_script
+from utils.cli import named_flags, start_script
 from utils.errors import UserError
 from utils.logger import logged_run
 
@@ -156,6 +156,9 @@ def describe_changes(saved: dict, flags: list[str]) -> str:
     options = resolve_from_recipe(given_options, parse_recipe(given_options.recipe)).to_dict()
     if options["dtype"] == "auto":  # the device decides; `saved` has its decision
         options["dtype"] = saved["dtype"]
+    if given_options.minutes is not None:  # `saved` has what --minutes chose
+        given_names = dict(named_flags(flags)).keys() | {"data_dir"}
+        saved = {name: value for name, value in saved.items() if name in given_names}
     return list_changes(comparable(saved), comparable(options))
 
 

@@ -188,7 +188,8 @@ def test_a_compiled_run_learns_as_a_plain_one(base, whole, tmp_path):
 def test_a_reward_model_rates_for_grpo_whose_log_is_sent_and_writes_no_text(base, tmp_path):
     reward = tmp_path / "reward"
     options = ("--max_steps", 20, "--eval_data", base / "rows.jsonl", "--max_lr", 3e-3)
-    script(*finetune_args(base, reward, "reward", *options, "--dropout", 0))
+    done = script(*finetune_args(base, reward, "reward", *options, "--dropout", 0))
+    assert "chunked loss" not in done.stderr  # it has no loss of tokens
     assert metrics_of(reward, "val")[-1]["accuracy"] > 0.9
     args = finetune_args(base, tmp_path, "grpo", "--reward", reward, "--max_steps", 2, "--wandb")
     script(*args, env=environment() | wandb_variables(tmp_path))

@@ -85,7 +85,11 @@ def test_other_folders_are_not_sharded(train_sh, plan, line):
 
 @pytest.mark.parametrize(
     "flags, restarts, hangup",
-    [(["--seed", "3"], 1, signal.SIG_DFL), (["--overwrite"], 0, signal.SIG_IGN)],
+    [
+        (["--seed", "3"], 1, signal.SIG_DFL),
+        (["--resume", "auto"], 1, signal.SIG_DFL),
+        (["--overwrite"], 0, signal.SIG_IGN),
+    ],
 )
 def test_several_processes_restart_unless_that_would_begin_anew(train_sh, flags, restarts, hangup):
     before = signal.signal(signal.SIGHUP, hangup)  # train.sh inherits it, as under nohup
