@@ -56,7 +56,8 @@ class RunOptions:
     """Folder for model_last.pt, model_best.pt and numbered checkpoints."""
     log_dir: Path | None = None
     """Folder for metrics.jsonl, samples.txt and config.json; default: logs, beside --checkpoint_dir
-    if that is named checkpoints, else in it. A resumed run keeps its folder unless it was moved."""
+    if that is named checkpoints, else in it. A resumed run keeps its folder unless it was moved or
+    branches off."""
     config: Path | None = None
     """File of options: a .toml file (see configs/) or a run's config.json. The command line
     overrides its options; default: none."""
@@ -121,8 +122,8 @@ class DataOptions:
     """Tokens and batches."""
 
     data_dir: tuple[Path, ...] = (Path("data/edu_fineweb10B"),)
-    """Folders of token shards, made by data/fineweb-edu.py, build-nanogpt, llm.c or modded-nanogpt.
-    """
+    """Folders of token shards, made by data/fineweb-edu.py, build-nanogpt, llm.c, modded-nanogpt or
+    datatrove; with weights as FOLDER:0.7."""
     total_batch_size: Count | None = None
     """Tokens per step, over all processes; it sets the number of gradient accumulation steps.
     Default: by the width of the model: 524,288 for 768 channels, 2,048 for 128."""
@@ -237,7 +238,7 @@ class SaveOptions:
     eval_every: Natural = 250
     """Steps between validations; 0: validate only after the last step."""
     save_every: Natural = 500
-    """Steps between checkpoints; 0: save only before the first and after the last step."""
+    """Steps between saves of model_last.pt; 0: only before the first and after the last step."""
     keep_last: Natural = 0
     """Number of numbered checkpoints (model_step_005000.pt) to keep besides model_last.pt and
     model_best.pt."""
@@ -252,7 +253,7 @@ class EvaluationOptions:
     """Validation and benchmarks."""
 
     val_tokens: Count = 10_485_760
-    """Tokens per validation; each validation reads the same tokens."""
+    """Tokens per validation, of each corpus; each validation reads the same tokens."""
     hellaswag_every: Natural = 0
     """Steps between HellaSwag scores; 0: none."""
     lambada_every: Natural = 0
@@ -405,8 +406,8 @@ class ResolvedTrainOptions(ResolvedOptions, TrainOptions):
 
 
 def resolve_from_recipe(options: TrainOptions, recipe: Recipe) -> ResolvedTrainOptions:
-    """Return the options with values for each None: learning rates, schedule, folder of the log and
-    others follow from the recipe and from other options."""
+    """Return the options with values for each None of DERIVED and for block_size: learning rates,
+    schedule, folder of the log and others follow from the recipe and from other options."""
     assert options.max_steps is not None  # its default is a number
     adamw_lr, total_batch_size = rate_and_batch(options.width)
     # `is None`, not `or`: --max_lr 0 is a valid learning rate

@@ -19,7 +19,7 @@ ScheduleName = Literal["cosine", "linear", "wsd"]
 
 # By the channels of a model: AdamW's learning rate, and the tokens of a step. From 768 channels on
 # they are those of GPT-3's sizes (Brown et al. 2020, table 2.1). gpt2-large (1,280 channels) and
-# gpt2-xl (1,600) have the values of the GPT-3 sizes with as many parameters. Those of 128 and 384
+# gpt2-xl (1,600) have the values of the GPT-3 sizes nearest in parameters. Those of 128 and 384
 # channels were measured (docs/RECIPES.md). Narrower models have the values of 128: at 64 channels a
 # higher rate was worse (docs/BENCHMARKS.md, --minutes).
 RATE_AND_BATCH = {
@@ -56,8 +56,8 @@ class Recipe:
     """A way to build and train a model: architecture, optimizer, learning rates, schedule."""
 
     model: dict = field(default_factory=dict)
-    """Fields of GPTConfig by name, with values that differ from GPT-2's. Without n_inner, mlp_ratio
-    gives it."""
+    """Fields of GPTConfig by name; those that are left out have GPT-2's values. Without n_inner,
+    mlp_ratio gives it."""
     mlp_ratio: NonNegative = 4.0
     """Width of the MLP divided by n_embd. Unless the ratio is 4, the width is rounded up to a
     multiple of 64."""
@@ -121,7 +121,7 @@ RECIPES = {
 def parse_recipe(text: str) -> Recipe:
     """Return the recipe of a --recipe, NAME or NAME,FIELD=VALUE,... A FIELD is a field of Recipe
     other than `model`, or a field of GPTConfig outside of SIZED. Raises UserError for an unknown
-    name or wrong value."""
+    name, a value of another type, or one out of the range of a field of Recipe."""
     name, *changes = text.split(",")  # "modern,qk_norm=False"
     if name not in RECIPES:
         raise UserError(f"there is no recipe {name!r}; there are {', '.join(RECIPES)}")

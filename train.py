@@ -5,9 +5,9 @@
     python train.py --resume auto                          # continue after a crash or a signal
 
 The global batch has --total_batch_size tokens on any number of processes: each process accumulates
-gradients over its share. After SIGTERM, SIGINT, SIGHUP or SIGUSR1 the run ends its step, or breaks
-off an evaluation, saves and exits. SIGKILL loses the steps since the last checkpoint. On CPUs a
-resumed run gives the same bits as a run that was never stopped.
+gradients over its share. After SIGTERM, SIGINT, SIGHUP or SIGUSR1 the run ends its step (a single
+process drops it), or breaks off an evaluation, saves and exits. SIGKILL loses the steps since the
+last checkpoint. On CPUs a resumed run gives the same bits as a run that was never stopped.
 
 Every process runs this file from top to bottom and takes part in evaluation and saves. Only the
 main process prints. training/run.py has the rest of a run: folders, log and signals.

@@ -9,7 +9,8 @@ from typing import Literal
 from utils.errors import UserError
 from utils.ranges import BelowOne, Count, NonNegative, check_ranges
 
-# Layers, heads and channels of the four sizes that OpenAI released (Radford et al. 2019, table 2).
+# Layers, heads and channels of the four sizes that OpenAI released. Radford et al. 2019, table 2,
+# has all but the heads.
 GPT2_SIZES = {
     "gpt2": (12, 12, 768),  # 124M parameters
     "gpt2-medium": (24, 16, 1024),  # 355M

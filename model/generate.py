@@ -62,7 +62,7 @@ def sample_token(logits: Tensor, uniform: Tensor, sampling: Sampling) -> Tensor:
     # the first column whose cumulative probability is above the threshold: 1 for a threshold of 0.6
     # and [0.5, 0.8, 1.0]
     column = torch.searchsorted(cumulative, threshold, right=True)  # (B, 1)
-    # If rounding lifts the threshold to the sum, no column is above it: take the last column.
+    # With NaN in the logits no column is above the threshold: take the last one.
     column = column.clamp_(max=logits.size(-1) - 1)
     if ids is None:
         return column.squeeze(-1)
@@ -172,8 +172,8 @@ def cache_agrees(model: GPT) -> bool:
     block_size = model.config.block_size
     vocab_size = model.config.vocab_size
     num_new = min(2, block_size - 1)  # tokens after a prompt
-    # One text up to the full context needs no mask and no positions, two texts of different lengths
-    # need both. These are shorter, because attention with a mask takes most of the time.
+    # One text of nearly the full context needs no mask and no positions, two texts of different
+    # lengths need both. These are shorter, because attention with a mask takes most of the time.
     for lengths in ([block_size - num_new], [block_size // 2, block_size // 8]):
         prompts = [torch.randint(vocab_size, (max(1, length),)).tolist() for length in lengths]
         cached = Context(model, prompts, num_new, use_cache=True)

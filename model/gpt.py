@@ -25,8 +25,8 @@ class LayerNorm(nn.LayerNorm):
     """LayerNorm (Ba et al. 2016) of the float32 residual stream."""
 
     def forward(self, x: Tensor) -> Tensor:
-        # FSDP2 gathers the weights in bfloat16, and on a CPU F.layer_norm raises an error unless
-        # weights have the dtype of x. Without FSDP2, type_as returns the weights unchanged.
+        # FSDP2 gathers the weights of a block in the dtype of matmuls. On a CPU F.layer_norm raises
+        # an error unless weights have the dtype of x. Without FSDP2, type_as leaves them unchanged.
         weight = self.weight.type_as(x)
         bias: Tensor | None = None
         if self.bias is not None:
@@ -222,7 +222,7 @@ class GPT(nn.Module):
         self.loss = ChunkedLoss()  # computes `token_losses` in chunks; has no weights
 
     def _init_weights(self) -> None:
-        """Begin linear layers and embeddings as GPT-2 does, unless the constructor that made one
+        """Begin linear layers and embeddings as nanoGPT does, unless the constructor that made one
         has given it other weights. Everything else begins as its constructor says."""
         for name, module in self.named_modules():
             if isinstance(module, (nn.Linear, nn.Embedding)) and has_default(module.weight):

@@ -63,7 +63,7 @@ class NormalRows:
     is its i-th vector, row i of a vector its i-th number.
 
     A row depends only on the seed, the name of the parameter and the index of the row, so every
-    process draws the same. Seeds have 32 bits: among the 166,000 chunks of gpt3-175b, about three
+    process draws the same. Seeds have 32 bits: among the 167,000 chunks of gpt3-175b, about three
     pairs share a seed.
     """
 
@@ -178,18 +178,18 @@ class DeferredInit(TorchFunctionMode):
 
     def first_rows(self, model: nn.Module, seed: int) -> dict[str, Rows]:
         """Return the first content of the parameters and buffers in the state dict of a model, by
-        name. Random numbers are drawn when rows are read. Raises UserError for a parameter without
-        numbers."""
+        name. Normal random numbers are drawn when rows are read, others now. Raises UserError for a
+        parameter without numbers."""
         weights: dict[str, Rows] = {}
         for name, x in model.state_dict(keep_vars=True).items():
             if x in self.fills:
                 weights[name] = self.fills[x][-1].rows(seed, name, x.shape)
+            elif x.is_meta:
+                raise UserError(
+                    f"{name} has no first numbers: torch.empty or a lazy layer made it, and no "
+                    "constructor fills it"
+                )
             else:
-                if x.is_meta:
-                    raise UserError(
-                        f"{name} has no first numbers: torch.empty or a lazy layer made it, and no "
-                        "constructor fills it"
-                    )
                 weights[name] = x.detach().cpu()
         return weights
 
@@ -235,7 +235,7 @@ def has_default(x: Tensor) -> bool:
 def deferred_init(model: nn.Module) -> Iterator[None]:
     """Context for the constructor of a model: its layers get their weights at the end of the
     context, when `model` has said by functions of torch.nn.init how they begin. torch.manual_seed
-    determines the numbers. Within new_model, layers stay without weights."""
+    determines the numbers. Within new_model or build_without_weights, layers get none."""
     if DeferredInit.current is not None:
         yield
         return

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from model.config import GPTConfig
 from model.initial_weights import own_random_numbers
 
-# Lines for the user go through logging, because model/ does not print. Python writes them to
-# stderr, and `start` in utils/distributed.py turns them off on all processes but the main one.
+# Lines for the user go through logging: of model/, find_checkpoint alone prints. Python writes them
+# to stderr, and `start` in utils/distributed.py turns them off on all processes but the main one.
 notes = logging.getLogger("notes")
 
 Output = TypeVar("Output")
@@ -85,9 +85,9 @@ def narrow_copy(model_class: type[nn.Module], config: GPTConfig, max_kv_heads: i
 def is_proven(shortcut_name: str, comparison: Callable[[GPT], bool], model: GPT) -> bool:
     """Return whether the plain model and a shortcut, such as "the KV cache", agree.
 
-    `comparison` takes a narrow copy of `model` and compares both. It runs once for a class of
-    models and a config, in float32 and without changing the global random numbers. The first time
-    that a shortcut differs, or that the copy raises an error, one line says so.
+    `comparison` takes a narrow copy of `model`, in float32, and compares both. The same function
+    object runs once for a class of models and a config, without changing the global random numbers.
+    If the shortcut differs, or the copy raises an error, one line says so then.
     """
     # mypy does not know that classes are hashable
     return prove(shortcut_name, comparison, type(model), model.config)  # type: ignore[arg-type]

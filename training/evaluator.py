@@ -23,7 +23,7 @@ from utils.distributed import Process
 from utils.errors import UserError
 
 SUBSET_EXAMPLES = 500  # of each benchmark, for CORE of each task, without --eval_full
-SAMPLE_TOKENS = 128  # length of a text sample
+SAMPLE_TOKENS = 128  # most tokens of a text sample
 
 
 def is_due(every: int, step: int) -> bool:
@@ -37,7 +37,7 @@ class Evaluator:
     cannot be downloaded, there are no benchmarks and no samples."""
 
     def __init__(self, options: TrainOptions, model: GPT, val: Mixture, process: Process) -> None:
-        self.options = options  # max_steps, after which everything is due, and the seed of samples
+        self.options = options  # max_steps, val_tokens, sample_every, seed, use_torch_compile
         self.val = val  # the validation split of all corpora
         self.steps_between = {
             "eval": options.eval_every,

@@ -39,7 +39,7 @@ from training.options import expand_flags, fit_micro_batch, read_options, resolv
 from training.parallel.data_parallel import clip_grad_norm, sync_gradients, wrap
 from utils.cli import named_flags, to_flags
 from utils.devices import seconds_on_cpu
-from utils.distributed import Process
+from utils.distributed import Process, launcher
 from utils.errors import UserError
 from utils.launch import is_main_process
 
@@ -69,7 +69,7 @@ PASSES_SHARE = 0.005
 MIN_PASSES_SECONDS = 0.5
 MAX_PASSES_SECONDS = 10.0
 FINISH_SECONDS = 3  # to save the last checkpoint
-NUM_VALIDATIONS = 10  # of a run
+NUM_VALIDATIONS = 10  # of a run at most, beside that of step 0
 VALIDATED_SHARE = 0.05  # of the time, for validations
 OTHER_SHARE = 0.07  # of the time, for what measure_step leaves out: batches, log, other programs
 EQUAL_LOSS = 0.005  # of sizes whose losses differ by less, the smallest is chosen
@@ -87,7 +87,7 @@ class StepCost:
     update_seconds: float
     """Once a step: reduction of the gradients, clipping and the optimizers."""
     compile_seconds: float
-    """The first pass, which compiles."""
+    """Seconds by which the first pass, which compiles, is longer; 0 if not compiled."""
 
 
 @dataclass(frozen=True)
@@ -140,9 +140,10 @@ class Dial:
         self.seconds = 60 * minutes
         try:
             train_stream = Mixture(options.data_dir, "train", options.block_size).stream
-            val_stream = Mixture(options.data_dir, "val", options.block_size).stream
+            val_data = Mixture(options.data_dir, "val", options.block_size)
             self.text_tokens = len(train_stream)
-            self.available_val_tokens = len(val_stream)  # --val_tokens may read fewer
+            self.available_val_tokens = len(val_data.stream)  # --val_tokens may read fewer
+            self.num_val_corpora = len(val_data.names)  # a validation reads --val_tokens of each
             vocab_size = train_stream.vocab_size
             bytes_per_token = train_stream.bytes_per_token  # None if a manifest does not say it
         except MissingShards:
@@ -151,6 +152,7 @@ class Dial:
             # a dry run before the sharding plans for FineWeb-Edu's sample of 10B tokens
             self.text_tokens = 10_000_000_000
             self.available_val_tokens = 100_000_000
+            self.num_val_corpora = 1
             vocab_size = GPTConfig.vocab_size
             bytes_per_token = None
         self.token_worth = (bytes_per_token or FITTED_BYTES_PER_TOKEN) / FITTED_BYTES_PER_TOKEN
@@ -164,6 +166,8 @@ class Dial:
             flags = {"n_layer": n_layer, "n_head": n_embd // 64, "n_embd": n_embd}
             # only sizes with the numbers that the user gives
             if any(getattr(self.options, name) not in (None, flags[name]) for name in flags):
+                continue
+            if flags["n_head"] % self.options.tensor_parallel:  # the processes share the heads
                 continue
             # The power of two nearest to the width, up to GPT-2's 1024. In two minutes of one core,
             # a context of 256 costs 0.17 nats at 128 channels (docs/BENCHMARKS.md).
@@ -225,13 +229,14 @@ class Dial:
         cost = cost_of(size, costs)
         seconds = max(1.0, (1 - OTHER_SHARE) * seconds - cost.compile_seconds)
         # A validation has forward passes only, a third of the FLOPs.
-        validation_seconds = VALIDATED_SHARE * seconds / NUM_VALIDATIONS
+        validation_seconds = VALIDATED_SHARE * seconds / NUM_VALIDATIONS / self.num_val_corpora
         val_tokens = 2 ** int(math.log2(max(2, 3 * validation_seconds / cost.token_seconds)))
         flags = self.without_given({"val_tokens": min(val_tokens, self.options.val_tokens)})
         val_tokens = flags.get("val_tokens", self.options.val_tokens)
         val_tokens = min(val_tokens, self.available_val_tokens)
         # Validations of a size that is too large may take all of the time.
-        validated_seconds = NUM_VALIDATIONS * val_tokens * cost.token_seconds / 3
+        num_validated = NUM_VALIDATIONS * self.num_val_corpora * val_tokens
+        validated_seconds = num_validated * cost.token_seconds / 3
         seconds = max(0.01 * seconds, seconds - validated_seconds)
 
         # The batch that Li et al. 2025 ("Predictable Scale", step law) found the best for a number
@@ -296,7 +301,8 @@ def measure_step(
     process: Process, recipe: Recipe, options: ResolvedTrainOptions, size: Size
 ) -> StepCost:
     """Return the cost of a step of a new model, measured on the processes of the run. Every process
-    must call it. Raises UserError if the model does not fit into memory."""
+    must call it. Raises UserError if --micro_batch_size auto finds, by a forecast, that the model
+    does not fit into a GPU's memory."""
     model_config = size.model_config
     if options.micro_batch_size == "auto":
         micro_batch_size, _ = fit_micro_batch(options, recipe, model_config, process)
@@ -348,13 +354,13 @@ def forecast_cost(
     hardware: Hardware, recipe: Recipe, options: ResolvedTrainOptions, size: Size
 ) -> StepCost:
     """Return the cost of a step for a dry run: by the peak of a known GPU, or by a matmul of this
-    CPU. Raises UserError for a model that does not fit into memory."""
+    CPU. Raises UserError for a model that does not fit into the memory of a GPU."""
     choose_micro_batch(options, recipe, size.model_config, hardware)
     flops_per_token = size.flops_per_token
     if hardware.gpu is not None:
         flops_per_second = hardware.world_size * hardware.gpu.peak_flops * ASSUMED_UTILIZATION
         return StepCost(flops_per_token, flops_per_token / flops_per_second, 0.0, 0.0)
-    seconds = seconds_on_cpu(1e9 * flops_per_token, hardware.dtype) / 1e9
+    seconds = seconds_on_cpu(flops_per_token, hardware.dtype)
     return StepCost(flops_per_token, seconds, 0.0, 0.0)
 
 
@@ -378,7 +384,8 @@ def choose_for_minutes(
 
 def plan_for_minutes(options: ResolvedTrainOptions, recipe: Recipe) -> ResolvedTrainOptions:
     """Return the options of the run that --minutes would choose on the devices that --device names,
-    by a forecast of their speed. Print the choice."""
+    by a forecast of their speed, and print the choice. If their speed is not known, print a note
+    and return the options as they are."""
     hardware = Hardware.of(options)
     if hardware.gpu is None and hardware.device.type != "cpu":
         print("note: --minutes measures the speed of this device when the run starts")
@@ -394,7 +401,7 @@ def apply_plan(dial: Dial, plan: Plan) -> tuple[ResolvedTrainOptions, list[str]]
     options of these flags in front of the command line, and the names of the derived options.
     `plan` is the run that `dial` chose."""
     command_line = sys.argv[1:]
-    words = to_flags(plan.flags)  # ["--n_layer", "2", ...]
+    words = to_flags(plan.flags)  # ["--val_tokens", "65536", "--n_layer", "2", ...]
     if is_main_process():
         model_config = plan.size.model_config
         print(
@@ -408,7 +415,7 @@ def apply_plan(dial: Dial, plan: Plan) -> tuple[ResolvedTrainOptions, list[str]]
         print(f"{plan.num_tokens:,} tokens fit into that time: {epochs:,.2f} epochs{stop}")
         # the name --minutes and its value, or --minutes=value
         rest = re.sub("--minutes[ =][^ ]* ?", "", shlex.join(command_line))
-        print(f"the same run: python train.py {shlex.join(words)} {rest}")
+        print(f"the same run: {launcher()} train.py {shlex.join(words)} {rest}")
     # Parse them as if the user had typed them. No flag stands twice: plan.flags has none that the
     # user gives. `checkpoint` is None, because a resumed run keeps its options.
     given_options, derived, checkpoint = read_options(

@@ -77,7 +77,8 @@ class Muon(torch.optim.Optimizer):
 
     `groups` come from matrix_groups. The parameters of a group have the same shape, and the
     matrices that each fuses are orthogonalized one by one. The caller sets the "lr" of every group
-    before a step. The recipe gives the momentum and NorMuon. Newton-Schulz runs in `dtype`.
+    before a step. The recipe gives the momentum and NorMuon. Newton-Schulz runs in `dtype`,
+    but in float32 instead of float16.
     """
 
     def __init__(
@@ -91,7 +92,7 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # no closure
         """Update all parameters, and overwrite their gradients. Every process must call it, because
-        it gathers the matrices of sharded parameters."""
+        the processes divide the matrices of a stack among them."""
         for group in self.param_groups:
             parameters = group["params"]  # n matrices (R, C)
             self.add_momentum(parameters)  # overwrites p.grad with Nesterov's momentum
@@ -232,5 +233,5 @@ def newton_schulz(x: Tensor) -> Tensor:
 
 def local_shard(x: Tensor) -> Tensor:
     """Return the part of a sharded tensor that this process holds, in its memory, or a plain tensor
-    unchanged: collectives and torch._foreach functions take no DTensors."""
+    unchanged."""
     return x.to_local() if isinstance(x, DTensor) else x

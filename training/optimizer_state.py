@@ -127,7 +127,7 @@ def fill_optimizers(
                 name = name_of[p]
                 group |= saved_values.get(name, {})  # the same for all parameters of the group
                 # Take out what create_state made, and put it back filled. A parameter that no
-                # gradient has reached, such as a frozen one, has nothing saved, and keeps no state.
+                # gradient has reached (an unused expert's) has nothing saved, and keeps no state.
                 created = optimizer.state.pop(p, {})
                 if name in saved_state:
                     optimizer.state[p] = fill_state(model, name, created, saved_state[name])
@@ -139,7 +139,7 @@ def fill_optimizers(
 def attributes_of(optimizer: Optimizer) -> dict[str, list]:
     """Return what an optimizer keeps in attributes of its own, by the name of the attribute: copies
     of numbers and tensors, and the types of objects that may change unseen, such as {"count": [3],
-    "history": [deque]}. No checkpoint has them."""
+    "seen": [set]}. No checkpoint has them."""
     attributes: dict[str, list] = {}
     for name, attribute in vars(optimizer).items():
         if name in ("state", "param_groups", "defaults"):

@@ -5,10 +5,10 @@ blocks and AdamW the rest. training/schedule.py sets the learning rate before ea
 
 To add an optimizer for the matrices, write a file like training/muon.py, and an entry of
 MATRIX_OPTIMIZERS. training/optimizer_state.py saves and resumes what it keeps. A step with
-gradients and a learning rate of 0 must create its state, and change no weight.
+gradients and a learning rate of 0 must create what is divided among processes.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -70,7 +70,7 @@ def make_optimizers(
     if make is not None:
         matrices = matrix_groups(model)
         adamw_decay = 0.0
-    # {"embeddings": [(50304, 768), (1024, 768)], "vectors": [(768,), (2304,), ...], ...}
+    # {"embeddings": [(50304, 768), (1024, 768)], "vectors": [(768,), (768,), (2304,), ...], ...}
     parameters_by_role = sort_parameters(model, except_for=matrices)
     # GradScaler (float16) unscales all gradients of an optimizer in one call, which fails for
     # DTensors on different meshes. So each group gets its own optimizer. GradScaler reduces the
@@ -125,10 +125,8 @@ def sort_parameters(model: GPT, except_for: list[dict]) -> dict[str, list[Tensor
 def check_covers(model: GPT, optimizers: list[Optimizer]) -> None:
     """Raise UserError unless each trainable parameter is in exactly one group of all optimizers. A
     parameter in none would never change, one in two groups would change twice in a step."""
-    groups_with: dict[Tensor, int] = defaultdict(int)  # number of groups with a parameter
-    for group in groups_of(optimizers):
-        for p in group["params"]:
-            groups_with[p] += 1
+    # number of groups with a parameter
+    groups_with = Counter(p for group in groups_of(optimizers) for p in group["params"])
     for name, p in model.named_parameters():
         if groups_with[p] != int(p.requires_grad):
             raise UserError(

@@ -23,6 +23,7 @@ from config import (
     TrainOptions,
     resolve_from_recipe,
 )
+from data.loader import parse_corpora
 from model.config import GPTConfig
 from model.execution import check_compiler
 from model.formats.checkpoint import (
@@ -57,7 +58,8 @@ def read_options(
 
     Derived options are those of DERIVED (config.py) that no flag sets, or that a flag sets to
     "auto", such as ["log_dir", "min_lr"]. In the options, `resume` is the path of the checkpoint,
-    or "auto" if there is none to continue. Raises UserError for options that contradict each other.
+    "auto" if there is none to continue, or None without the flag. Raises UserError for options that
+    contradict each other.
     """
     # The parser takes the last of equal flags. So flags of the resumed run come first, then those
     # of --config, then the command line.
@@ -129,6 +131,8 @@ def check_inputs(options: Options, given_flags: list[str], checkpoint: Checkpoin
         if name == "reward" and value not in (None, "exact"):  # a checkpoint, or FILE.py:FUNCTION
             file_name, _, _ = value.rpartition(":")
             value = Path(file_name if file_name.endswith(".py") else value)
+        if name == "data_dir":  # without the weights of FOLDER:0.7
+            value = tuple(folder for corpus in parse_corpora(value) for folder in corpus.folders)
         for path in value if isinstance(value, tuple) else (value,):
             if isinstance(path, Path):
                 refuse_missing(path, name, checkpoint)
@@ -359,8 +363,8 @@ def continued_model_config(
     options: ResolvedTrainOptions, recipe: Recipe, saved_model_config: GPTConfig
 ) -> GPTConfig:
     """Return the architecture of a run that begins with the weights of --resume or --init_from,
-    which have the architecture `saved_model_config`. It may differ in dropout and context only.
-    Raises UserError for options that ask for another architecture."""
+    which have the architecture `saved_model_config`. It may differ in dropout and, in a new run, in
+    a shorter context. Raises UserError for options that ask for another architecture."""
     if options.block_size > saved_model_config.block_size:
         raise UserError(
             f"{options.weights_from} has a context of {saved_model_config.block_size}: give that "

@@ -29,6 +29,7 @@ from data.tokenizer import tokenizer_identity
 from model.config import GPTConfig
 from model.formats.checkpoint import (
     BEST,
+    REWARD_HEAD,
     Checkpoint,
     load_checkpoint,
     newest_first,
@@ -74,7 +75,7 @@ class StepResult:
     got_signal: bool
     """True if a signal told any process to stop: all processes then save and end."""
     num_tokens: int
-    """Targets of the step on all processes together."""
+    """Targets of the step on all processes; in finetune.py its inputs, padding included."""
     positions: range = range(0)
     """Positions in the data order that the step has read on all processes, such as range(512, 1024)
     for the second step of 512 sequences; finetune.py has none."""
@@ -88,7 +89,7 @@ class Progress:
     step: int = 0
     """Steps done, skipped ones included."""
     tokens: int = 0
-    """Targets of these steps."""
+    """Sum of StepResult.num_tokens over these steps."""
     position: int = 0
     """Position in the data order of the next sequence: how many sequences these steps have read on
     all processes. finetune.py has no position: a step determines its examples."""
@@ -116,7 +117,7 @@ class Progress:
         self.tokens += result.num_tokens
         if len(result.positions) > 0 and result.positions.start != self.position:
             raise UserError(
-                f"the step reads {result.positions} of the data order, not what comes after "
+                f"the step reads {result.positions} of the data order, which goes on at "
                 f"{self.position}: a run that reads from two orders could not be resumed"
             )
         self.position += len(result.positions)
@@ -199,10 +200,6 @@ def refuse_overwriting(options: ResolvedOptions, checkpoint: Checkpoint | None) 
 
     # content of config.json: None without a log, {} if it cannot be read
     logged_config = logged_run(options.log_dir)
-    # A branch that was killed before its first checkpoint has left only its log.
-    if logged_config is not None and not existing and options.is_branch and checkpoint is not None:
-        if logged_config.get("parent") == run_and_step(checkpoint):
-            return
     # The default is "", because None would equal the run_id of a new run.
     if logged_config is not None and logged_config.get("run_id", "") != run_id:
         raise UserError(f"{options.log_dir} holds the log of another run; {remedy}")
@@ -331,8 +328,9 @@ class Run(Generic[Options]):
         # model, or the model itself under sharding (FSDP2) or with one process.
         wrapped = wrap(model, weights, self.process, self.options.sharding)
         # Compare both ways to compute the loss now, and not in the first step. FSDP2 has given the
-        # model another class, for which the result is kept.
-        has_fast_loss(model)
+        # model another class, for which the result is kept. A reward model has no loss of tokens.
+        if REWARD_HEAD not in weights:
+            has_fast_loss(model)
         # After `wrap`, because sharding replaces the parameters of the model. The recipe says
         # whether AdamW or Muon trains the matrices.
         optimizers = make_optimizers(model, self.options, recipe, dtype=self.process.dtype)
@@ -427,8 +425,8 @@ class Run(Generic[Options]):
 
     def print_metrics(self) -> None:
         """Print metrics as `key: value` lines, which a script can parse. `step` and `tokens` count
-        the whole run, the others come from the log, which also has the steps before a resume unless
-        they were logged to another folder."""
+        the whole run, peak_memory_gb is of this process, and the others come from the log, which
+        also has the steps before a resume unless they were logged to another folder."""
         # {"train": [{"step": 1, "loss": 10.9, "ms": 430.0, ...}, ...], "val": [...], ...}
         log = read_metrics(self.options.log_dir)
         if "val" in log:  # not with grpo, and not without --eval_data

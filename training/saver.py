@@ -39,9 +39,9 @@ def finish_writing() -> None:
 class Saver:
     """Write checkpoints of a run, one at a time.
 
-    After a failed write the run logs the error and goes on: the older file is whole, and the next
-    save tries again. Weights that give no finite numbers, and so no finite loss, do not replace it
-    either. If no later save succeeds, `finish` ends the run with the error.
+    After a failed write, but for the first, the run prints the error and goes on: the older file is
+    whole, and the next save tries again. Weights that give no finite numbers, and so no finite
+    loss, do not replace it either. If no later save succeeds, `finish` ends the run with the error.
     """
 
     run: Run
@@ -93,7 +93,7 @@ class Saver:
     def save_last(self) -> None:
         """Save model_last.pt, unless this step is already saved. Every process must call it."""
         self.wait()
-        self.save(LAST, self.last_step != self.run.progress.step)
+        self.save(LAST, self.last_step != self.run.progress.step, self.best_loss)
         # Wait for the first file: without it the user could not resume a killed run. While later
         # files are written, training goes on.
         if self.is_first_save:
@@ -110,11 +110,11 @@ class Saver:
             self.best_loss = loss
             return
         # `write` sets self.best_loss after the file is written
-        self.save(BEST, loss < self.best_loss, best_loss=loss)
+        self.save(BEST, loss < self.best_loss, loss)
 
-    def save(self, name: str, condition: bool, **changes: object) -> None:
+    def save(self, name: str, condition: bool, best_loss: float) -> None:
         """Save a copy of weights, optimizer state and other entries as the file `name` if the
-        `condition` holds on the main process. `changes` replace some of the entries.
+        `condition` holds on the main process. `best_loss` is an entry of the file.
 
         Every process must call it, because all write with sharding. Call `wait` before: while an
         earlier file is being written, a second copy would take memory.
@@ -147,11 +147,10 @@ class Saver:
             "model_config": asdict(self.model.config),
             **self.run.entries,  # "tokenizer", "data_order", ...: the same at each step
             **asdict(self.run.progress),  # step, tokens, ...
-            "best_loss": self.best_loss,
+            "best_loss": best_loss,
             "scaler": self.run.scaler.state_dict(),  # {} unless in float16
             # such as a counter of an optimizer
             "group_values": group_values(self.model, self.optimizers),
-            **changes,  # may overwrite best_loss
         }
         if is_sharded:
             # not in a thread, because its collectives would mix with the next step's
@@ -229,8 +228,11 @@ class Saver:
             # run, and may fail, on the main process alone.
             if self.run.process.is_main:
                 self.error = error
-            # prints on the main process only
-            self.run.logger.print(f"{error}; the run continues, and the next save tries again")
+            line = str(error)
+            # after the first and the last save `finish` ends the run with this error
+            if not (self.is_first_save or self.run.ended or self.run.stopping):
+                line += "; the run continues, and the next save tries again"
+            self.run.logger.print(line)  # on the main process only
 
     def wait(self) -> None:
         """Wait until nothing is being written. Every process must call it."""

@@ -55,7 +55,7 @@ def learning_rate(step: int, options: ResolvedOptions) -> float:
     # At least two steps: the first one of the decay still has max_lr.
     decay_steps = max(2, round(schedule.decay_share * num_steps))
     decay_start = max(warmup_steps, num_steps - decay_steps)
-    # The last step has exactly min_lr. `max` keeps a run of one step from dividing by 0.
+    # The step decay_end has exactly min_lr. `max` keeps a run of one step from dividing by 0.
     decay_length = max(1, options.decay_end - decay_start)
     decay_fraction = max(0, step - decay_start) / decay_length  # 0 until the decay begins
     remaining = schedule.remaining(decay_fraction)  # falls from 1 to 0

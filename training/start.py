@@ -97,7 +97,7 @@ def open_original(
     them. Every process must call it."""
     # init_checksum calls this for a changed --init_from, finetune.py for its required --init_from.
     assert options.init_from is not None
-    if options.init_from.endswith(".pt"):  # else a model of another project
+    if options.init_from.endswith(".pt"):  # else a folder, or a model of another project
         refuse_missing(Path(options.init_from), "init_from", checkpoint)
     original = open_init_from(options.init_from, process)
     if original.checksum(process) != checkpoint["init_checksum"]:
@@ -155,7 +155,7 @@ def compare_processes(options: RunOptions, entries: Checkpoint, process: Process
 def refuse_missing(path: Path, name: str, checkpoint: Checkpoint) -> None:
     """Raise UserError if what a resumed run read by the flag `name` is not there any more."""
     if not path.exists():
-        # a path of the resumed run is relative to its own folder, which older files lack
+        # a path of the resumed run is relative to its working_dir, which older files lack
         earlier_path = Path(checkpoint.get("working_dir", "")) / path
         raise UserError(
             f"{path} is not here: the resumed run read it at {earlier_path}; give its present "
@@ -164,9 +164,9 @@ def refuse_missing(path: Path, name: str, checkpoint: Checkpoint) -> None:
 
 
 def warn_of_order(process: Process, checkpoint: Checkpoint | None, data_order: dict) -> None:
-    """Warn if this run would read other data at a step than the run that it resumes. `data_order`
-    is what determines the batch of a step, from checkpoint_entries of train.py or finetune.py:
-    batch size, seed and a checksum of the data; in train.py also the weights of its folders."""
+    """Warn if this run reads the data in another order than the run that it resumes. `data_order`
+    is what determines the order, from checkpoint_entries of train.py or finetune.py: seed and a
+    checksum of the data; in train.py also weights, in finetune.py batch size and --reward."""
     # without optimizer state no step has read data yet
     if checkpoint is None or not checkpoint["optimizer"]:
         return

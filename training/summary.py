@@ -120,7 +120,7 @@ def print_summary(
         # step ends, which may take minutes.
         # FLOPs by the formula, because measuring those of recomputation would take a second.
         step_flops = options.total_batch_size * model.flops_per_token()
-        step_seconds = seconds_on_cpu(step_flops, run.process.dtype)
+        step_seconds = seconds_on_cpu(step_flops, run.process.dtype) / run.process.world_size
         run_seconds = step_seconds * (options.max_steps - run.progress.step)
         if run_seconds > SLOW_RUN_SECONDS:
             run.logger.print(

@@ -129,7 +129,7 @@ def whole_tensor(leaf: object) -> object:
 
 def write_together(path: Path, sections: Sections, plain_entries: dict, process: Process) -> None:
     """Write a checkpoint of several processes atomically, in the steps of this file's docstring.
-    `sections` has the OwnRows of this process, `plain_entries` everything beside tensors and the
+    `sections` has the OwnRows of this process, `plain_entries` everything but tensors, with the
     checksums. Every process must call it."""
     # {0: ("model_last.pt.3f9c....tmp", offsets)}: of rank 0; `merge` sends it to all
     layout: dict[int, tuple[str, Offsets]] = {}

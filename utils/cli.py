@@ -1,8 +1,7 @@
 """Entry point of all scripts: the command line as a dataclass, errors as sentences, exit codes.
 
-Options from a file, a checkpoint or a point of a sweep become flags, too. They stand in front of
-the flags that the user typed, and one parser checks them all. If a flag occurs twice, the last one
-wins.
+Options from a file or a checkpoint become flags, too. They stand in front of the flags that the
+user typed, and one parser checks them all. If a flag occurs twice, the last one wins.
 """
 
 import builtins
@@ -56,15 +55,15 @@ Options = TypeVar("Options", bound=Dataclass)
 def parse(options_class: type[Options], args: list[str] | None = None) -> Options:
     """Parse flags into a dataclass; without `args`, parse the command line.
 
-    tyro exits with code 2 for a value of a wrong type. Raises UserError for a value out of its
-    range, an unknown flag, a boolean flag with a value, a word without a flag, and a word that is
-    not UTF-8 text.
+    Raises UserError for a value that is no such number or choice, or out of its range, an unknown
+    flag, a boolean flag with a value, a list that is empty or given twice, a first word without a
+    flag, and a word that is not UTF-8 text. tyro exits with code 2 for whatever else is wrong.
 
     --help shows a group of flags for each dataclass that `options_class` inherits from, and names
     it after the dataclass, without "Options" or "Config". The last dataclass comes first.
     """
     # training/options.py gives `args`: the user's flags behind those of a file or a checkpoint,
-    # which they replace. Only then may a flag stand twice.
+    # which they replace. Only then may a flag of several values stand twice.
     may_repeat = args is not None
     args = join_dashes(expand_home(sys.argv[1:] if args is None else args))
     defaults = {option.name: option.default for option in fields(options_class)}
@@ -104,8 +103,8 @@ def parse(options_class: type[Options], args: list[str] | None = None) -> Option
     if corrections:
         raise UserError("; ".join(corrections) + "; --help says more")
 
-    # --help begins with two examples: the first two commands of the script's docstring. Commands
-    # that a backslash continues on the next line do not count.
+    # Examples for --help: the first two lines `python ...` of the script's docstring, without those
+    # that a backslash continues on the next line.
     commands = re.findall(r"^ *(python .*[^\\])$", sys.modules["__main__"].__doc__ or "", re.M)
     description = "\n  ".join([inspect.cleandoc(options_class.__doc__ or "")] + commands[:2])
     # [RunOptions, DataOptions, ModelOptions, ...] of TrainOptions; empty for classes that declare
@@ -184,7 +183,7 @@ def call_tyro(options_class: type[Options], args: list[str], description: str) -
 
 
 def fill_lines(match: re.Match[str]) -> str:
-    """Return indented lines of help, filled to the width that `parse` gives tyro, for `re.sub`."""
+    """Return indented lines of help, filled to the width that call_tyro gives, for `re.sub`."""
     lines = match[0]
     indent = lines.removesuffix(lines.lstrip())  # the white space before the first line
     width = int(os.environ["COLUMNS"]) - len(indent) - 1
@@ -197,7 +196,7 @@ def expand_home(words: list[str]) -> list[str]:
     """Return the words with the home folder in place of ~, in --name=~/folder, too. A shell does
     not expand that one, nor words that come from a file."""
     home = str(Path.home())
-    return [re.sub(r"^(--\w+=)?~(?=/|$)", rf"\1{home}", word) for word in words]
+    return [re.sub(r"^(--[\w-]+=)?~(?=/|$)", rf"\1{home}", word) for word in words]
 
 
 def join_dashes(words: list[str]) -> list[str]:
@@ -313,11 +312,11 @@ def call_and_exit(
 
 
 def flush_output() -> None:
-    """Write what is printed so far. If the program that reads it has ended, drop it, and whatever
-    is printed later."""
+    """Write what is printed so far. If the program that reads it has ended, or its disk is full,
+    drop it, and whatever is printed later."""
     try:
         sys.stdout.flush()
-    except BrokenPipeError:
+    except OSError:
         sys.stdout = open(os.devnull, "w")
 
 

@@ -329,6 +329,8 @@ def count_shards(
     By default the processes of a machine divide one copy (HSDP); all processes do if machines have
     one process each. Raises UserError for numbers that do not divide.
     """
+    # a dry run of 12xh100 has machines of 8 and of 4 processes: 4, as in `start`
+    processes_per_machine = math.gcd(processes_per_machine, world_size)
     if processes_per_machine % tensor_parallel:
         raise UserError(
             f"tensor_parallel {tensor_parallel} does not divide the processes of a machine, "
@@ -337,9 +339,8 @@ def count_shards(
     processes_per_copy = shard_across
     if processes_per_copy is None:
         processes_per_copy = processes_per_machine  # links within a machine are the fastest
-        # With one process per machine there is nothing to divide within a machine. A dry run may
-        # plan for a last machine with fewer processes.
-        if processes_per_machine == 1 or world_size % processes_per_machine:
+        # with one process per machine there is nothing to divide within a machine
+        if processes_per_machine == 1:
             processes_per_copy = world_size
     elif world_size % processes_per_copy or processes_per_copy % processes_per_machine:
         raise UserError(
@@ -384,8 +385,8 @@ def start(
     if device.type == "cpu":
         keep_freed_memory()
     if rank > 0:
-        # Only the first process prints the notes of model/proof.py, finetuning/chat.py and
-        # data/huggingface_tokenizer.py, which have no Process.
+        # Only the first process prints the notes of model/ and of the tokenizers, which have no
+        # Process.
         logging.getLogger("notes").setLevel(logging.ERROR)
     # tests/fake_gpu has already initialized a process group, which counts the bytes sent.
     if world_size > 1 and not dist.is_initialized():

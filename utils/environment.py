@@ -2,7 +2,7 @@
 
 Without an active environment, the user then reads what to type instead of a traceback. So each
 script imports this module, which has nothing to call, above all installed packages. The module also
-sets an environment variable that a library of PyTorch reads when it is loaded.
+sets two environment variables that libraries read when they are loaded.
 """
 
 import os

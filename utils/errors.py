@@ -46,14 +46,15 @@ def reading(path: Path | str, expected: str, verdict: str = "is damaged or not")
     """Return a context for the code that reads a file: it replaces any error about the content by a
     UserError, "PATH is damaged or not a checkpoint of this project: reason".
     `expected` is "a checkpoint of this project" here. `verdict` replaces "is damaged or not" where
-    another program reads the file. A UserError whose text has the path already does not change.
+    the file may be sound. A UserError whose text has the path already does not change.
     """
     try:
         yield
     except Exception as error:
         # These errors mean missing memory, permissions or packages, or a faulty disk, and not a
-        # damaged file.
-        if isinstance(error, OSError | ImportError) or is_out_of_memory(error):
+        # damaged file. An OSError without a number is a library's own, about the content.
+        of_system = isinstance(error, OSError) and error.errno is not None
+        if of_system or isinstance(error, ImportError) or is_out_of_memory(error):
             raise
         reason = f"{type(error).__name__}: {error}"  # "KeyError: 'step'"
         if isinstance(error, UserError):

@@ -110,8 +110,8 @@ def lock_folder(folder: Path, activity: str) -> int:
     """Make a folder and lock it for this process; return the file descriptor that holds the lock.
 
     The lock ends when the descriptor is closed or the process dies, so a killed run blocks nobody.
-    Raises UserError if another process holds the lock; the message names its `activity`, such as
-    "writing to", its host and its number, which the file of the lock holds.
+    Raises UserError if another process holds the lock. The message has this process's `activity`,
+    such as "writing to", and the other's host and number, which the file of the lock holds.
     """
     made_folders.extend(path for path in (folder, *folder.parents) if not path.exists())
     folder.mkdir(parents=True, exist_ok=True)

@@ -114,8 +114,8 @@ class Logger:
 
     def log_train(self, metrics: dict, step: int) -> None:
         """Write a row of the split "train". Show it on the progress bar; without a bar, print a
-        line every SECONDS_PER_LINE. `metrics` holds the fields of StepResult (loss, lr, ...) and of
-        StepTimer.stop (tokens_per_s, mfu, ms)."""
+        line every SECONDS_PER_LINE. `metrics` holds StepResult.metrics (loss, lr, ...) and what
+        StepTimer.stop returns (tokens_per_s, mfu, ms)."""
         self.log({"split": "train", **metrics}, step)
         if not self.is_main:
             return
@@ -144,7 +144,7 @@ class Logger:
 
     def time_left(self, step: int, ms: float) -> str:
         """Return the time that the steps left will take, such as "  1:23:45 left", from the mean
-        time of the steps so far; "" for the first steps. Validations and saves take more time, but
+        time of the steps since first_forecast_step; "" before. Validations and saves take time, but
         in the mean of a few steps one of them would look like hours."""
         if step < self.first_forecast_step:
             return ""
@@ -154,8 +154,8 @@ class Logger:
         return f"  {tqdm.format_interval(ms_left / 1000)} left"
 
     def log_evaluation(self, split: str, metrics: dict[str, float], step: int) -> None:
-        """Write and print the metrics of a validation (`split` is "val", or "held_out" in
-        fine-tuning) or of the benchmark that `split` names."""
+        """Write and print the metrics of a validation (`split` is "val", or "held_out" of
+        grpo) or of the benchmark that `split` names."""
         self.log({"split": split, **metrics}, step)
         unprinted = dict(metrics)  # a copy, from which `pop` takes what the line has already
         line = split

@@ -9,8 +9,8 @@ from typing import Annotated, ClassVar, Literal, Protocol, get_args, get_origin
 
 from utils.errors import UserError
 
-# The text of a rule is its name in the types below, and stands in the error message. Every rule
-# returns False for NaN.
+# The text of a rule is its name in Annotated types, here and at fields, and stands in the error
+# message. Every rule returns False for NaN.
 RULES = {
     "at least 0": lambda x: 0 <= x < math.inf,
     "at least 1": lambda x: x >= 1,
@@ -42,7 +42,7 @@ def check_ranges(options: Dataclass, prefix: str = "") -> None:
 
 def broken_rule(field_type: object, value: object) -> str | None:
     """Return the rule that a value of a field breaks, such as "at least 1", or None if the type of
-    the field allows the value. None and "auto" break no rule: they are replaced later."""
+    the field allows the value. None and "auto" break no rule."""
     # the choices of Literal["a", "b"], or the parts of Count | None
     type_args = get_args(field_type)
     if get_origin(field_type) is Literal and value not in type_args:

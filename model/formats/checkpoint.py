@@ -76,7 +76,7 @@ class Checkpoint(TypedDict, total=False):
     config: dict
     """Options by name, resolved. convert.py writes only `init_from`, the name of the model."""
     derived: list[str]
-    """Names of options in DERIVED (config.py) that no flag set: they were computed from others."""
+    """Names of options in DERIVED (config.py) that no flag set, or only to "auto"."""
     model_config: dict
     """Fields of GPTConfig."""
     tokenizer: str
@@ -91,6 +91,8 @@ class Checkpoint(TypedDict, total=False):
     None."""
     step: int
     tokens: int
+    position: int
+    """Sequences read so far, on all processes; 0 for finetune.py."""
     best_loss: float
     """Lowest validation loss at the time of the save; infinite before the first validation."""
     bad_steps: int
@@ -359,7 +361,7 @@ def find_checkpoint(model_name: str | Path) -> Path | None:
         if file.exists() and is_own_checkpoint(file):
             # Only the main process prints; it prints to stderr, because stdout is for results.
             if is_main_process():
-                # step 0: a run that has just begun
+                # step 0: a run that has just begun, or a file of convert.py
                 print(f"reading {file}, of step {step_of(file):,}", file=sys.stderr)
             return file
     # This config.json is of Hugging Face: a run has its config.json in logs/.

@@ -64,8 +64,8 @@ def save_pretrained(
     other_ends = sorted(set(end_ids) - {eot})
     if other_ends:
         generation_config["eos_token_id"] = [eot] + other_ends
-    # safetensors saves neither transposed views nor memory that two tensors share, as those of a
-    # tied head do
+    # safetensors saves neither transposed views nor memory that two tensors share, as in an edited
+    # model whose layers share weights
     hf_weights: dict[str, Tensor] = {}
     addresses: set[int] = set()
     for hf_name, x in weights_to_hf(model.state_dict(), model.config).items():

@@ -2,8 +2,8 @@
 
 The functions named _from_hf and _to_hf convert a config.json and the tensors of a file. read_model
 reads a folder of transformers, and model_from_hf accounts for each of its tensors. A model that is
-not a GPT-2 is a LLaMA, or with QK-norm a Qwen3. Callers pass in the class GPT, because
-GPT.from_pretrained imports this file.
+not a GPT-2 is a LLaMA, or with QK-norm a Qwen3. Callers pass in the class, because
+GPT.from_pretrained also makes subclasses of GPT.
 A name with `hf` belongs to transformers, and every other name to this project.
 """
 
@@ -111,7 +111,7 @@ def differing_fields(config: GPTConfig, other: GPTConfig) -> dict:
 
 def nearest_gpt2(config: GPTConfig) -> GPTConfig:
     """Return the architecture of transformers' GPT-2 that is closest to `config`, apart from sizes:
-    with its GELU, biases and head. transformers' GPT-2 does not support any other difference."""
+    with its GELU, biases and head. An export as a GPT-2 allows no other difference."""
     activation = config.activation
     if activation not in GPT2_ACTIVATIONS:
         activation = "gelu"
@@ -119,8 +119,8 @@ def nearest_gpt2(config: GPTConfig) -> GPTConfig:
 
 
 def as_llama(config: GPTConfig) -> GPTConfig:
-    """Return `config` with the fields that are the same in every LLaMA. transformers' LLaMA does
-    not support a `config` in which one of these fields differs."""
+    """Return `config` with the fields that are the same in every LLaMA. An export as a LLaMA does
+    not allow a `config` in which one of these fields differs."""
     return replace(config, position="rotary", norm="rms", bias=False, activation="swiglu")
 
 
@@ -187,7 +187,7 @@ def config_from_hf(hf_config: dict) -> GPTConfig:
 
 def config_to_hf(config: GPTConfig) -> dict:
     """Return the config.json of transformers' GPT2LMHeadModel, LlamaForCausalLM or
-    Qwen3ForCausalLM. Raise UserError, which names the fields, if none of them supports `config`."""
+    Qwen3ForCausalLM. Raise UserError, which names the fields, if no export allows `config`."""
     # {"norm": "rms", ...}; empty if the architecture is a GPT-2
     differing_from_gpt2 = differing_fields(config, nearest_gpt2(config))
     if not differing_from_gpt2:
@@ -210,7 +210,7 @@ def config_to_hf(config: GPTConfig) -> dict:
         differing = min(differing_from_gpt2, differing_from_llama, key=len)
         assignments = ", ".join(f"{name}={value}" for name, value in differing.items())
         raise UserError(
-            f"transformers has no class for a model with {assignments}: export one of "
+            f"convert.py has no class for a model with {assignments}: export one of "
             "train.py --recipe gpt2, modern or llama"
         )
     # transformers calls a LLaMA with QK-norm Qwen3.
@@ -238,9 +238,9 @@ def model_from_hf(
     as "transformer.h.0.attn.c_attn.weight". The matrices of a GPT-2 whose names end in `transposed`
     are stored as (in, out): (768, 2304) for this one of 124M.
 
-    Each tensor fills one parameter, or is redundant: a copy of a weight, or not a weight. An error
-    names any other tensor, and any parameter without a tensor. If the head differs from the
-    embedding, the model is untied, even if config.json says tied, as in transformers 5.
+    Each tensor fills a parameter or a part of one, or is redundant: a tied head, a gain of 1, or no
+    weight. An error names any other tensor, and any parameter without a tensor. If the head differs
+    from the embedding, the model is untied, even if config.json says tied, as in transformers 5.
     """
     # a copy: each tensor that is used is popped from it, and the others are checked at the end
     hf_weights = dict(hf_weights)

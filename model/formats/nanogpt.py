@@ -7,7 +7,8 @@
                     train_gpt2.py)
 
 The head is the embedding unless the file has its own. Optimizer state is not read. The files have
-no tokenizer: it lies beside them, or data/tokenizer.py chooses one by the number of tokens.
+no tokenizer: find_tokenizer finds it near them, or data/tokenizer.py chooses one by the number of
+tokens.
 """
 
 from dataclasses import replace

@@ -86,6 +86,12 @@ def test_tokens_with_less_text_get_a_smaller_model(shards, monkeypatch):
     assert of_bytes.size.num_parameters < choose(planned, speed).size.num_parameters
 
 
+def test_processes_that_share_blocks_get_sizes_whose_heads_they_can_divide(shards, monkeypatch):
+    flags = ("--tensor_parallel", 2, "--sharding", "zero2")
+    sizes = dial(shards, monkeypatch, 15, *flags).sizes
+    assert len(sizes) > 6 and all(size.flags["n_head"] % 2 == 0 for size in sizes)
+
+
 def test_the_printed_run_is_compiled_if_the_chosen_one_is(shards, monkeypatch):
     for minutes, compiled in ((5, False), (20, True)):
         planned = dial(shards, monkeypatch, minutes)

@@ -78,7 +78,7 @@ def test_a_file_of_options_is_read_and_the_command_line_wins(shards, tmp_path):
 def test_a_tilde_is_the_home_folder_in_a_file_and_on_the_command_line(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "my.toml").write_text('data_dir = ["~/a"]')
-    options, _ = resolve("--config", "~/my.toml", "--checkpoint_dir=~/b~")
+    options, _ = resolve("--config", "~/my.toml", "--checkpoint-dir=~/b~")
     assert options.data_dir == (tmp_path / "a",)
     assert options.checkpoint_dir == tmp_path / "b~"
 

@@ -235,6 +235,8 @@ def test_a_failed_write_leaves_the_run_and_the_file_before_it(saver, tmp_path, c
     assert "the run continues, and the next save tries again" in note
     saver.finish()  # later files made up for the one that failed
     (tmp_path / f"{LAST}.tmp").mkdir()  # in the way of the next file
+    saver.run.stopping = True  # a signal has ended the run
     save(saver, 6)
     with user_error("could not be written"):
         saver.finish()
+    assert "the run continues" not in capsys.readouterr().out

@@ -35,7 +35,7 @@ def choose_micro_batch(
         micro_batch_size, needed_bytes = largest_micro_batch(
             options, recipe, model_config, hardware
         )
-    except UserError as error:  # the sequences of a step do not divide among the processes
+    except UserError as error:  # the numbers of the run do not divide
         advice = advise(options, recipe, model_config, hardware)
         if not advice:  # no flags make them divide
             raise
@@ -87,7 +87,7 @@ def advise(
         2 * hardware.processes_per_machine, world_size + 1, hardware.processes_per_machine
     )
     # --shard_across None means one copy of the state per machine. If the run gives a number, the
-    # advice must give per_machine instead of None: it can replace a flag, but not remove it.
+    # advice must give the processes of a machine: it can replace a flag, but not remove it.
     in_a_machine = None if options.shard_across is None else hardware.processes_per_machine
     # the values to try by option: the run's own value first, then the simplest
     choices: dict[str, tuple] = {
@@ -105,7 +105,9 @@ def advise(
             # raises UserError for flags that exclude each other
             trial = replace(options, **flags)
             micro_batch_size, _ = largest_micro_batch(trial, recipe, model_config, hardware)
-        except UserError:  # the numbers do not divide, or the flags exclude each other
+        # The numbers do not divide, the flags exclude each other, or an edited block lacks a layer
+        # that tensor parallelism divides.
+        except (UserError, AttributeError):
             continue
         if micro_batch_size == 0:  # not even one sequence fits
             advice = advice or "no flags make it fit; take a smaller model, or more GPUs"

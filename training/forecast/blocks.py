@@ -67,7 +67,7 @@ def measure_blocks(
         kinds.append(kind)
         if kind not in cost_by_kind:
             divide_block(block, tensor_parallel)
-            # On a GPU, RMSNorm is one kernel, which keeps only its input: so does FusedNorms here.
+            # On a GPU, RMSNorm is one kernel, which keeps little but its input: so does FusedNorms.
             norms_of_device = nullcontext() if device_type == "cpu" else FusedNorms()
             with autocast(CPU, dtype, keep_weights=False), norms_of_device:
                 cost_by_kind[kind] = measure_block(block, inputs, execution)
@@ -194,7 +194,7 @@ def kept_when_compiled(block: nn.Module, inputs: tuple, mode: str) -> int:
             if depend_on_x.intersection(node.all_input_nodes):
                 depend_on_x.add(node)
         # The first output is that of the block. The others are what its backward pass needs:
-        # activations, and weights and their copies, which depend on no input.
+        # activations, and weights, copies of weights and angles, which do not depend on x.
         outputs: Any = module.graph.output_node().args[0]
         kept.extend(node.meta["val"] for node in outputs[1:] if node in depend_on_x)
         return make_boxed_func(module.forward)
@@ -235,7 +235,7 @@ def weights_on_cpu(block: nn.Module) -> dict[str, Tensor]:
 
 class FusedNorms(TorchFunctionMode):
     """Let CPU tensors keep as much of RMSNorm as on a GPU. The GPU has one kernel for it, in
-    float32, which keeps only its input. So does LayerNorm on every device."""
+    float32, which keeps its input and a number per row. LayerNorm keeps two per row."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         """Call LayerNorm in place of RMSNorm, and other functions of PyTorch as usual."""

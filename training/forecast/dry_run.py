@@ -33,8 +33,9 @@ def print_forecast(
 ) -> None:
     """Print the size, memory, time and cost of a run; only the main process prints.
 
-    `checkpoint` is the checkpoint of --resume, None for a new run. Raises UserError for everything
-    that the run itself would refuse, as far as this machine has the files.
+    `checkpoint` is the checkpoint of --resume, None for a new run. Raises UserError for options,
+    shards, weights, folders and benchmarks that the run would refuse, as far as this machine has
+    the files.
     """
     # Not Process.is_main: a dry run does not connect the processes of torchrun.
     if not is_main_process():
@@ -94,7 +95,7 @@ def print_forecast(
         check_run_files(options, recipe, checkpoint, model, data)
     print("This was a dry run: nothing was trained or written.")
     # train.sh replaces this line; before a run it leaves out the line above, too
-    print(f"next: {describe_next(options, fits, 'val' in data)}")
+    print(f"next: {describe_next(options, hardware, fits, 'val' in data)}")
 
 
 def print_time_and_cost(
@@ -129,7 +130,7 @@ def check_run_files(
     data: dict[str, Mixture],
 ) -> None:
     """Print the data folders of the run, and check its folders and benchmarks. Raises UserError if
-    the run would overwrite files of another run, or cannot score a benchmark."""
+    the run would overwrite files of another run, lacks disk space, or cannot score a benchmark."""
     # train.sh reads these lines, and makes the shards of the default folder if they are missing
     for folder in options.data_dir:
         print(f"data_dir: {folder}")
@@ -156,19 +157,19 @@ def open_data(options: ResolvedTrainOptions) -> dict[str, Mixture]:
     return data
 
 
-def describe_next(options: ResolvedTrainOptions, fits: bool, has_shards: bool) -> str:
+def describe_next(
+    options: ResolvedTrainOptions, hardware: Hardware, fits: bool, has_shards: bool
+) -> str:
     """Return what the user can do after the dry run."""
     if not fits:
         return "other options, as the advice above says, and a dry run with them"
-    plan = plan_gpus(options.device)  # (GPU, Launch) of a name such as 16xh100; else None
-    if plan is not None:
-        _, launch = plan
+    if plan_gpus(options.device) is not None:  # a name such as 16xh100
         command = "the same command of train.py without --dry_run and --device, on such a machine"
-        if launch.world_size > 1:
-            per_machine = launch.processes_per_machine
-            num_machines = -(-launch.world_size // per_machine)  # rounded up
+        if hardware.world_size > 1:
+            per_machine = hardware.processes_per_machine
+            num_machines = -(-hardware.world_size // per_machine)  # rounded up
             command += f", by torchrun --nproc_per_node={per_machine} --nnodes={num_machines}"
-            on_last_machine = launch.world_size % per_machine  # 4 of 12xh100; 0: all are alike
+            on_last_machine = hardware.world_size % per_machine  # 4 of 12xh100; 0: all are alike
             if on_last_machine > 0:
                 command += f", on the last machine torchrun --nproc_per_node={on_last_machine}"
         return command

@@ -9,6 +9,7 @@ training/forecast/advice.py finds what fits.
 """
 
 import functools
+import gc
 from dataclasses import dataclass, replace
 
 import torch
@@ -102,6 +103,8 @@ def free_memory(device: torch.device) -> int:
     """Return the bytes that this process can allocate: the free memory of its GPU, or its share of
     the host memory."""
     if device.type == "cuda":
+        gc.collect()  # models that --minutes has measured: compiled ones are reference cycles
+        torch.cuda.empty_cache()  # else memory that PyTorch keeps would count as used
         return torch.cuda.mem_get_info(device)[0]  # [0] is free memory, [1] is all memory
     # half of all memory: the system, other programs and the page cache need the other half
     free_bytes = host_memory() // 2
@@ -171,7 +174,7 @@ def count_weights(model_config: GPTConfig, tensor_parallel: int) -> tuple[int, i
     model = build_without_weights(GPT, model_config)
     num_weights = sum(p.numel() for p in model.parameters())
     num_matrix_weights = sum(p.numel() for p in model.transformer.h.parameters() if p.dim() >= 2)
-    # Tensor parallelism divides only the matrices.
+    # Tensor parallelism divides the matrices, and biases of c_attn and c_fc, too few to count.
     return num_matrix_weights // tensor_parallel, num_weights - num_matrix_weights
 
 
@@ -227,9 +230,10 @@ def backward_memory(
     hardware: Hardware,
     recomputed_bytes: int,
 ) -> int:
-    """Return the bytes that the backward pass of a block holds beside gradients of weights: three
-    float32 gradients of the residual stream, the gradient of the head, which is kept until the
-    embedding's backward pass, and `recomputed_bytes` of activations for each sequence."""
+    """Return the bytes that the backward pass of a block holds beside those of gradient_memory:
+    three float32 gradients of the residual stream, the gradient of the head, which is kept until
+    the embedding's backward pass, `recomputed_bytes` of activations for each sequence and, with
+    FSDP2, gradients of one or two blocks that are not sharded yet."""
     num_sequences = options.sequences_per_pass  # of the micro-batch of a process
     num_tokens = num_sequences * model_config.block_size
     head_and_stream_bytes = (

@@ -136,8 +136,8 @@ def bytes_of_shards(
     # zero3 frees the blocks after the forward pass and gathers them again for the backward.
     num_gathers = 2 * micro_steps if options.sharding == "zero3" else 1
     num_reductions = 1 if options.sharding == "zero1" else micro_steps
-    # FSDP2 gathers the blocks' matrices in the dtype of matmuls. It gathers other weights once a
-    # step in float32, and reduces gradients in float32.
+    # FSDP2 gathers the blocks in the dtype of matmuls, the rest once a step in float32, and reduces
+    # gradients in float32. We count the blocks' biases and gains with the rest.
     gathered_bytes = num_gathers * hardware.dtype.itemsize * num_matrix_weights
     gathered_bytes += FLOAT32_BYTES * num_other_weights
     return gathered_bytes + num_reductions * FLOAT32_BYTES * (

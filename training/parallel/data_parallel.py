@@ -71,7 +71,8 @@ def divide_model(model: GPT, process: Process, sharding: str) -> None:
 
     Blocks are gathered in the dtype of matmuls, and gradients are reduced in float32. A replica is
     a set of processes that together hold one copy of the weights and optimizer state. By default it
-    is a machine. Raises UserError for a parameter that several modules share.
+    is a machine. Raises UserError for a parameter that several modules share, and for a model that
+    tensor parallelism changes.
     """
     # FSDP2 shards along "shard" and reduce-scatters gradients there. It all-reduces the shards of
     # gradients along "replicate" (HSDP): with a copy in each machine, only this goes between
@@ -193,8 +194,9 @@ def sync_gradients(wrapped: nn.Module, sharding: str, *, is_last: bool) -> Abstr
 
 
 def free_gathered_weights(model: nn.Module) -> None:
-    """Let a model that FSDP2 divides hold only its shards again. With zero1 and zero2 an evaluation
-    leaves whole weights, and model.parameters() are then not those that the optimizers train."""
+    """Let a model that FSDP2 divides hold only its shards again. After an evaluation some weights
+    are whole, with zero3 those of the root, and model.parameters() are then not those that the
+    optimizers train."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

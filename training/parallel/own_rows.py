@@ -11,12 +11,13 @@ the format of a file.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 from model.gpt import GPT
 from model.initial_weights import allocate
@@ -159,12 +160,6 @@ def copy_state(
         weights[name] = copy_own_rows(model, name, x, process)
     own_optimizer_state: dict[str, dict] = {}
     for name, state in optimizer_state.items():
-
-        def copy_rows(value: object, name: str = name) -> object:
-            """Copy a tensor of the state of this parameter; return anything else unchanged."""
-            if isinstance(value, Tensor):
-                return copy_own_rows(model, name, value, process)
-            return value
-
-        own_optimizer_state[name] = tree_map(copy_rows, state)
+        copy_tensor = partial(copy_own_rows, model, name, process=process)
+        own_optimizer_state[name] = tree_map_only(Tensor, copy_tensor, state)  # numbers stay
     return weights, own_optimizer_state

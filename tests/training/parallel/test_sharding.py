@@ -59,6 +59,9 @@ def test_shards_that_do_not_divide_are_a_sentence_before_processes_connect(
     for num_shards in (1, 6, 16):
         with user_error(message):
             count_shards(8, 2, 1, num_shards)
+    assert count_shards(12, 8, 1, None) == 4  # machines of 8 and 4, as 12xh100 has
+    with user_error("does not divide the processes of a machine, 4"):
+        count_shards(12, 8, 8, None)
 
 
 def test_machines_with_other_files_are_told_so(shards, reference, tmp_path):
