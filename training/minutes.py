@@ -228,47 +228,55 @@ class Dial:
         """Return the run with a model of this size that takes `seconds`, by the measured costs."""
         cost = cost_of(size, costs)
         seconds = max(1.0, (1 - OTHER_SHARE) * seconds - cost.compile_seconds)
-        # A validation has forward passes only, a third of the FLOPs.
-        validation_seconds = VALIDATED_SHARE * seconds / NUM_VALIDATIONS / self.num_val_corpora
-        val_tokens = 2 ** int(math.log2(max(2, 3 * validation_seconds / cost.token_seconds)))
-        flags = self.without_given({"val_tokens": min(val_tokens, self.options.val_tokens)})
-        val_tokens = flags.get("val_tokens", self.options.val_tokens)
-        val_tokens = min(val_tokens, self.available_val_tokens)
-        # Validations of a size that is too large may take all of the time.
-        num_validated = NUM_VALIDATIONS * self.num_val_corpora * val_tokens
-        validated_seconds = num_validated * cost.token_seconds / 3
-        seconds = max(0.01 * seconds, seconds - validated_seconds)
+        val_tokens = self.choose_val_tokens(cost, seconds)
+        # A validation has forward passes only, a third of the FLOPs of training. Those of a size
+        # that is too large may take all of the time.
+        num_validated = self.num_val_corpora * min(val_tokens, self.available_val_tokens)
+        validated_seconds = NUM_VALIDATIONS * num_validated * cost.token_seconds / 3
+        seconds = max(0.01 * seconds, seconds - validated_seconds)  # for the steps
 
-        # The batch that Li et al. 2025 ("Predictable Scale", step law) found the best for a number
-        # of tokens, which depends on the batch: an update takes time, too. As a power of two times
-        # what the processes read at once.
-        smallest = size.model_config.block_size * self.data_parallel
-        batch_tokens = self.options.total_batch_size
-        if "total_batch_size" not in self.given:
-            batch_tokens = smallest
-            while True:
-                num_tokens = self.tokens_in(seconds, cost, batch_tokens)
-                if 0.58 * num_tokens**0.571 < math.sqrt(2) * batch_tokens:
-                    break
-                batch_tokens *= 2
-        num_tokens = self.tokens_in(seconds, cost, batch_tokens)
-        max_steps = max(NUM_VALIDATIONS, int(num_tokens / batch_tokens))
+        batch_tokens = self.choose_batch(size, cost, seconds)
+        max_steps = int(self.tokens_in(seconds, cost, batch_tokens) / batch_tokens)
+        max_steps = max(NUM_VALIDATIONS, max_steps)
         every = -(-max_steps // NUM_VALIDATIONS)  # rounded up
-        flags |= size.flags | self.common_flags
-        flags |= self.without_given(
+        flags = self.without_given(
             {
                 "total_batch_size": batch_tokens,
                 "max_steps": max_steps,
                 "eval_every": every,
                 "save_every": every,
                 "sample_every": max_steps,
+                "val_tokens": val_tokens,
             }
         )
         num_tokens = max_steps * batch_tokens
         loss = compared_loss(
             size.num_parameters, self.token_worth * num_tokens, self.token_worth * self.text_tokens
         )
-        return Plan(size, flags, num_tokens, loss)
+        return Plan(size, size.flags | flags | self.common_flags, num_tokens, loss)
+
+    def choose_val_tokens(self, cost: StepCost, seconds: float) -> int:
+        """Return --val_tokens: a power of two, with which NUM_VALIDATIONS validations take
+        VALIDATED_SHARE of `seconds`, or what the user gives."""
+        if "val_tokens" in self.given:
+            return self.options.val_tokens
+        validation_seconds = VALIDATED_SHARE * seconds / NUM_VALIDATIONS / self.num_val_corpora
+        num_tokens = 3 * validation_seconds / cost.token_seconds  # 3: see `plan`
+        return min(2 ** int(math.log2(max(2, num_tokens))), self.options.val_tokens)
+
+    def choose_batch(self, size: Size, cost: StepCost, seconds: float) -> int:
+        """Return --total_batch_size: a power of two times what the processes read at once, or what
+        the user gives. It is the batch that Li et al. 2025 ("Predictable Scale", step law) found
+        the best for the tokens that fit into `seconds`."""
+        if "total_batch_size" in self.given:
+            return self.options.total_batch_size
+        batch_tokens = size.model_config.block_size * self.data_parallel
+        while True:
+            # these tokens depend on the batch: an update takes time, too
+            num_tokens = self.tokens_in(seconds, cost, batch_tokens)
+            if 0.58 * num_tokens**0.571 < math.sqrt(2) * batch_tokens:
+                return batch_tokens
+            batch_tokens *= 2
 
     def tokens_in(self, seconds: float, cost: StepCost, batch_tokens: int) -> float:
         """Return the number of tokens that a run with steps of `batch_tokens` reads in `seconds`,
@@ -401,7 +409,7 @@ def apply_plan(dial: Dial, plan: Plan) -> tuple[ResolvedTrainOptions, list[str]]
     options of these flags in front of the command line, and the names of the derived options.
     `plan` is the run that `dial` chose."""
     command_line = sys.argv[1:]
-    words = to_flags(plan.flags)  # ["--val_tokens", "65536", "--n_layer", "2", ...]
+    words = to_flags(plan.flags)  # ["--n_layer", "2", ...]
     if is_main_process():
         model_config = plan.size.model_config
         print(

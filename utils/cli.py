@@ -66,7 +66,52 @@ def parse(options_class: type[Options], args: list[str] | None = None) -> Option
     # which they replace. Only then may a flag of several values stand twice.
     may_repeat = args is not None
     args = join_dashes(expand_home(sys.argv[1:] if args is None else args))
+    corrections = find_mistakes(options_class, args, may_repeat)
+    if corrections:
+        raise UserError("; ".join(corrections) + "; --help says more")
+
+    # Examples for --help: the first two lines `python ...` of the script's docstring, without those
+    # that a backslash continues on the next line.
+    commands = re.findall(r"^ *(python .*[^\\])$", sys.modules["__main__"].__doc__ or "", re.M)
+    description = "\n  ".join([inspect.cleandoc(options_class.__doc__ or "")] + commands[:2])
+    # [RunOptions, DataOptions, ModelOptions, ...] of TrainOptions; empty for classes that declare
+    # their options themselves, such as EvalOptions
+    groups = [base for base in reversed(options_class.__bases__) if is_dataclass(base)]
+    if not groups:
+        options = call_tyro(options_class, args, description)
+    else:
+        options = parse_groups(options_class, groups, args, description)
+    check_ranges(options, "--")  # tyro knows "int", but not "at least 1"
+    return options
+
+
+def parse_groups(
+    options_class: type[Options], groups: list[type], args: list[str], description: str
+) -> Options:
+    """Parse flags, which --help shows in groups. tyro makes a group of each field that is itself a
+    dataclass. So parse into a class with one such field for each group, then collect the options of
+    all groups again."""
     defaults = {option.name: option.default for option in fields(options_class)}
+    group_fields = []
+    for group in groups:
+        # "machine": the heading of the group in --help
+        heading = re.sub("Options$|Config$", "", group.__name__).lower()
+        # `options_class` may override a default of the group that it inherits from
+        default = group(**{option.name: defaults[option.name] for option in fields(group)})
+        group_fields.append((heading, group, field(default=default)))
+    grouped_class = make_dataclass(options_class.__name__, group_fields)
+    grouped: object = call_tyro(grouped_class, args, description)
+    option_values: dict[str, object] = {}
+    for parsed_group in vars(grouped).values():
+        option_values |= vars(parsed_group)
+    return options_class(**option_values)
+
+
+def find_mistakes(options_class: type[Options], args: list[str], may_repeat: bool) -> list[str]:
+    """Return what is wrong with a command line, and what is right, for each mistake that tyro does
+    not notice, or would not explain: ["there is no --lr, but --max_lr"]. With `may_repeat` a flag
+    of several values may stand twice."""
+    names = [option.name for option in fields(options_class)]
     # {"resume": "str | None", "data_dir": "tuple[pathlib.Path, ...]", ...}
     type_texts = {option.name: str(option.type) for option in fields(options_class)}
     for word in args:
@@ -76,15 +121,15 @@ def parse(options_class: type[Options], args: list[str] | None = None) -> Option
     # nanoGPT's `train.py config/FILE.py`
     if args and not args[0].startswith("-"):
         correction = f"{args[0]} stands without a flag"
-        flags_of_paths = [name for name in FLAGS_OF_PATHS if name in defaults]
+        flags_of_paths = [name for name in FLAGS_OF_PATHS if name in names]
         if flags_of_paths and os.path.exists(args[0]):
             correction += f"; perhaps --{flags_of_paths[0]} {args[0]}"
         corrections.append(correction)
     given_names: set[str] = set()
     for name, value in named_flags(args):
         flag = FLAGS_BY_NANOGPT_NAME.get(name, name)  # this project's name
-        if name != "help" and name.removeprefix("no_") not in defaults:
-            suggestions = [flag] if flag in defaults else difflib.get_close_matches(name, defaults)
+        if name != "help" and name.removeprefix("no_") not in names:
+            suggestions = [flag] if flag in names else difflib.get_close_matches(name, names)
             correction = f"there is no --{name}"
             if suggestions:  # the most similar name first; empty for another script's --tokenizer
                 correction += f", but --{suggestions[0]}"
@@ -100,36 +145,7 @@ def parse(options_class: type[Options], args: list[str] | None = None) -> Option
         if expected is not None:
             corrections.append(f"--{name} takes {expected}, not {value}")
         given_names.add(name)
-    if corrections:
-        raise UserError("; ".join(corrections) + "; --help says more")
-
-    # Examples for --help: the first two lines `python ...` of the script's docstring, without those
-    # that a backslash continues on the next line.
-    commands = re.findall(r"^ *(python .*[^\\])$", sys.modules["__main__"].__doc__ or "", re.M)
-    description = "\n  ".join([inspect.cleandoc(options_class.__doc__ or "")] + commands[:2])
-    # [RunOptions, DataOptions, ModelOptions, ...] of TrainOptions; empty for classes that declare
-    # their options themselves, such as EvalOptions
-    groups = [base for base in reversed(options_class.__bases__) if is_dataclass(base)]
-    if not groups:
-        options = call_tyro(options_class, args, description)
-    else:
-        # tyro makes a group of each field that is itself a dataclass. So parse into a class with
-        # one such field for each group, then collect the options of all groups again.
-        group_fields = []
-        for group in groups:
-            # "machine": the heading of the group in --help
-            heading = re.sub("Options$|Config$", "", group.__name__).lower()
-            # `options_class` may override a default of the group that it inherits from
-            default = group(**{option.name: defaults[option.name] for option in fields(group)})
-            group_fields.append((heading, group, field(default=default)))
-        grouped_class = make_dataclass(options_class.__name__, group_fields)
-        grouped: object = call_tyro(grouped_class, args, description)
-        option_values: dict[str, object] = {}
-        for parsed_group in vars(grouped).values():
-            option_values |= vars(parsed_group)
-        options = options_class(**option_values)
-    check_ranges(options, "--")  # tyro knows "int", but not "at least 1"
-    return options
+    return corrections
 
 
 def missed_value(option_type: str, value: str | None) -> str | None:
