@@ -411,12 +411,12 @@ def test_a_tokenizer_that_no_tokenizer_json_can_hold_is_refused(tmp_path):
         pretrained_tokenizer(tmp_path, 384)
 
 
-def test_dropout_is_left_out_with_a_note(tmp_path, capsys):
+def test_dropout_is_left_out_with_a_note(tmp_path, caplog):
     path = tmp_path / "tokenizer.json"
     model = MODEL | {"vocab": MERGED, "merges": [["a", "b"]], "dropout": 0.5}
     path.write_text(json.dumps(DEFINITION | {"model": model}), encoding="utf-8")
     specs = read_tokenizer(path), pretrained_tokenizer(tmp_path, 257)
-    assert "note: the tokenizer's dropout would" in capsys.readouterr().err
+    assert "note: the tokenizer's dropout would" in caplog.text
     for spec in specs:
         assert set(load_tokenizer(spec).encode("ab" * 99)) == {MERGED["ab"]}
 
