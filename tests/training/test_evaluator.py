@@ -101,7 +101,7 @@ class Signal:
         return 15 if self.looks > 1 else 0
 
 
-@pytest.mark.parametrize("part", ["validate", "benchmarks", "sample"])
+@pytest.mark.parametrize("part", ["validate", "due_benchmarks", "sample"])
 def test_a_signal_ends_each_part_at_its_next_batch(make, part):
     evaluator = make(micro_batch_size=1)
     process = replace(ALONE, stop=Signal())
