@@ -109,10 +109,17 @@ def test_runs_are_compared_by_the_values_of_their_options(trained, shards, monke
             other = value + 1 if type(value) is int else 0.9 * value or 0.01
             assert f"{name} {value} (here {other})" in changes(**{name: other})
     assert "data_dir" in changes(data_dir="elsewhere")
+    assert "recipe gpt2 (here modern)" in changes(recipe="modern")
+
+
+def test_of_a_run_that_minutes_chose_only_the_given_options_are_compared(
+    trained, shards, monkeypatch
+):
+    saved = logged_run(trained / "logs")["config"]
+    monkeypatch.chdir(shards.parent)
     chosen = {"minutes": 1, "data_dir": shards.name, "max_steps": 20}  # the rest by --minutes
     assert describe_changes(saved, to_flags(chosen)) == ""
     assert "max_steps 20 (here 30)" in describe_changes(saved, to_flags(chosen | {"max_steps": 30}))
-    assert "recipe gpt2 (here modern)" in changes(recipe="modern")
 
 
 def test_an_option_without_values_is_named(tmp_path):

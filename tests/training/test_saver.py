@@ -234,6 +234,9 @@ def test_a_failed_write_leaves_the_run_and_the_file_before_it(saver, tmp_path, c
     assert f"{tmp_path / LAST} could not be written" in note
     assert "the run continues, and the next save tries again" in note
     saver.finish()  # later files made up for the one that failed
+
+
+def test_a_failed_last_save_does_not_say_that_the_run_continues(saver, tmp_path, capsys):
     (tmp_path / f"{LAST}.tmp").mkdir()  # in the way of the next file
     saver.run.stopping = True  # a signal has ended the run
     save(saver, 6)

@@ -59,9 +59,12 @@ def test_shards_that_do_not_divide_are_a_sentence_before_processes_connect(
     for num_shards in (1, 6, 16):
         with user_error(message):
             count_shards(8, 2, 1, num_shards)
-    assert count_shards(12, 8, 1, None) == 4  # machines of 8 and 4, as 12xh100 has
     with user_error("does not divide the processes of a machine, 4"):
-        count_shards(12, 8, 8, None)
+        count_shards(12, 8, 8, None)  # machines of 8 and 4
+
+
+def test_machines_of_eight_and_four_divide_a_copy_among_four():
+    assert count_shards(12, 8, 1, None) == 4  # as 12xh100 has
 
 
 def test_machines_with_other_files_are_told_so(shards, reference, tmp_path):
