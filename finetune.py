@@ -139,6 +139,7 @@ def main() -> None:
             run.stopping = True  # run.finish then prints how to continue
             saver.save_last()
         except RewardError:  # on all processes: save first
+            run.stopping = True  # the run ends
             saver.save_last()
             saver.finish()
             raise

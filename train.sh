@@ -3,8 +3,9 @@
 # bash train.sh chat_demo  teaches a small model sums, then to answer questions, by fine-tuning and by
 #                        rewards: any machine, minutes
 # bash train.sh [FLAGS]  FineWeb-Edu sample-10BT, sharded if it is not yet, then GPT-2 124M on the
-#                        visible GPUs (four of six); FLAGS go to train.py, whose --help lists them (with another
-#                        --data_dir it shards nothing). NPROC=2 chooses the number of processes.
+#                        visible GPUs (four of six); FLAGS go to train.py, whose --help lists them
+#                        (with another --data_dir it shards nothing). NPROC=2 chooses the number of
+#                        processes.
 #                        It streams 28 GB of text and keeps 20 GB of shards and 3 GB of checkpoints;
 #                        without a CUDA GPU, where it would take months, it begins only with --yes.
 #
@@ -38,7 +39,7 @@ case " $* " in *" --dry_run "* | *" --dry-run "*) dry_run=yes ;; esac
 restarts=0  # those of --overwrite would begin anew, those of --resume CHECKPOINT would be refused
 case " $* " in
   *" --overwrite"*) ;;
-  *" --resume auto "* | *" --resume=auto "*) restarts=1 ;;
+  *" --resume auto "* | *" --resume=auto "* | *" --resume --"* | *" --resume ") restarts=1 ;;
   *" --resume"*) ;;
   *) set -- --resume auto "$@"; restarts=1 ;;
 esac

@@ -339,9 +339,10 @@ class Sharder:
 
     def divide_last(self, documents: list[Document], val_fraction: float) -> list[Document]:
         """Return the documents to write instead of `documents`, the last of the source. If hashes
-        give one split no text, or validation too little (one book, a few short notes), join them
-        and hold out a part of the joined document for validation. The part is whole texts, the
-        last ones, if about as many tokens are in them, else the ends of the spans of hold_out."""
+        give one split no text, or validation too little (one book, a few short notes), join the
+        train documents, or without any the validation documents, and hold out a part of them. The
+        part is whole texts, the last ones, if about as many tokens are in them, else the ends of
+        the spans of hold_out."""
         # Hashes have put each whole document into one split: num_train is 0 in validation.
         to_divide = [document for document in documents if document.num_train]
         in_val = [document for document in documents if not document.num_train]

@@ -51,6 +51,8 @@ SUFFIXES_IN_FOLDERS: tuple[tuple[str, ...], ...] = (
     (".csv", ".tsv", ".json", ".ndjson"),
     (".md", ".rst", ".tex"),
 )
+# Names that are not read: installed packages, and what sharding writes, perhaps into this folder.
+NOT_INPUT = ("site-packages", MANIFEST, TOKENIZER_FILE)
 # Reasons of Skipped that a sound file may have begin with these words, as "without text" does. A
 # file with any other reason, or without any text, is suspect (warn_if_suspect).
 USUAL_REASONS = ("empty", "without")
@@ -228,13 +230,12 @@ def suffix_of(name: str) -> str:
 
 def walk(folder: Path) -> Iterator[Path]:
     """Yield the files below a folder in name order, and links to folders, which are not followed.
-    Leaves out hidden names, installed packages, and what sharding writes. Raises OSError for a
-    folder that cannot be listed."""
+    Leaves out hidden names, installed packages, and the manifest.json and tokenizer.json of shards.
+    Raises OSError for a folder that cannot be listed."""
     # iterdir raises an error where rglob passes over a folder that it cannot list. Sort, because
     # the order of names differs between file systems, and the order of the shards follows it.
     for path in sorted(folder.iterdir()):
-        written_here = (MANIFEST, TOKENIZER_FILE)  # by sharding into this folder
-        if path.name.startswith(".") or path.name in ("site-packages", *written_here):
+        if path.name.startswith(".") or path.name in NOT_INPUT:
             continue
         if path.is_dir() and not path.is_symlink():
             yield from walk(path)

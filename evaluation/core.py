@@ -255,7 +255,7 @@ class FewShotTasks(Benchmark):
         dump_rows: list[dict] = []
         centered_sum = 0.0
         variance_sum = 0.0
-        has_errors = True  # False if a task has a single item, and so no standard error
+        all_have_stderr = True  # False if a task has a single item, and so no standard error
         for task, rows in loaded_tasks:
             # one protocol with one metric: one Result
             [result], task_dump_rows = task.score(rows, score_items, protocols)
@@ -264,7 +264,7 @@ class FewShotTasks(Benchmark):
             assert result.centered is not None  # FewShotTask.result has set it
             centered_sum += result.centered
             if result.stderr is None:
-                has_errors = False
+                all_have_stderr = False
             else:
                 # centering divides the error by 1 - baseline; variances of independent tasks add up
                 variance_sum += (result.stderr / (1 - task.baseline)) ** 2
@@ -279,7 +279,7 @@ class FewShotTasks(Benchmark):
             self.metric,
             n=sum(result.n for result in results),
             value=centered_sum / num_tasks,
-            stderr=variance_sum**0.5 / num_tasks if has_errors else None,
+            stderr=variance_sum**0.5 / num_tasks if all_have_stderr else None,
         )
         return [*results, mean], dump_rows
 

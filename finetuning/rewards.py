@@ -143,18 +143,21 @@ def load_reward_function(name: str, encoder: TextEncoder, process: Process) -> R
     # checkpoint without a reward head.
     model, checkpoint = load_model(path, RewardModel, float32=True)
     tokenizer_spec = checkpoint["tokenizer"]
-    template = load_tokenizer(tokenizer_spec).chat_template  # None: User: and Assistant:
     # The reward model must read the sampled token ids as the same text, and know the same format:
     # chat with User: and Assistant: turns (or the same template), or plain text.
     has_same_text = (
         tokenizer_identity(tokenizer_spec) == encoder.tokenizer.identity
         and is_chat(checkpoint, tokenizer_spec) == encoder.chat
-        and (not encoder.chat or template == encoder.tokenizer.chat_template)
+        # None of both: User: and Assistant:
+        and (
+            not encoder.chat
+            or load_tokenizer(tokenizer_spec).chat_template == encoder.tokenizer.chat_template
+        )
     )
     if not has_same_text or model.config.block_size < encoder.block_size:
         raise UserError(
             f"the reward model {name} has another tokenizer, another kind of text (chats or plain "
-            "text), or a shorter context than this run"
+            "text), another chat template, or a shorter context than this run"
         )
     return partial(rewards_of_model, model.to(process.device), process)  # takes completions
 

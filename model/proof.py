@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from model.config import GPTConfig
 from model.initial_weights import own_random_numbers
 
-# Lines for the user go through logging: of model/, find_checkpoint alone prints. Python writes them
+# Lines for the user go through logging; in model/ only find_checkpoint prints. Python writes them
 # to stderr, and `start` in utils/distributed.py turns them off on all processes but the main one.
 notes = logging.getLogger("notes")
 

@@ -1,6 +1,6 @@
 # train.sh, chat_demo.sh and tests/run.sh source this file: `. scripts/env.sh requirements.txt`. It
 # uses the active environment, or makes .venv, and installs the requirements if they have changed
-# since the last time. Afterwards $activate is the command that activates .venv, "" if it is unused.
+# since the last time. Afterwards $activate is the command that activates .venv, "" if nothing has to be.
 is_prefix() {  # FOLDER: is it the environment that `python` runs in?
   [ "$(python -c 'import sys; print(sys.prefix)' 2>/dev/null)" -ef "$1" ]
 }

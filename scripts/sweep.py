@@ -37,9 +37,9 @@ from evaluation.figure import (
     tokens_per_step,
 )
 from recipes import parse_recipe
-from training.options import read_options
+from training.options import expand_flags, read_options
 from training.start import list_changes
-from utils.cli import named_flags, start_script
+from utils.cli import flag_value, named_flags, start_script
 from utils.errors import UserError
 from utils.logger import logged_run
 
@@ -111,6 +111,11 @@ def command_of(options: SweepOptions, run_name: str) -> list[str]:
     logged_config = logged_run(folder / "logs")  # content of config.json; None without a log
     if logged_config:
         changes = describe_changes(logged_config["config"], flags)  # "grad_clip 1.0 (here 2.0)"
+        # config.json has --minutes only in its command; a run resumed by hand has none there
+        minutes = flag_value(flags, "minutes")
+        earlier_minutes = flag_value(logged_config.get("command", []), "minutes")
+        if not changes and earlier_minutes not in (None, minutes):
+            changes = f"minutes {earlier_minutes} (here {minutes})"
         if changes:  # "" if all options are equal
             raise UserError(f"{folder} has a run with {changes}; give another --out")
 
@@ -157,7 +162,8 @@ def describe_changes(saved: dict, flags: list[str]) -> str:
     if options["dtype"] == "auto":  # the device decides; `saved` has its decision
         options["dtype"] = saved["dtype"]
     if given_options.minutes is not None:  # `saved` has what --minutes chose
-        given_names = dict(named_flags(flags)).keys() | {"data_dir"}
+        names = dict(named_flags(expand_flags(flags)))
+        given_names = {name.removeprefix("no_") for name in names} | {"data_dir"}
         saved = {name: value for name, value in saved.items() if name in given_names}
     return list_changes(comparable(saved), comparable(options))
 

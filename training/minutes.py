@@ -231,7 +231,7 @@ class Dial:
         val_tokens = self.choose_val_tokens(cost, seconds)
         # A validation has forward passes only, a third of the FLOPs of training. Those of a size
         # that is too large may take all of the time.
-        num_validated = self.num_val_corpora * min(val_tokens, self.available_val_tokens)
+        num_validated = min(self.num_val_corpora * val_tokens, self.available_val_tokens)
         validated_seconds = NUM_VALIDATIONS * num_validated * cost.token_seconds / 3
         seconds = max(0.01 * seconds, seconds - validated_seconds)  # for the steps
 
@@ -256,8 +256,9 @@ class Dial:
         return Plan(size, size.flags | flags | self.common_flags, num_tokens, loss)
 
     def choose_val_tokens(self, cost: StepCost, seconds: float) -> int:
-        """Return --val_tokens: a power of two, with which NUM_VALIDATIONS validations take
-        VALIDATED_SHARE of `seconds`, or what the user gives."""
+        """Return --val_tokens: the largest power of two with which NUM_VALIDATIONS validations take
+        at most VALIDATED_SHARE of `seconds`, but no more than the default; or what the user gives.
+        """
         if "val_tokens" in self.given:
             return self.options.val_tokens
         validation_seconds = VALIDATED_SHARE * seconds / NUM_VALIDATIONS / self.num_val_corpora

@@ -270,7 +270,7 @@ class Run(Generic[Options]):
     """Entries of checkpoints and config.json that do not change from step to step: see
     checkpoint_entries in train.py and finetune.py. Saver adds options, model and progress."""
     stopping: bool = False
-    """True once a signal has ended the loop, which sets it. `finish` then says how to continue."""
+    """True once a signal or an error has ended the loop. `finish` then says how to continue."""
     logger: Logger = field(init=False)
     """Log of the run, set by open_log. It writes and prints on the main process only."""
 

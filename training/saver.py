@@ -251,6 +251,7 @@ class Saver:
         if progress.bad_steps < PATIENCE:  # the same on every process
             return
         progress.bad_steps = 0  # saved, so that a resumed run can skip PATIENCE steps again
+        self.run.stopping = True  # the run ends
         self.save_last()
         self.wait()
         with self.run.process.together():  # the others may lack the folder

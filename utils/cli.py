@@ -55,9 +55,10 @@ Options = TypeVar("Options", bound=Dataclass)
 def parse(options_class: type[Options], args: list[str] | None = None) -> Options:
     """Parse flags into a dataclass; without `args`, parse the command line.
 
-    Raises UserError for a value that is no such number or choice, or out of its range, an unknown
-    flag, a boolean flag with a value, a list that is empty or given twice, a first word without a
-    flag, and a word that is not UTF-8 text. tyro exits with code 2 for whatever else is wrong.
+    Raises UserError for a value that is not the number or choice that its flag takes, or is out of
+    its range, an unknown flag, a boolean flag with a value, a list that is empty or given twice, a
+    first word without a flag, and a word that is not UTF-8 text. tyro exits with code 2 for
+    whatever else is wrong.
 
     --help shows a group of flags for each dataclass that `options_class` inherits from, and names
     it after the dataclass, without "Options" or "Config". The last dataclass comes first.
@@ -110,7 +111,7 @@ def parse_groups(
 def find_mistakes(options_class: type[Options], args: list[str], may_repeat: bool) -> list[str]:
     """Return what is wrong with a command line, and what is right, for each mistake that tyro does
     not notice, or would not explain: ["there is no --lr, but --max_lr"]. With `may_repeat` a flag
-    of several values may stand twice."""
+    of several values may stand twice. Raises UserError for a word that is not UTF-8 text."""
     names = [option.name for option in fields(options_class)]
     # {"resume": "str | None", "data_dir": "tuple[pathlib.Path, ...]", ...}
     type_texts = {option.name: str(option.type) for option in fields(options_class)}
@@ -312,7 +313,10 @@ def call_and_exit(
         if message is None:  # neither has a sentence: a bug
             traceback.print_exc()
             exit_code = 1
-    flush_output()  # earlier output comes first, also in a file or a pipe
+    failure = flush_output()  # earlier output comes first, also in a file or a pipe
+    if failure is not None and exit_code == 0:
+        message = failure
+        exit_code = 2
     if message:
         print(f"{label}: {message}", file=sys.stderr)
     before_exit()  # a training run waits here until its checkpoints are written
@@ -327,13 +331,16 @@ def call_and_exit(
     os._exit(exit_code)
 
 
-def flush_output() -> None:
-    """Write what is printed so far. If the program that reads it has ended, or its disk is full,
-    drop it, and whatever is printed later."""
+def flush_output() -> str | None:
+    """Write what is printed so far. If that fails, drop it, and whatever is printed later. Return
+    why, such as a full disk; None after success, or if the program that reads it has ended."""
     try:
         sys.stdout.flush()
-    except OSError:
+    except OSError as error:
         sys.stdout = open(os.devnull, "w")
+        if not isinstance(error, BrokenPipeError):
+            return f"standard output: {error.strerror}"
+    return None
 
 
 def user_message(error: Exception) -> str | None:

@@ -210,7 +210,7 @@ def config_to_hf(config: GPTConfig) -> dict:
         differing = min(differing_from_gpt2, differing_from_llama, key=len)
         assignments = ", ".join(f"{name}={value}" for name, value in differing.items())
         raise UserError(
-            f"convert.py has no class for a model with {assignments}: export one of "
+            f"there is no class to export a model with {assignments}: export one of "
             "train.py --recipe gpt2, modern or llama"
         )
     # transformers calls a LLaMA with QK-norm Qwen3.

@@ -82,13 +82,13 @@ def advise(
     helps. Return "" if no flags make the numbers of the run divide.
     """
     world_size = hardware.world_size
+    # of machines with 8 and 4 processes 4, as in count_shards
+    per_machine = math.gcd(hardware.processes_per_machine, world_size)
     # values of --shard_across that divide a copy over two machines, three machines, ...
-    several_machines = range(
-        2 * hardware.processes_per_machine, world_size + 1, hardware.processes_per_machine
-    )
+    several_machines = range(2 * per_machine, world_size + 1, per_machine)
     # --shard_across None means one copy of the state per machine. If the run gives a number, the
-    # advice must give the processes of a machine: it can replace a flag, but not remove it.
-    in_a_machine = None if options.shard_across is None else hardware.processes_per_machine
+    # advice must give per_machine instead of None: it can replace a flag, but not remove it.
+    in_a_machine = None if options.shard_across is None else per_machine
     # the values to try by option: the run's own value first, then the simplest
     choices: dict[str, tuple] = {
         "activation_checkpointing": (options.activation_checkpointing, "none", "cheap", "block"),
@@ -105,9 +105,9 @@ def advise(
             # raises UserError for flags that exclude each other
             trial = replace(options, **flags)
             micro_batch_size, _ = largest_micro_batch(trial, recipe, model_config, hardware)
-        # The numbers do not divide, the flags exclude each other, or an edited block lacks a layer
-        # that tensor parallelism divides.
-        except (UserError, AttributeError):
+        # The numbers do not divide, the flags exclude each other, or tensor parallelism cannot
+        # divide an edited block, which may raise anything.
+        except Exception:
             continue
         if micro_batch_size == 0:  # not even one sequence fits
             advice = advice or "no flags make it fit; take a smaller model, or more GPUs"

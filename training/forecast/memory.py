@@ -199,7 +199,7 @@ def copies_memory(
     if uses_fsdp(options, hardware):
         num_gathered = num_matrix_weights  # of all blocks
         if options.sharding == "zero3":  # of the current block and the next one
-            num_gathered = 2 * num_matrix_weights // model_config.n_layer
+            num_gathered = 2 * (num_matrix_weights // model_config.n_layer)
         # Embeddings, final norm and head are gathered in float32. We count the blocks' biases and
         # gains with them.
         return itemsize * num_gathered + FLOAT32_BYTES * num_other_weights

@@ -250,7 +250,7 @@ def test_a_model_that_transformers_has_no_class_for_is_named(tmp_path):
             LLAMA | {"norm": "layer", "bias": True},
             "position=rotary, activation=swiglu: export one of",
         ),
-        ({"qk_norm": True}, "class for a model with qk_norm=True: export one of"),
+        ({"qk_norm": True}, "class to export a model with qk_norm=True: export one of"),
     ):
         with user_error(message):
             save_pretrained(random_ours(SHAPES[2], **fields), tmp_path / "out")
