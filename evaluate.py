@@ -22,7 +22,7 @@ import utils.environment  # noqa: F401 (first: it says what to type without PyTo
 
 from tqdm import tqdm
 
-from data.loader import Mixture, parse_corpora
+from data.loader import Mixture, folders_of
 from data.named_tokenizer import Tokenizer
 from data.open_model import open_model
 from data.tokenizer import load_tokenizer
@@ -82,7 +82,7 @@ class EvalOptions:
     max_new_tokens: Count = 64
     """Longest answer to a question in tokens."""
     chat: bool = False
-    """Ask questions in the format of a chat, as always if the model has learned to chat."""
+    """Ask questions in the format of a chat; a model that has learned to chat always gets it."""
     batch_size: Count = 16
     """Examples in a forward pass."""
     out: Path | None = None
@@ -103,9 +103,7 @@ def default_tasks(options: EvalOptions, checkpoint_path: Path | None) -> tuple[s
     folders = options.data_dir
     if checkpoint_path and not folders:
         folders = training_folders(load_checkpoint(checkpoint_path))
-    # without the weights of data/a:0.7
-    paths = [path for corpus in parse_corpora(folders) for path in corpus.folders]
-    has_shards = any(path.is_dir() for path in paths)
+    has_shards = any(folder.is_dir() for folder in folders_of(folders))
     return ("val",) if has_shards and not options.data else ("hellaswag", "lambada")
 
 

@@ -183,6 +183,14 @@ def parse_corpora(data_dir: Sequence[Path | str]) -> list[Corpus]:
     return corpora
 
 
+def folders_of(data_dir: Sequence[Path | str]) -> tuple[Path, ...]:
+    """Return the folders of --data_dir without their weights: data/a of data/a:0.7."""
+    folders: tuple[Path, ...] = ()
+    for corpus in parse_corpora(data_dir):
+        folders += tuple(corpus.folders)
+    return folders
+
+
 def period_of(corpora: list[Corpus]) -> int:
     """Return the smallest number of positions in which each corpus has a whole number of places."""
     return math.lcm(*(corpus.weight.denominator for corpus in corpora))

@@ -109,7 +109,7 @@ class Document:
 def count_last_texts(documents: list[Document], num_held_out: int) -> int:
     """Return how many of the last documents have together `num_held_out` tokens or more, at most
     twice as many; 0 if no number of documents does, or only all, which leaves none to train on.
-    For 10 tokens, the last documents with 4 and 9 tokens are 2, the last one with 30 tokens 0."""
+    To hold out 10 tokens, documents of 50, 4 and 9 tokens give 2, those of 50 and 30 tokens 0."""
     num_tokens = 0
     for count in range(1, len(documents)):
         num_tokens += documents[-count].num_tokens

@@ -63,7 +63,7 @@ def find_answer(
     is_continued = dialog_ids[:start] == prompt_ids
     # false if the template changes an earlier answer when later turns follow
     is_kept = tokenizer.render(messages, tools=tools).startswith(until_answer)
-    has_texts = all(text.strip() in answer for text in content_texts)  # most strip texts
+    has_texts = all(text.strip() in answer for text in content_texts)  # templates strip texts
     # answer.strip() is empty for "tool_calls" that the template drops: it would teach silence
     if not (is_continued and is_kept and has_texts and answer.strip()):
         raise ValueError(

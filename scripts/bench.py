@@ -105,7 +105,7 @@ def build_nanogpt(peer: Path, options: BenchOptions) -> Program:
     sys.modules["nanogpt"] = nanogpt
     spec.loader.exec_module(nanogpt)
 
-    # the sizes of this project's model, padding of the vocabulary included; biases as in OpenAI's
+    # the sizes of this project's model, padding of the vocabulary included
     model_config = options.bench_config
     nanogpt_config = nanogpt.GPTConfig(
         block_size=model_config.block_size,
@@ -113,7 +113,7 @@ def build_nanogpt(peer: Path, options: BenchOptions) -> Program:
         n_layer=model_config.n_layer,
         n_head=model_config.n_head,
         n_embd=model_config.n_embd,
-        bias=True,
+        bias=True,  # as in OpenAI's GPT-2
     )
     torch.set_float32_matmul_precision("high")  # nanoGPT's train.py allows TF32
     device = pick_device(options.device)

@@ -132,9 +132,9 @@ class Dial:
         self.given = {name.removeprefix("no_") for name, _ in given_flags}
         self.common_flags: dict[str, Any] = {}
         """Flags of the run with each size."""
-        if minutes < COMPILED_MINUTES and "use_torch_compile" not in self.given:
-            if options.use_torch_compile:  # the default on CUDA
-                self.common_flags["use_torch_compile"] = False
+        by_default = options.use_torch_compile and "use_torch_compile" not in self.given  # on CUDA
+        if by_default and minutes < COMPILED_MINUTES:
+            self.common_flags["use_torch_compile"] = False
         self.options = replace(options, **self.common_flags)
         self.data_parallel = data_parallel
         self.seconds = 60 * minutes

@@ -23,7 +23,7 @@ from config import (
     TrainOptions,
     resolve_from_recipe,
 )
-from data.loader import parse_corpora
+from data.loader import folders_of
 from model.config import GPTConfig
 from model.execution import check_compiler
 from model.formats.checkpoint import (
@@ -131,8 +131,8 @@ def check_inputs(options: Options, given_flags: list[str], checkpoint: Checkpoin
         if name == "reward" and value not in (None, "exact"):  # a checkpoint, or FILE.py:FUNCTION
             file_name, _, _ = value.rpartition(":")
             value = Path(file_name if file_name.endswith(".py") else value)
-        if name == "data_dir":  # without the weights of FOLDER:0.7
-            value = tuple(folder for corpus in parse_corpora(value) for folder in corpus.folders)
+        if name == "data_dir":
+            value = folders_of(value)
         for path in value if isinstance(value, tuple) else (value,):
             if isinstance(path, Path):
                 refuse_missing(path, name, checkpoint)

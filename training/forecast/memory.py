@@ -100,8 +100,8 @@ class Hardware:
 
 
 def free_memory(device: torch.device) -> int:
-    """Return the bytes that this process can allocate: the free memory of its GPU, or its share of
-    the host memory."""
+    """Return the bytes that this process can allocate: the free memory of its GPU, to which PyTorch
+    returns first what it does not use, or its share of the host memory."""
     if device.type == "cuda":
         gc.collect()  # models that --minutes has measured: compiled ones are reference cycles
         torch.cuda.empty_cache()  # else memory that PyTorch keeps would count as used
