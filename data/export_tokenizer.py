@@ -34,8 +34,8 @@ def byte_level(model: models.BPE, split: str = "gpt2") -> tokenizers.Tokenizer:
     """Return a byte-level BPE tokenizer. `split` is "gpt2" or "unicode", the expression that cuts a
     text into pieces; no token crosses the border of two pieces."""
     backend = tokenizers.Tokenizer(model)
-    # `to_bytes` writes the bytes of a text as characters (byte_characters). With use_regex it first
-    # cuts the text by GPT-2's expression.
+    # `to_bytes` writes the bytes of a text as characters, "Ġthe" for " the". With use_regex it
+    # first cuts the text by GPT-2's expression. add_prefix_space would put a space before a text.
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split == "gpt2")
     backend.pre_tokenizer = to_bytes
     if split == "unicode":
@@ -48,18 +48,18 @@ def byte_level(model: models.BPE, split: str = "gpt2") -> tokenizers.Tokenizer:
 
 def to_backend(tokenizer: Tokenizer) -> tokenizers.Tokenizer:
     """Return a named tokenizer, GPT-2's or bytes, as an object of the library `tokenizers`."""
-    characters = byte_characters()
+    characters = byte_characters()  # characters[32] is "Ġ", which stands for a space
     vocab: dict[str, int] = {}  # {"!": 0, ..., "Ġthe": 262, ...}: tokens in byte_characters
     for token_id in range(tokenizer.eot):  # end of text is the last id
-        token_bytes = tokenizer.decode_bytes([token_id])
+        token_bytes = tokenizer.decode_bytes([token_id])  # b" the" of id 262
         vocab["".join(characters[byte] for byte in token_bytes)] = token_id
     # [("Ġ", "t"), ("Ġ", "a"), ...]: pairs of tokens in order of priority; byte tokens have none
     merges: list[tuple[str, str]] = []
     if tokenizer.name == "gpt2":
         # tiktoken's encoding lacks the pairs, but its cache has OpenAI's file of merges: a line
-        # with the version, then one pair a line.
+        # with the version, then one pair a line. `ask` limits the time of a download.
         lines = ask(GPT2_MERGES, lambda: read_file_cached(GPT2_MERGES)).decode().splitlines()
-        merges = [(left, right) for left, right in map(str.split, lines[1:])]
+        merges = [(left, right) for left, right in map(str.split, lines[1:])]  # of "Ġ t"
     # the library's BPE, which first splits by GPT-2's expression and writes bytes as characters
     backend = byte_level(models.BPE(vocab, merges))
     backend.add_special_tokens([END_OF_TEXT])  # gets the next id, which is tokenizer.eot
@@ -72,7 +72,7 @@ def save_tokenizer(
     """Write tokenizer.json and tokenizer_config.json to `folder`, for AutoTokenizer of
     transformers. `block_size` is the model's context in tokens."""
     if isinstance(tokenizer, FileTokenizer):
-        tokenizer_json = tokenizer.tokenizer_json
+        tokenizer_json = tokenizer.tokenizer_json  # content of the file, a str
         # tokens by their names in transformers; template_tokens may have another eos_token
         special_tokens = {"eos_token": tokenizer.end_of_text} | tokenizer.template_tokens
         if not tokenizer.chat_template:  # a chat template needs the bos_token of its model
@@ -82,7 +82,7 @@ def save_tokenizer(
             # End of text is a line break. transformers would drop a special token from a text.
             special_tokens = {}
     else:
-        tokenizer_json = to_backend(tokenizer).to_str()
+        tokenizer_json = to_backend(tokenizer).to_str()  # it has no file
         # a named tokenizer, gpt2 or bytes, has one token for all of these roles
         special_tokens = dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_TEXT)
     # a PreTrainedTokenizerFast of transformers
@@ -97,8 +97,8 @@ def save_tokenizer(
     config["clean_up_tokenization_spaces"] = False  # 4 drops spaces before punctuation by default
     write_json(folder / "tokenizer_config.json", config)
     content = json.loads((folder / TOKENIZER_FILE).read_text(encoding="utf-8"))
-    merges = content["model"].get("merges", [])
-    # Before 4.45 a merge is "a b", which serves unless a token has a space.
+    merges = content["model"].get("merges", [])  # [["Ġ", "t"], ...]; Unigram has none
+    # transformers before 4.45 reads only "Ġ t", which serves unless a token has a space.
     if not any(" " in token for merge in merges for token in merge):
         content["model"]["merges"] = [" ".join(merge) for merge in merges]
         write_json(folder / TOKENIZER_FILE, content)

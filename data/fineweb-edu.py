@@ -125,12 +125,14 @@ def find_cut(tokenizer: Tokenizer, piece: str) -> int | None:
     # each byte is a token, or each character: a vocabulary of characters has no end_ids
     if isinstance(tokenizer, ByteTokenizer) or tokenizer.end_ids == frozenset():
         return len(piece)
-    for pattern in PLACES_TO_CUT:
+    for pattern in PLACES_TO_CUT:  # before white space; before punctuation
+        # only places with MARGIN (1,000) characters on both sides, which are compared below
         places = pattern.finditer(piece, MARGIN, max(MARGIN, len(piece) - MARGIN))
         # the first places are enough: they fail where a tokenizer never cuts at such a place
         for place in islice(places, 8):
             end = place.start()
             before, after = piece[end - MARGIN : end], piece[end : end + MARGIN]
+            # encode would begin `after` with the space that some tokenizers put before a text
             ids_with_cut = [tokenizer.encode(before), tokenizer.encode_continuation(after)]
             if pattern.search(before) and np.array_equal(
                 np.concatenate(ids_with_cut), tokenizer.encode(before + after)
@@ -141,11 +143,13 @@ def find_cut(tokenizer: Tokenizer, piece: str) -> int | None:
 
 def print_memory(tokenizer: Tokenizer, text: str | LongText) -> None:
     """Say how much memory a text takes that may have to be tokenized at once."""
-    bytes_per_byte = BYTES_PER_BYTE if isinstance(tokenizer, FileTokenizer) else BYTES_PER_BYTE_GPT2
+    memory_per_byte = BYTES_PER_BYTE_GPT2  # bytes of memory for each byte of the text
+    if isinstance(tokenizer, FileTokenizer):
+        memory_per_byte = BYTES_PER_BYTE
     print(
         f"note: {MANY_CHUNKS * CHUNK:,} characters of a text have no place where {tokenizer.name} "
         "can begin anew, such as the space before a word; without one, the text takes up to "
-        f"{size_of(text) * bytes_per_byte / 1e9:.1f} GB of memory",
+        f"{size_of(text) * memory_per_byte / 1e9:.1f} GB of memory",
         file=sys.stderr,
     )
 
@@ -191,7 +195,8 @@ def tokenize(
         text_hash.update(chunk.encode())
         ids = encode(chunk)  # uint32 (n,)
         token_file.append(ids)
-        lost_counts.update(tokenizer.lost_text(chunk, ids))  # "" for gpt2 and bytes
+        # characters that decoding the ids does not restore; "" for gpt2 and bytes
+        lost_counts.update(tokenizer.lost_text(chunk, ids))
         encode = tokenizer.encode_continuation
     num_tokens = token_file.num_tokens
     # 64 bits of the hash as a number in [0, 1)
@@ -237,7 +242,7 @@ def read_documents(
     # threads, not processes: tokenizers release the interpreter lock, and nothing is copied
     workers = ThreadPoolExecutor(options.num_workers)
     try:
-        point = sharder.manifest.state
+        point = sharder.manifest.state  # of an earlier run, or ResumePoint()
         # point.source is a SourcePosition as JSON; None: from the beginning
         for row_batch in source.batches(point.source):
             num_bytes = sum(size_of(row) for row in row_batch.rows if not isinstance(row, Skipped))
@@ -331,13 +336,13 @@ def continue_sharding(options: ShardOptions, folder: Path) -> tuple[Manifest, in
         sizes=list(bytes_by_file.values()),
     )
     if isinstance(tokenizer, FileTokenizer):
-        settings.end_of_text = tokenizer.end_of_text
-    source = Source(settings, folder)
+        settings.end_of_text = tokenizer.end_of_text  # read by find_tokenizer_spec
+    source = Source(settings, folder)  # keeps long texts in the folder
     # Two processes would overwrite each other's shards. The lock is a file descriptor. Raises
     # UserError if another process holds the lock.
     lock = lock_folder(folder, "sharding into")
     try:
-        sharder = Sharder(folder, settings, source, options.max_shards)
+        sharder = Sharder(folder, settings, source, options.max_shards)  # refuses other settings
         if isinstance(tokenizer, FileTokenizer):  # the file travels with the shards
             with atomic_write(folder / TOKENIZER_FILE) as file:
                 file.write(tokenizer.tokenizer_json.encode())
@@ -400,7 +405,7 @@ def main(options: ShardOptions) -> None:
     start_seconds = time.time()
     advice = "the same command continues after the last full shard"
     try:
-        manifest, num_new = continue_sharding(options, folder)
+        manifest, num_new = continue_sharding(options, folder)  # num_new counts tokens
     except KeyboardInterrupt:
         print(advice, file=sys.stderr)
         raise

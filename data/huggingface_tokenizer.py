@@ -43,9 +43,13 @@ def read_folder(folder: Path, declared_vocab_size: int) -> tuple[str, ModelToken
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     # AttributeError for a tokenizer that cannot be written as a tokenizer.json, such as ByT5's
     content = json.loads(tokenizer.backend_tokenizer.to_str())
-    # [{"id": 50256, "content": "<|endoftext|>", ...}, ...]
-    added_tokens = [x for x in content["added_tokens"] if x["id"] < declared_vocab_size]
-    without_row = [x["content"] for x in content["added_tokens"] if x["id"] >= declared_vocab_size]
+    added_tokens: list[dict[str, Any]] = []  # [{"id": 50256, "content": "<|endoftext|>", ...}]
+    without_row: list[str] = []  # tokens beyond the rows of the embedding, ["<pad>"]
+    for entry in content["added_tokens"]:
+        if entry["id"] < declared_vocab_size:
+            added_tokens.append(entry)
+        else:
+            without_row.append(entry["content"])
     if without_row:
         logging.getLogger("notes").warning(
             "note: the model of %s has no row of its embedding for %s: read as text",
@@ -68,13 +72,13 @@ def read_folder(folder: Path, declared_vocab_size: int) -> tuple[str, ModelToken
         if not (folder / file_name).is_file():
             continue
         # 50256, or [128001, 128009] of Llama 3, or None
-        end_id = config_class.from_pretrained(folder).eos_token_id
-        if isinstance(end_id, list):
-            end_ids += end_id
+        eos_token_id = config_class.from_pretrained(folder).eos_token_id
+        if isinstance(eos_token_id, list):
+            end_ids += eos_token_id
         # A number may be the default of its class. GPT-2's default, 50256, is a word in other
         # vocabularies.
-        elif end_id in tokenizer.added_tokens_decoder:
-            end_ids.append(end_id)
+        elif eos_token_id in tokenizer.added_tokens_decoder:  # the id of an added token
+            end_ids.append(eos_token_id)
     return json.dumps(content), ModelTokens(template_tokens, tokenizer.chat_template, end_ids)
 
 
@@ -87,7 +91,7 @@ def tokenizer_json_says_all(folder: Path, eot: int) -> bool:
             return False
     # values that add nothing if END_OF_TEXT is the only special token
     without_effect = (None, END_OF_TEXT, eot, "PreTrainedTokenizerFast")
-    for path in folder.glob("*config.json"):
+    for path in folder.glob("*config.json"):  # of the model, its generation and its tokenizer
         config = json.loads(path.read_text(encoding="utf-8"))
         config.pop("clean_up_tokenization_spaces", None)  # how other programs decode
         for name, value in config.items():
@@ -109,13 +113,14 @@ def to_transformers(
     from transformers import PreTrainedTokenizerFast
 
     arguments: dict[str, Any] = dict(special_tokens)  # {"bos_token": "<s>", ...}
+    # {"type": "ByteLevel", "add_prefix_space": True, ...}; {} if the file has none
     pre_tokenizer = json.loads(tokenizer_json)["pre_tokenizer"] or {}
     if pre_tokenizer.get("add_prefix_space"):
         arguments["add_prefix_space"] = True  # else transformers 4 switches it off
     return PreTrainedTokenizerFast(
         tokenizer_object=Backend.from_str(tokenizer_json),
         chat_template=chat_template,
-        model_max_length=block_size,
+        model_max_length=block_size,  # in tokens
         model_input_names=MODEL_INPUTS,
         **arguments,
     )

@@ -61,7 +61,7 @@ def permute(positions: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
     half_mask = (1 << half_bits) - 1
     # a uint64 key for each round; this hash is the same on every machine, unlike Python's hash()
     digest = hashlib.blake2b(f"{seed} {epoch}".encode(), digest_size=8 * FEISTEL_ROUNDS).digest()
-    round_keys = np.frombuffer(digest, "<u8")
+    round_keys = np.frombuffer(digest, "<u8")  # (6,)
 
     # uint64: a product wraps around, and a shift to the right fills with zeros
     sequence_ids = positions.astype(np.uint64)  # permuted in place, until all lie in [0, n)
@@ -90,9 +90,10 @@ def epoch_order(positions: np.ndarray, n: int, seed: int) -> np.ndarray:
     """Return the sequence ids (N,), each in [0, n), at positions (N,) of the data order of n
     sequences: n positions for each epoch, one epoch after the other."""
     sequence_ids = np.empty_like(positions)  # int64; each epoch fills in its part
-    epochs = positions // n  # (N,)
+    epochs = positions // n  # (N,), because each of the n sequences comes once in an epoch
     for epoch in np.unique(epochs):  # a batch may reach into the next epoch
-        in_epoch = epochs == epoch
+        in_epoch = epochs == epoch  # (N,) bool
+        # a shuffle of all n ids, another one for each seed and epoch
         sequence_ids[in_epoch] = permute(positions[in_epoch] % n, n, seed, int(epoch))
     return sequence_ids
 
@@ -100,7 +101,8 @@ def epoch_order(positions: np.ndarray, n: int, seed: int) -> np.ndarray:
 def sequence_ids_of_step(step: int, sequences_per_step: int, n: int, seed: int) -> np.ndarray:
     """Return the sequence ids (G,), each in [0, n), of a step with G = `sequences_per_step`; steps
     count from 0."""
-    return epoch_order(step * sequences_per_step + np.arange(sequences_per_step), n, seed)
+    positions = step * sequences_per_step + np.arange(sequences_per_step)  # (G,)
+    return epoch_order(positions, n, seed)
 
 
 class Sequences:
@@ -161,15 +163,16 @@ def parse_corpora(data_dir: Sequence[Path | str]) -> list[Corpus]:
     """
     corpora: list[Corpus] = []
     for name in data_dir:
-        # a number after the last colon is a weight, unless a folder has this whole name
+        # "data/a:0.7" is ("data/a", "0.7"): a number after the last colon is a weight, unless a
+        # folder has this whole name
         match = re.fullmatch(r"(.+):(\d+\.?\d*|\.\d+)", str(name))
         if match and not Path(name).exists():
-            # exact, even 0.1; the weights are divided by their sum below
+            # 0.7 as exactly 7/10; the weights are divided by their sum below
             corpora.append(Corpus([Path(match[1])], Fraction(match[2])))
     if not corpora:  # no folder has a weight
         corpora = [Corpus([Path(name) for name in data_dir], Fraction(1))]
     # fractions, not floats: each corpus needs a whole number of places in a period
-    total = sum(corpus.weight for corpus in corpora)
+    total = sum(corpus.weight for corpus in corpora)  # 4 for the weights 3 and 1
     if total == 0:
         raise UserError("data_dir: at least one weight must be above 0")
     corpora = [Corpus(corpus.folders, corpus.weight / total) for corpus in corpora]
@@ -193,7 +196,7 @@ def folders_of(data_dir: Sequence[Path | str]) -> tuple[Path, ...]:
 
 def period_of(corpora: list[Corpus]) -> int:
     """Return the smallest number of positions in which each corpus has a whole number of places."""
-    return math.lcm(*(corpus.weight.denominator for corpus in corpora))
+    return math.lcm(*(corpus.weight.denominator for corpus in corpora))  # 10 for 7/10 and 3/10
 
 
 def assign_places(places_per_period: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
@@ -214,7 +217,7 @@ def assign_places(places_per_period: Sequence[int]) -> tuple[np.ndarray, np.ndar
     # (P,), the middle of each place's part of the period: 1/4 and 3/4 for a corpus of two places
     times = (turns + 0.5) / np.array(places_per_period)[corpus_ids]
     # stable: at equal times the first corpus comes first, on every machine
-    by_time = np.argsort(times, kind="stable")
+    by_time = np.argsort(times, kind="stable")  # indices (P,)
     return corpus_ids[by_time], turns[by_time]
 
 
@@ -233,7 +236,7 @@ class Mixture:
         """Sequences of each corpus."""
         all_folders: list[ShardFolder] = []
         for corpus in corpora:
-            # only the folders that have the split; UserError if none has it
+            # the ShardFolders that have the split, "train" or "val"; UserError if none has it
             folders = open_folders(corpus.folders, split)
             self.corpus_sequences.append(Sequences(TokenStream(folders), block_size))
             all_folders += folders
@@ -248,16 +251,16 @@ class Mixture:
         of the folder if two corpora have the same name."""
         if len(set(self.names)) < len(self.names):  # e.g. a/shards and b/shards
             self.names = [str(folder.path) for folder in first_folders]
-        sizes = [len(sequences) for sequences in self.corpus_sequences]
+        sizes = [len(sequences) for sequences in self.corpus_sequences]  # in sequences
         self.corpus_starts = np.cumsum([0] + sizes)
         """Id of the first sequence of each corpus, and at the end the number of all sequences:
         [0, 900, 1_000] for corpora of 900 and 100 sequences."""
         self.period = period_of(corpora)
         """Positions after which the places of the corpora repeat."""
         self.places_per_period = [int(corpus.weight * self.period) for corpus in corpora]
-        """Places of each corpus in a period."""
-        # corpus and turn of each place of a period, (period,) each: 0, 0, 1, 0 and 0, 1, 0, 2 for
-        # the weights 0.75 and 0.25
+        """Places of each corpus in a period: [3, 1] for the weights 0.75 and 0.25. `int` rounds
+        nothing, because the products are whole."""
+        # corpus and turn of each place, int64 (period,) each: for [3, 1], 0, 0, 1, 0 and 0, 1, 0, 2
         self.corpus_of_place, self.turn_of_place = assign_places(self.places_per_period)
 
     def sequence_ids_at(self, positions: range | np.ndarray, seed: int) -> np.ndarray:
@@ -269,7 +272,7 @@ class Mixture:
             in_corpus = self.corpus_of_place[places] == i  # (N,) bool
             # A position in the order of this corpus is its turn in this period, plus
             # `places_per_period[i]` for each earlier period.
-            turns = self.turn_of_place[places[in_corpus]]
+            turns = self.turn_of_place[places[in_corpus]]  # (k,), if k of the places are its own
             corpus_positions = num_periods[in_corpus] * self.places_per_period[i] + turns
             # each corpus is shuffled separately, with ids from 0
             ids_in_corpus = epoch_order(corpus_positions, len(sequences), seed)
@@ -280,10 +283,10 @@ class Mixture:
         """Return inputs and targets, int64 (B, T) each, of sequences (B,)."""
         rows: list[np.ndarray] = []  # (T + 1,) each
         for sequence_id in sequence_ids:
-            # the last start that is not above the id
+            # the last start that is not above the id: 0 for id 899 of starts [0, 900, 1_000]
             corpus_id = np.searchsorted(self.corpus_starts, sequence_id, side="right") - 1
             id_in_corpus = sequence_id - self.corpus_starts[corpus_id]
-            rows.append(self.corpus_sequences[corpus_id].read(id_in_corpus))
+            rows.append(self.corpus_sequences[corpus_id].read(id_in_corpus))  # from disk
         return shift(rows)
 
     @property
@@ -292,6 +295,7 @@ class Mixture:
         run warns if it differs."""
         if len(self.names) == 1:
             return self.stream.checksum
+        # a CRC-32 that goes on from the checksum of the tokens
         return zlib.crc32(self.corpus_of_place.tobytes(), self.stream.checksum)
 
     @property
@@ -350,8 +354,9 @@ def train_batches(
     order on, without end. Together the processes read consecutive positions, so that runs with any
     number of processes and any micro-batch read the same sequences in a step."""
     while True:
-        yield data.make_batch(data.sequence_ids_at(slicing.local_positions(position), seed))
-        position += slicing.sequences_per_micro_step
+        sequence_ids = data.sequence_ids_at(slicing.local_positions(position), seed)  # (B,)
+        yield data.make_batch(sequence_ids)
+        position += slicing.sequences_per_micro_step  # of all processes
 
 
 class TrainBatches:
@@ -368,7 +373,7 @@ class TrainBatches:
 
     def __next__(self) -> tuple[Tensor, Tensor]:
         """Return the next micro-batch: token ids and targets (B, T) each."""
-        self.position += self.slicing.sequences_per_micro_step
+        self.position += self.slicing.sequences_per_micro_step  # read by train_step
         return next(self.batches)
 
 

@@ -172,7 +172,7 @@ def read_manifest(folder: Path) -> Manifest | None:
         return None
     # `reading` turns an error of the with statement into a UserError that names the file.
     with reading(path, "a manifest of shards"):
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))  # {"shards": [{...}], ...}
         # `write_manifest` has turned these dataclasses into dicts.
         content["shards"] = [ShardEntry(**entry) for entry in content["shards"]]
         ledger = content.get("ledger", {})

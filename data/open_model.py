@@ -23,12 +23,15 @@ def open_pretrained(name: str | Path) -> tuple[GPT, str]:
     of another kind, or if its tokenizer does not fit or is unknown."""
     # a local file or folder, or the folder of a download from the hub
     path = find_or_download(str(name))
+    # the other projects write one file, Hugging Face a folder
     model = load_nanogpt(path) if path.is_file() else load_pretrained(name)
     declared_vocab_size = model.config.vocab_size  # 50257 of OpenAI's GPT-2, 50304 of nanoGPT's
+    # tokenizer.json or meta.pkl beside the file, or nanoGPT's data/DATASET/meta.pkl; else None
     tokenizer_path = find_tokenizer(path) if path.is_file() else None
     if tokenizer_path is not None:
         tokenizer_spec = read_tokenizer(tokenizer_path)
     else:
+        # by the files of the folder; without any, by the size: "gpt2" for 50257 and 50304
         tokenizer_spec = pretrained_tokenizer(path, declared_vocab_size)
     num_tokens = count_tokens(tokenizer_spec)
     # nanoGPT does not pad a vocabulary of characters. Fewer characters mean that its prepare.py has
@@ -53,7 +56,7 @@ def open_model(name: str | Path, *, float32: bool = False) -> tuple[GPT, str, Ch
     """
     path = find_checkpoint(name)
     if path is not None:
-        model, checkpoint = load_model(path, float32=float32)
+        model, checkpoint = load_model(path, float32=float32)  # bfloat16 or float32
         return model, checkpoint["tokenizer"], checkpoint
 
     model, tokenizer_spec = open_pretrained(name)  # float32

@@ -50,7 +50,7 @@ class TokenFile:
 
     def append(self, ids: np.ndarray) -> None:
         """Append token ids, uint32 (n,)."""
-        self.file.seek(4 * self.num_tokens)  # bytes
+        self.file.seek(4 * self.num_tokens)  # in bytes; `read` may have moved the position
         self.file.write(ids.tobytes())
         self.num_tokens += len(ids)
 
@@ -127,7 +127,7 @@ def hold_out(document: Document, num_held_out: int) -> Document:
     Of 21 tokens, a start id among them, 2 are held out: token 10 and token 20. The ranges are
     [0:1] [1:10] [0:1] [11:20] for training, then [0:1] [10:11] [0:1] [20:21] for validation.
     """
-    start_ids = range(document.num_start)
+    start_ids = range(document.num_start)  # their indices in token_file: range(0, 1)
     # at most as many spans as held-out tokens, so that each span has an end
     num_spans = min(HELD_OUT_SPANS, num_held_out)
     # tokens at the end of each span; training gets the remainder of the division
@@ -175,7 +175,7 @@ class ShardWriter:
         of an earlier header. All headers of a format have the same length."""
         self.file.seek(0)
         if self.path.suffix == ".bin":
-            self.file.write(bin_header(self.dtype, self.num_tokens))
+            self.file.write(bin_header(self.dtype, self.num_tokens))  # 1,024 bytes
             return
         # NumPy pads a header to a multiple of 64 bytes: here to 128 for any number of tokens
         description = {
@@ -257,19 +257,19 @@ class Sharder:
         """Tokens in the folder: of the full shards, and after `reopen` also of the open shard.
         (ShardWriter.num_tokens counts the open shard alone.)"""
         manifest = read_manifest(folder)
-        difference = describe_difference(folder, manifest, settings)
+        difference = describe_difference(folder, manifest, settings)  # "of format 'bin'", or None
         if difference is not None:
             raise UserError(f"{folder} holds shards {difference}; {ADVICE}")
         # a run that was killed before its first shard was full has left nothing to continue from
         if manifest is None or not manifest.shards:
-            manifest = Manifest(**vars(settings), shards=[])
+            manifest = Manifest(**vars(settings), shards=[])  # inherits the fields of Settings
             write_manifest(folder, manifest)
         self.manifest = manifest
         for entry in manifest.shards:
             # `layout` reads the header: it raises an error if the file is missing or damaged, or
             # has fewer tokens than the manifest lists
             layout = Shard(folder / entry.file, entry.tokens).layout
-            if entry.tokens == self.shard_size:
+            if entry.tokens == self.shard_size:  # `reopen` counts the shard that is not full
                 self.tokens_by_split[entry.split] += layout.num_tokens
 
     def num_full(self, split: str) -> int:
@@ -291,7 +291,7 @@ class Sharder:
         write_manifest(self.folder, self.manifest)
         # {"train": 31_000, "val": 400}
         for split, num_tokens in self.manifest.state.open.items():
-            self.open_shard(split, num_tokens)
+            self.open_shard(split, num_tokens)  # sets self.writers[split]
             self.tokens_by_split[split] += num_tokens
             # The file may have been replaced, for example from a backup.
             writer = self.writers[split]
@@ -309,13 +309,13 @@ class Sharder:
         """Open the next shard of a split, after the `num_written` tokens that it has already."""
         # Shards are numbered from 0; all earlier shards are full and in the manifest.
         index = self.num_full(split)
-        path = self.folder / f"{split}_{index:06d}.{self.manifest.format}"
+        path = self.folder / f"{split}_{index:06d}.{self.manifest.format}"  # val_000003.npy
         self.writers[split] = ShardWriter(path, split, self.dtype, num_written)
 
     def finish_shard(self, split: str) -> None:
         """Finish the open shard of a split and list it in the manifest. It replaces a shorter shard
         of the same name, which an earlier run may have listed in `end`."""
-        entry = self.writers.pop(split).finish()
+        entry = self.writers.pop(split).finish()  # ShardEntry of the renamed file
         other_entries = [other for other in self.manifest.shards if other.file != entry.file]
         self.manifest.shards = other_entries + [entry]
 
@@ -332,7 +332,8 @@ class Sharder:
             while num_tokens - held_back[0].num_tokens >= 2 * self.min_val_tokens:
                 num_tokens -= held_back[0].num_tokens
                 yield held_back.pop(0)
-        # One of several workers may have no validation text: other workers may have some.
+        # divide_last holds out a part if validation has too little text. One of several workers
+        # may have none, because other workers may have some.
         if held_back and self.manifest.val_fraction and self.manifest.worker_count == 1:
             held_back = self.divide_last(held_back, self.manifest.val_fraction)
         yield from held_back
@@ -357,7 +358,7 @@ class Sharder:
         num_held_out = self.manifest.held_out  # in tokens
         if num_held_out == 0:  # both splits have enough
             return documents
-        token_file = to_divide[0].token_file
+        token_file = to_divide[0].token_file  # gets the tokens of the others, too
         for document in to_divide[1:]:  # short ones, see hold_back
             token_file.append(document.read(0, document.num_tokens))
         num_tokens = sum(document.num_tokens for document in to_divide)
@@ -369,7 +370,7 @@ class Sharder:
             lost_counts=sum((document.lost_counts for document in to_divide), Counter()),
             num_texts=len(to_divide),
         )
-        num_texts = count_last_texts(to_divide, num_held_out)
+        num_texts = count_last_texts(to_divide, num_held_out)  # whole texts to hold out; 0: none
         if num_texts > 0:
             num_held_out = sum(document.num_tokens for document in to_divide[-num_texts:])
             joined.num_train = num_tokens - num_held_out
@@ -403,7 +404,7 @@ class Sharder:
         start = document.num_written  # by an earlier run (ResumePoint.tokens); usually 0
         if start == 0:  # else an earlier run has counted the document
             self.manifest.documents += document.num_texts
-            for character, count in document.lost_counts.items():
+            for character, count in document.lost_counts.items():  # "\t", 12
                 self.manifest.lost_bytes += count * len(character.encode())
         while start < num_tokens:
             # tokens [0, num_train) go to train, [num_train, num_tokens) to validation
@@ -415,7 +416,7 @@ class Sharder:
             writer = self.writers[split]
             # Write what fits: the document may go on in the next shard, or in the other split.
             end = min(split_end, start + self.shard_size - writer.num_tokens)
-            end = min(end, start + TOKENS_AT_ONCE)
+            end = min(end, start + TOKENS_AT_ONCE)  # a text may be larger than memory
             writer.append(document.read(start, end))
             self.tokens_by_split[split] += end - start
             # A part of a text counts bytes in proportion to its tokens, because a normalizer may
@@ -461,7 +462,8 @@ class Sharder:
         True if the source is read to its end, False if `max_shards` train shards are full."""
         for split in sorted(self.writers):
             self.finish_shard(split)
-        # an interrupted run does not get here: `complete` and `stopped` stay False
+        # An interrupted run does not get here: `complete` and `stopped` stay False, and training
+        # warns (TokenStream.unfinished).
         self.manifest.complete = complete
         self.manifest.stopped = not complete
         write_manifest(self.folder, self.manifest)

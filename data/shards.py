@@ -65,7 +65,7 @@ def inspect_shard(path: Path) -> Layout:
             array = np.load(path, mmap_mode="r")  # an np.memmap: only the header is read
             if array.dtype.str not in ("<u2", "<u4") or array.ndim != 1:
                 raise ValueError(f"{array.dtype} {array.shape} instead of 1-D uint16 or uint32")
-            layout = Layout(array.offset, len(array), array.dtype)
+            layout = Layout(array.offset, len(array), array.dtype)  # offset: size of the header
         elif path.suffix == ".bin":
             layout = inspect_bin(path)
         else:
@@ -80,6 +80,7 @@ def inspect_shard(path: Path) -> Layout:
 
 def bin_header(dtype: np.dtype, num_tokens: int) -> bytes:
     """Return the header of a .bin shard of tokens of `dtype`, little-endian uint16 or uint32."""
+    # magic, version, number of tokens, zeros: 1,024 bytes
     return BIN_HEADER.pack(*BIN_VERSIONS[dtype.str], num_tokens)
 
 
@@ -100,8 +101,8 @@ def inspect_datatrove(path: Path) -> Layout:
     """Return the layout of a .ds file by its metadata. Raise UserError if the metadata name another
     tokenizer than GPT-2's and the folder has no tokenizer.json."""
     metadata = path.with_name(path.name + ".metadata").read_text(encoding="utf-8")
-    first_line, num_tokens = metadata.splitlines()[:2]
-    tokenizer, _, token_size = first_line.rpartition("|")  # e.g. "gpt2|2"
+    first_line, num_tokens = metadata.splitlines()[:2]  # "gpt2|2", "100000000"
+    tokenizer, _, token_size = first_line.rpartition("|")  # "gpt2", "2" bytes a token
     # Do not look for a tokenizer at a local path in the metadata: this may be another machine.
     # Without this check, ids of another vocabulary would be taken for GPT-2's.
     if tokenizer not in GPT2_NAMES and not path.with_name(TOKENIZER_FILE).exists():
@@ -142,6 +143,8 @@ class Shard:
         The file is opened each time: 350 billion tokens are 3,500 shards, more files than a process
         may hold open.
         """
+        # While sharding goes on, the file may have more tokens than the manifest lists. In a stream
+        # they would take the places of the next shard's tokens.
         count = min(count, self.num_tokens - start)
         offset = self.layout.offset + start * self.layout.dtype.itemsize  # in bytes
         return np.fromfile(self.path, self.layout.dtype, count, offset=offset)
@@ -202,6 +205,7 @@ def open_folder(folder: Path, split: str) -> ShardFolder:
             # the last "train" or "val" in the name counts, as in retrieval_train_000001.npy
             if re.findall("train|val", path.stem.lower())[-1:] == [split]:
                 shards.append(Shard(path, inspect_shard(path).num_tokens))
+    # "gpt2", "bytes", or JSON with the content of the folder's tokenizer.json
     tokenizer_spec = find_tokenizer_spec(folder, manifest, shards)
     return ShardFolder(folder, split, shards, tokenizer_spec, manifest)
 
@@ -217,7 +221,7 @@ def open_folders(paths: list[Path], split: str) -> list[ShardFolder]:
         folder.path for folder in folders if not folder.shards and not shard_paths(folder.path)
     ]
     if empty or not folders_with_split:
-        missing = empty or paths
+        missing = empty or paths  # all paths, if they hold only the other split
         problem = f"holds no {split} shards (.npy, .bin, .ds); let the sharding end, or begin it"
         if split == "val":
             problem += " with a val_fraction above 0"
@@ -239,7 +243,7 @@ def find_tokenizer_spec(folder: Path, manifest: Manifest | None, shards: list[Sh
             return read_tokenizer(path)
         # In practice 1,000 tokens of GPT-2 hold an id of 2**15 or above. Training would accept ids
         # of a smaller vocabulary, such as characters, but the tokens would mean another text.
-        first_ids = shards[0].read(0, 100_000) if shards else np.zeros(0)
+        first_ids = shards[0].read(0, 100_000) if shards else np.zeros(0)  # [] without the split
         if len(first_ids) >= 1_000 and first_ids.max() < 2**15:
             raise UserError(
                 f"{folder} holds no tokens of GPT-2, and has no {MANIFEST} with their tokenizer: "
@@ -253,8 +257,8 @@ def find_tokenizer_spec(folder: Path, manifest: Manifest | None, shards: list[Sh
     # Compare the checksum in FileTokenizer.name: with another file, the ids would be other tokens.
     # Manifests of earlier versions have a checksum of the whole file instead.
     content = json.dumps(json.loads(path.read_text(encoding="utf-8")), sort_keys=True)
-    file_name = f"tokenizer-{zlib.crc32(content.encode()):08x}"
-    if manifest.tokenizer not in (load_tokenizer(spec).name, file_name):
+    earlier_name = f"tokenizer-{zlib.crc32(content.encode()):08x}"
+    if manifest.tokenizer not in (load_tokenizer(spec).name, earlier_name):
         raise UserError(
             f"{path} is not the tokenizer of these shards, which have {manifest.tokenizer} tokens"
         )
@@ -281,7 +285,7 @@ class TokenStream:
             self.shards += folder.shards
         # The spec changes with the order of the keys in tokenizer.json, the identity does not.
         tokenizers = {tokenizer_identity(folder.tokenizer_spec) for folder in folders}  # {"gpt2"}
-        self.tokenizer_identity = tokenizer_identity(self.tokenizer_spec)
+        self.tokenizer_identity = tokenizer_identity(self.tokenizer_spec)  # the model's is the same
         # {0.01}; without the None of folders of older versions, which do not know it
         fractions = {folder.manifest.val_fraction for folder in folders if folder.manifest} - {None}
         # with several rules of the split, one folder may train on the validation text of another
@@ -342,8 +346,8 @@ class TokenStream:
             if self.split in manifest.state.open:
                 # The bytes count all tokens of the open shard. While sharding goes on, it may be
                 # listed with fewer, or not yet.
-                sizes = [size for size in sizes if size == manifest.shard_size]
-                sizes.append(manifest.state.open[self.split])
+                sizes = [size for size in sizes if size == manifest.shard_size]  # full shards
+                sizes.append(manifest.state.open[self.split])  # tokens of the open shard
             num_tokens += sum(sizes)
         return num_bytes / num_tokens
 
@@ -359,6 +363,7 @@ class TokenStream:
     def unfinished(self) -> list[Path]:
         """Paths of the folders whose sharding was interrupted or still runs, for a warning: neither
         the end of the text nor --max_shards has ended it, so that they hold a part of the text."""
+        # Sharder.end sets `complete` at the end of the text, else `stopped`
         return [
             folder.path
             for folder in self.folders

@@ -95,7 +95,7 @@ class LongText:
         self.num_bytes += len(piece.encode())
 
 
-Row = str | LongText | Skipped  # text of a row, or Skipped with the reason
+Row = str | LongText | Skipped  # text of a row (a long one on disk), or Skipped with the reason
 
 
 def size_of(text: str | LongText) -> int:
@@ -109,8 +109,8 @@ def pieces_of(text: str | LongText, size: int) -> Iterator[str]:
         for start in range(0, len(text), size):
             yield text[start : start + size]
         return
-    text.file.seek(0)
-    yield from iter(partial(text.file.read, size), "")
+    text.file.seek(0)  # `append` and earlier reads moved the position
+    yield from iter(partial(text.file.read, size), "")  # until read returns ""
 
 
 @dataclass
@@ -179,7 +179,7 @@ class UntilDamage(io.RawIOBase):
         """Fill a buffer with the next bytes; return their number, 0 at the end."""
         try:
             # read 1 byte at a time once the damage is known, see below
-            content = self.file.read1(1 if self.error else len(buffer))
+            content = self.file.read1(1 if self.error else len(buffer))  # b"" at the end
         except Exception as error:
             if not is_damage(error):
                 raise
@@ -218,13 +218,14 @@ def is_damage(error: Exception) -> bool:
 
     if isinstance(error, OSError):  # gzip, bz2 and pyarrow set no errno; the system does
         return error.errno is None
+    # EOFError: the compressed content ends too early
     return isinstance(error, EOFError | zlib.error | lzma.LZMAError | csv.Error | ArrowInvalid)
 
 
 def suffix_of(name: str) -> str:
     """Return the suffix that tells a file's format, in lower case: .jsonl for A.JSONL.gz."""
     path = Path(name.lower())
-    # the stem of a.jsonl.gz is a.jsonl
+    # COMPRESSIONS has .gz, .bz2, .xz and .zst; the stem of a.jsonl.gz is a.jsonl
     return Path(path.stem).suffix if path.suffix in COMPRESSIONS else path.suffix
 
 
@@ -261,8 +262,9 @@ def list_files(inputs: tuple[str, ...]) -> dict[str, int]:
             else:
                 paths.append(path)
         suffixes_here = {suffix_of(path.name) for path in paths}  # {".jsonl", ".md", ".png"}
+        # the first group of which the folder has a file: (".parquet", ".jsonl", ".txt", ".py"), ...
         groups = (group for group in SUFFIXES_IN_FOLDERS if suffixes_here & set(group))
-        suffixes = next(groups, ())  # the first group of which the folder has a file
+        suffixes = next(groups, ())  # (): all of its files are left out
         for path in paths:
             if suffix_of(path.name) in suffixes:
                 # OSError for a broken link
@@ -301,7 +303,7 @@ def join_pieces(pieces: Iterable[str], folder: Path) -> Row:
     text = LongText(folder)
     reasons: set[Skipped | None] = set()  # None: a piece is usable
     for piece in chain(beginning, pieces):
-        value = as_text(piece)
+        value = as_text(piece)  # the piece, or EMPTY, NOT_UTF8 or WITH_NUL
         reasons.add(value if isinstance(value, Skipped) else None)
         # white space is a part of the text; a text with any other Skipped is not used
         if reasons <= {EMPTY, None}:
@@ -336,7 +338,7 @@ def number_pieces(pieces: Iterable[str], separator: str) -> Iterator[tuple[int, 
     rest = "\n"  # a character for (?<=\n), then the characters that are not yielded yet
     for piece in chain(pieces, [""]):  # "": the end
         rest += piece
-        start = 1
+        start = 1  # behind the character for (?<=\n)
         for match in pattern.finditer(rest, 1):
             # the next piece may begin with the line break behind this separator
             if piece and match.end() > len(rest) - 2:
@@ -344,10 +346,12 @@ def number_pieces(pieces: Iterable[str], separator: str) -> Iterator[tuple[int, 
             yield index, rest[start : match.start()]
             index += 1
             start = match.end()
-        # the last characters may be the beginning of a separator, unless no piece follows
+        # Keep the last characters for the next piece, if one follows. They may be the
+        # beginning of a separator, max_length at most, or the match of the `break`, which ends in
+        # the last 2.
         end = max(start, len(rest) - max_length - 2) if piece else len(rest)
         yield index, rest[start:end]
-        rest = rest[end - 1 :]
+        rest = rest[end - 1 :]  # with one yielded character, for (?<=\n)
 
 
 def read_json(file: IO[str]) -> Iterator[object]:
@@ -393,9 +397,9 @@ def read_csv(file: IO[str], delimiter: str = ",") -> Iterator[object]:
         # The reader takes all lines of one row from `lines`; `lines_again` still has them.
         lines, lines_again = tee(lines)
         try:
-            cells = next(make_reader(lines), None)
+            cells = next(make_reader(lines), None)  # ["1", "Hello"]; None at the end
         except csv.Error as error:
-            yield Skipped(f"not CSV {quote(error)}")
+            yield Skipped(f"not CSV {quote(error)}")  # "(Error: unexpected end of data)"
             # Skip only its first line: an unclosed quote has taken the lines of other rows, too.
             next(lines_again)
             lines = lines_again
@@ -425,17 +429,17 @@ def read_parquet(name: str, column: str) -> Iterator[object]:
     from pyarrow.parquet import ParquetFile  # slow to import; few files need it
 
     file = ParquetFile(name)
-    columns = file.schema_arrow.names
+    columns = file.schema_arrow.names  # ["id", "text"]
     if column not in columns:
         # without reading the rows: read_texts skips all of them for one reason
         yield from repeat(dict.fromkeys(columns), file.metadata.num_rows)
         return
     for record_batch in file.iter_batches(ROWS_PER_BATCH, columns=[column]):
-        for value in record_batch.column(0):
+        for value in record_batch.column(0):  # a scalar of pyarrow
             try:
                 yield {column: value.as_py()}
             except UnicodeDecodeError:  # parquet does not check its strings
-                yield {column: value.as_buffer().to_pybytes()}
+                yield {column: value.as_buffer().to_pybytes()}  # as_text decodes these bytes
 
 
 def without_column(column: str, names: Iterable[str]) -> Skipped:
@@ -481,6 +485,7 @@ def divide(rows: Iterator[Row]) -> Iterator[list[Row]]:
     for row in rows:
         batch.append(row)
         if not isinstance(row, Skipped):
+            # LONG is above PIECE: a text on disk ends its batch
             num_characters += LONG if isinstance(row, LongText) else len(row)
         if num_characters > PIECE or len(batch) == ROWS_PER_BATCH:
             yield batch
@@ -507,7 +512,7 @@ def warn_if_suspect(name: str, counts: FileCounts) -> None:
     if lacks_text or any(not reason.startswith(USUAL_REASONS) for reason in counts.skipped):
         advice = ""
         if os.path.isfile(name) and suffix_of(name) != ".parquet":  # not a dataset, nor a pipe
-            advice = encoding_advice(name, counts)
+            advice = encoding_advice(name, counts)  # "; it is utf-16: iconv -f ...", or ""
         print(
             f"warning: {name} gave {counts.texts:,} texts in {counts.rows:,} rows; skipped: "
             f"{join_reasons(counts.skipped)}{advice}",
@@ -519,23 +524,24 @@ def encoding_advice(name: str, counts: FileCounts) -> str:
     """Return how to make UTF-8 of a file, by its bytes, for the end of a warning; "" if they are
     UTF-8."""
     with UntilDamage(name) as raw:
-        beginning = raw.read(2**12) or b""
+        beginning = raw.read(2**12) or b""  # the type of read allows None
     encoding = unicode_encoding(beginning)
     if encoding is not None:
         return f"; it is {encoding}: iconv -f {encoding} -t utf-8 OLD > NEW"
     if NOT_UTF8.reason not in counts.skipped:
         return ""
-    num_before = 3 if beginning.startswith(codecs.BOM_UTF8) else 0  # bytes before the bad one
+    # bytes before the first bad one; open_text drops the 3 of a byte order mark
+    num_before = 3 if beginning.startswith(codecs.BOM_UTF8) else 0
     with open_text(UntilDamage(name)) as file:
         for piece in iter(partial(file.read, PIECE), ""):
-            bad_byte = BAD_BYTES.search(piece)
+            bad_byte = BAD_BYTES.search(piece)  # open_text decodes such a byte to a surrogate
             if bad_byte:
                 break
             num_before += len(piece.encode())
         else:  # half of a surrogate pair, as JSON writes it
             return ""
     num_before += len(piece[: bad_byte.start()].encode())
-    bad_bytes = "".join(BAD_BYTES.findall(piece)).encode("utf-8", SURROGATES)
+    bad_bytes = "".join(BAD_BYTES.findall(piece)).encode("utf-8", SURROGATES)  # b"\xe4\xfc"
     advice = f"; its byte {num_before + 1:,} is 0x{bad_bytes[0]:02x}, not UTF-8: "
     # characters beside the bad bytes that are UTF-8 beyond ASCII
     num_other = len(re.findall(r"[^\x00-\x7f]", piece)) - len(bad_bytes)
@@ -553,7 +559,7 @@ def encoding_advice(name: str, counts: FileCounts) -> str:
 def unicode_encoding(beginning: bytes) -> str | None:
     """Return the encoding of a file of UTF-16 or UTF-32, as iconv names it, by its first bytes: a
     byte order mark, or many bytes 0. None for any other file."""
-    encoding = json.detect_encoding(beginning)
+    encoding = json.detect_encoding(beginning)  # "utf-8", "utf-16", "utf-16-le", ...
     if encoding in ("utf-16", "utf-32"):  # by a byte order mark
         return encoding
     # The high bytes of Latin letters are 0. json.detect_encoding looks at two letters only, and the
@@ -598,6 +604,7 @@ class Source:
     def counts_at(self, position: SourcePosition) -> dict[str, FileCounts]:
         """Return the counts up to a position, for the manifest. `self.counts_by_file` is ahead of
         the shards: it counts batches that still wait for the tokenizer."""
+        # all counts of the files before the batch's: position.file is its index in `names`
         counts_by_file = dict(islice(self.counts_by_file.items(), position.file))
         if position.counts:  # {} after the last file
             counts_by_file[self.names[position.file]] = FileCounts(**position.counts)
@@ -639,7 +646,7 @@ class Source:
                 advice = ""
                 if not self.settings.files:
                     advice = "; check name and network, or shard files of your own"
-                message = f"{name:.300} cannot be read {quote(error)}{advice}"
+                message = f"{name:.300} cannot be read {quote(error)}{advice}"  # "(OSError: ...)"
                 raise UserError(message) from error
             warn_if_suspect(name, counts)
             position = SourcePosition()  # the next file is read from its beginning
@@ -647,7 +654,7 @@ class Source:
         is_divided = self.settings.files and any(
             counts.rows > 1
             for name, counts in self.counts_by_file.items()
-            if suffix_of(name) not in (*READERS, ".parquet")
+            if suffix_of(name) not in (*READERS, ".parquet")  # text files, not JSON or CSV
         )
         separator = self.settings.separator
         if separator is not None and not is_divided:
@@ -683,13 +690,14 @@ class Source:
                         if skipped_without_column is None:
                             skipped_without_column = without_column(column, row)
                         value = skipped_without_column
+                # a long text waits on disk for the tokenizer: a LongText, or Skipped
                 if isinstance(value, str) and len(value) > LONG:
                     value = join_pieces(pieces_of(value, PIECE), self.folder)
                 yield as_text(value, self.decoding_errors)  # Skipped if it is no usable text
         except Exception as error:
             if not is_damage(error):
                 raise
-            yield Skipped(f"damaged from here on {quote(error)}")
+            yield Skipped(f"damaged from here on {quote(error)}")  # "(EOFError: ...)"
 
     def read_rows(self, name: str) -> Iterator[object]:
         """Yield the rows of a file: dicts by column, texts, or Skipped. For a damaged file, raises
@@ -697,10 +705,10 @@ class Source:
         if suffix_of(name) == ".parquet":  # pyarrow opens files by name
             yield from read_parquet(name, self.settings.text_column)
             return
-        raw = UntilDamage(name)
+        raw = UntilDamage(name)  # decompresses; damage ends it and sets raw.error
         with open_text(raw, self.decoding_errors) as file:
             if suffix_of(name) in READERS:
-                yield from READERS[suffix_of(name)](file)
+                yield from READERS[suffix_of(name)](file)  # read_json or read_csv
             else:
                 yield from self.read_documents(name, file)
         if raw.error:  # the damage at which the file seemed to end
@@ -710,7 +718,7 @@ class Source:
         """Split a text file at the separator and yield its texts; without a separator, yield the
         whole file as one text. An empty text (many __init__.py, two separators in a row) is no row.
         """
-        pieces = iter(partial(file.read, PIECE), "")
+        pieces = iter(partial(file.read, PIECE), "")  # until read returns ""
         if self.settings.separator is not None:
             numbered = number_pieces(pieces, self.settings.separator)
         else:
@@ -718,7 +726,7 @@ class Source:
         # pairs (index of the text, piece); number_pieces also yields pieces without characters
         non_empty = (pair for pair in numbered if pair[1])
         for _, pairs in groupby(non_empty, itemgetter(0)):  # the pairs of one text
-            yield join_pieces((piece for _, piece in pairs), self.folder)
+            yield join_pieces((piece for _, piece in pairs), self.folder)  # text, or Skipped
 
     def warn_of_control_characters(self, name: str, rows: list[Row]) -> None:
         """Print a warning, once in a run, if a text has control characters of Latin-1."""
@@ -726,6 +734,7 @@ class Source:
             if self.has_warned_of_controls or isinstance(row, Skipped):
                 continue
             for piece in pieces_of(row, LONG):
+                # a match of one of U+0080 to U+009F, or None
                 control = None if piece.isascii() else C1_CONTROLS.search(piece)
                 if control:
                     self.has_warned_of_controls = True
@@ -746,7 +755,7 @@ class Source:
             yield piece
             if self.has_noted_marks or suffix_of(name) == ".py":  # code has lines of -----
                 continue
-            counts_by_mark.update(MARKS.findall(piece))
+            counts_by_mark.update(MARKS.findall(piece))  # ["<|endoftext|>", "---", ...]
             for mark, count in counts_by_mark.most_common(1):
                 if count >= MANY_MARKS:
                     self.has_noted_marks = True
@@ -769,11 +778,13 @@ class Source:
         # For zstd, fsspec would need another package, which reads the first frame only.
         # force: replace fsspec's own opener, if it has one.
         register_compression("zstd", open_zstd, "zst", force=True)
-        # A dataset may change on the hub between two runs; its commit does not.
+        # A dataset may change on the hub between two runs; its commit does not. `ask` calls the
+        # library, with a limit of time.
         revision = position.revision or ask(HUB, lambda: HfApi().dataset_info(name).sha)
 
         def open_stream() -> Any:
-            """Return an IterableDataset, which downloads a file when its rows are read."""
+            """Return an IterableDataset of the configuration `remote_name`, which downloads a file
+            when its rows are read."""
             return datasets.load_dataset(
                 name, settings.remote_name, split="train", revision=revision, streaming=True
             )
@@ -800,4 +811,4 @@ class Source:
             batch_position = SourcePosition(revision=revision, stream=stream_state)
             rows = [as_text(value, self.decoding_errors) for value in columns[column]]
             yield RowBatch(batch_position, rows)
-            stream_state = stream.state_dict()
+            stream_state = stream.state_dict()  # where the next batch begins

@@ -78,6 +78,7 @@ def check_rendered(text: str, messages: list[dict[str, Any]]) -> None:
     """Raise ValueError if `text`, rendered by a template, lacks the content of a message, or has a
     list of parts as Python prints it. finetuning/template.py checks answers."""
     for message in messages:
+        # a text, a list of parts, or None of an answer that only calls tools
         content = message.get("content") or ""
         content_texts = [content]
         if isinstance(content, list):  # [{"type": "text", "text": "Hi"}]
@@ -86,9 +87,9 @@ def check_rendered(text: str, messages: list[dict[str, Any]]) -> None:
                 raise ValueError("it takes content as a text, not as parts")
         for content_text in content_texts:
             # a template may write the result of a tool as JSON, in quotes
-            plain = content_text.strip()
-            in_json = json.dumps(plain, ensure_ascii=False)[1:-1]
-            if message["role"] != "assistant" and plain not in text and in_json not in text:
+            stripped = content_text.strip()  # templates strip texts
+            in_json = json.dumps(stripped, ensure_ascii=False)[1:-1]  # without the quotes around it
+            if message["role"] != "assistant" and stripped not in text and in_json not in text:
                 raise ValueError(
                     f"it leaves out {content_text[:40]!r} of the role {message['role']}"
                 )
@@ -104,18 +105,18 @@ class FileTokenizer(Tokenizer):
     """
 
     def __init__(self, spec_fields: dict[str, Any]) -> None:
-        content = spec_fields[TOKENIZER_FILE]  # a dict
+        content = spec_fields[TOKENIZER_FILE]  # {"added_tokens": [...], "model": {...}, ...}
         # Shards and exports get this text, and each backend is made of it. ensure_ascii would write
         # \u escapes in place of characters.
         self.tokenizer_json = json.dumps(content, ensure_ascii=False)
-        backend = make_backend(self.tokenizer_json)
+        backend = make_backend(self.tokenizer_json)  # the library's object, which encodes
         self.backend = backend
-        self.bos_ids = find_bos_ids(backend)  # () if there is no BOS
+        self.bos_ids = find_bos_ids(backend)  # (1,) of LLaMA 2, () of GPT-2, which has no BOS
         self.end_of_text = spec_fields["eot"]  # the token; self.eot is its id
 
         # "tokenizer-8f3a01c2": two files with the same definition are the same tokenizer
         self.name = spec_fields.get("name", f"tokenizer-{definition_checksum(content)}")
-        self.identity = self.name
+        self.identity = self.name  # TokenStream refuses folders whose identities differ
         if self.name not in TOKENIZERS:
             # with another end-of-text token, other tokens separate the documents
             self.identity = f"{self.name} with {self.end_of_text}"
@@ -130,19 +131,20 @@ class FileTokenizer(Tokenizer):
         # of <|im_start|> and the like, which finetuning/completions.py leaves out of an answer
         self.special_ids = frozenset(i for i, token in added_tokens.items() if token.special)
 
-        template: ChatTemplate | None = spec_fields["chat_template"]
+        template: ChatTemplate | None = spec_fields["chat_template"]  # Jinja, or None
         self.is_of_chats = template is not None
         # finetuning/chat.py writes CHAT_TEMPLATE's format without a template
         self.chat_template = None if template == CHAT_TEMPLATE else template
         self.template_tokens: dict[str, str] = spec_fields["template_tokens"]
         """Special tokens by their names in templates and transformers: bos_token, eos_token, ..."""
-        self.turn_end = vocab[spec_fields["turn_end"]]
+        self.turn_end = vocab[spec_fields["turn_end"]]  # of "<|im_end|>", or of end of text
         """Id of the token that ends an answer of a chat."""
         # start_ids[0]: the model has learned that a document ends where the next document begins
         end_ids = [self.eot, self.turn_end, self.start_ids[0]]
         self.text_ids = {self.eot} if has_characters_alone(backend) else set()
         """Only in a vocabulary of characters: the id of end of text, a character. It separates
         documents, but it is also text, and so does not end a generated text."""
+        # those of the spec are the model's eos_token_id: [128001, 128009] of Llama 3
         self.end_ids = frozenset(end_ids + spec_fields["end_ids"]) - self.text_ids
 
         # With a pre-tokenizer or decoder of type ByteLevel, tokens are bytes. No token can contain
@@ -174,6 +176,8 @@ class FileTokenizer(Tokenizer):
             else:  # plain text, or a token of SentencePiece
                 token_bytes = token.replace(SPACE, " ").encode()
             bytes_of_id[token_id] = token_bytes
+        # A decoded document shows no "<|endoftext|>" or "<s>". The line break that ends documents
+        # in a vocabulary of characters (text_ids) is text, and stays.
         for token_id in {self.eot, *self.start_ids} - self.text_ids:
             bytes_of_id[token_id] = b""
         return bytes_of_id
@@ -194,9 +198,10 @@ class FileTokenizer(Tokenizer):
         """Backends of encode_with_added_tokens, by its bool `follows`: [0] for a text that begins,
         [1] for one that follows another."""
         content = json.loads(self.tokenizer_json)
-        for token in content["added_tokens"]:
-            # make_backend reads special tokens as text, and other added tokens as tokens
-            token["special"] = token["id"] == self.eot
+        for entry in content["added_tokens"]:  # {"id": 50256, "content": "<|endoftext|>", ...}
+            # make_backend reads special tokens as text, and other added tokens as tokens: so only
+            # the name of end of text stays text in a prompt, and "<|im_start|>" becomes its token
+            entry["special"] = entry["id"] == self.eot
         prompt_json = json.dumps(content)
         return [make_backend(prompt_json), make_continuing_backend(prompt_json)]
 
@@ -206,13 +211,14 @@ class FileTokenizer(Tokenizer):
     def encode_with_special_tokens(self, text: str) -> list[int]:
         """Return the token ids of a rendered dialog: the name of a special token in `text` becomes
         the token."""
+        # False: the template alone decides if BOS begins the dialog, as in transformers
         return self.renderer.encode(text, add_special_tokens=False)
 
     def decode_bytes(self, ids: list[int]) -> bytes:
         # a model may give ids that its tokenizer lacks, because ids may have gaps
         return b"".join(self.bytes_of_id.get(token_id, b"") for token_id in ids)
 
-    @cached_property
+    @cached_property  # made at its first use, because the import of transformers takes seconds
     def renderer(self) -> "PreTrainedTokenizerFast":
         """The tokenizer as a class of transformers, which renders dialogs by the chat template."""
         return to_transformers(self.tokenizer_json, self.template_tokens, self.chat_template)
@@ -224,16 +230,17 @@ class FileTokenizer(Tokenizer):
         the assistant's next answer. `tools` are JSON schemas of functions that the assistant may
         call. Raise UserError if the template cannot write the dialog."""
         assert self.chat_template  # callers check: without it finetuning/chat.py writes the dialog
-        # without "weight", which only the loss reads
-        written: list[dict[str, Any]] = []
+        # "weight" says if an answer is learned; a template might write it into the text
+        without_weight: list[dict[str, Any]] = []
         for message in messages:
-            written.append({name: value for name, value in message.items() if name != "weight"})
+            fields = {name: value for name, value in message.items() if name != "weight"}
+            without_weight.append(fields)  # {"role": "user", "content": "Hi"}
         try:
             text = self.renderer.apply_chat_template(
-                written, tools=tools, add_generation_prompt=open_turn, tokenize=False
+                without_weight, tools=tools, add_generation_prompt=open_turn, tokenize=False
             )
             assert isinstance(text, str)  # because of tokenize=False
-            check_rendered(text, messages)
+            check_rendered(text, messages)  # ValueError if it lacks a text of the user
             if tools and text == self.render(messages, open_turn):  # the same without tools
                 raise ValueError("it writes no tools")
             return text
@@ -246,13 +253,13 @@ class FileTokenizer(Tokenizer):
         end-of-text token if it writes no special token there. Raise UserError if the template
         cannot write a dialog."""
         try:
-            text = self.render([QUESTION, ANSWER])
+            text = self.render([QUESTION, ANSWER])  # "Hi", and "An answer."
         except UserError:  # some templates demand a system message, others refuse one
             text = self.render([SYSTEM, QUESTION, ANSWER])
         after_answer = text.rpartition(ANSWER["content"])[2]  # e.g. "<|im_end|>\n"
         # white space may precede the special token, as in Llama 2's template
         for token_id in self.encode_with_special_tokens(after_answer):
-            if token_id in self.added_ids:
+            if token_id in self.added_ids:  # else a piece of text, such as "\n"
                 return str(self.backend.id_to_token(token_id))
         return self.end_of_text
 
@@ -269,6 +276,7 @@ class FileTokenizer(Tokenizer):
             text = self.backend.normalizer.normalize_str(text)
         # Count the characters that `decoded` lacks: "bb" of "abba" and "a a". A difference of
         # Counters ignores characters that `decoded` has in addition, such as the space.
+        # Tokens of SentencePiece decode a "▁" of the text to a space: this is no loss.
         lost_counts = Counter(text.replace(SPACE, " ")) - Counter(decoded)
         return "".join(lost_counts.elements())
 
@@ -279,7 +287,7 @@ def load_tokenizer(spec: str) -> Tokenizer:
     errors of FileTokenizer for an unusable tokenizer.json."""
     if spec in TOKENIZERS:
         return TOKENIZERS[spec]()
-    return FileTokenizer(json.loads(spec))
+    return FileTokenizer(json.loads(spec))  # the spec is JSON, {"eot": "</s>", ...}
 
 
 def tokenizer_identity(spec: str) -> str:
@@ -371,7 +379,7 @@ def byte_characters() -> list[str]:
         if character.isprintable() and character != " ":
             characters.append(character)
         else:
-            characters.append(chr(0x100 + num_others))
+            characters.append(chr(0x100 + num_others))  # "Ġ", U+0120, for the space
             num_others += 1
     return characters
 
@@ -383,7 +391,7 @@ def definition_of(backend: Backend) -> dict:
     bos_tokens = [backend.id_to_token(token_id) for token_id in bos_ids]  # ["<s>"]
     backend.post_processor = TemplateProcessing(
         single=[*bos_tokens, "$A"],  # BOS, then the text, which the library calls $A
-        special_tokens=list(zip(bos_tokens, bos_ids, strict=True)),
+        special_tokens=list(zip(bos_tokens, bos_ids, strict=True)),  # [("<s>", 1)]
     )
     return json.loads(backend.to_str())
 
@@ -401,8 +409,9 @@ def definition_checksum(content: dict) -> str:
     model = {name: value for name, value in content["model"].items() if value}
     if isinstance(model["vocab"], dict):  # a Unigram model has a list of pairs
         # drop added tokens, because only some files list them in the vocabulary, too
-        vocab = sorted(model["vocab"].items())
+        vocab = sorted(model["vocab"].items())  # [("!", 0), ...], for files in any order
         model["vocab"] = [pair for pair in vocab if pair[0] not in added_tokens]
+    # not "decoder": it does not change the ids of a text
     components = [content[name] for name in ("normalizer", "pre_tokenizer", "post_processor")]
     definition = json.dumps([added_tokens, model, *components], sort_keys=True)
     return f"{zlib.crc32(definition.encode()):08x}"
@@ -428,7 +437,7 @@ def find_end_of_text(path: Path, backend: Backend, candidates: Sequence[str | No
     for token in candidates:
         if token is not None and backend.token_to_id(token) is not None:
             return token
-    tried = ", ".join(filter(None, candidates))
+    tried = ", ".join(filter(None, candidates))  # "<|endoftext|>, </s>, ..."
     raise UserError(
         f"{path} has no token that ends a text ({tried}): end_of_text of data/fineweb-edu.py names "
         "it"
@@ -443,19 +452,19 @@ def make_spec(backend: Backend, end_of_text: str, model_tokens: ModelTokens) -> 
         "eot": end_of_text,
         "turn_end": end_of_text,  # provisional: replaced below if there is a chat template
         **asdict(model_tokens),  # template_tokens, chat_template, end_ids
-        TOKENIZER_FILE: content,
+        TOKENIZER_FILE: content,  # the key is "tokenizer.json"
     }
     # If the file defines the tokenizer gpt2 or bytes, the spec is only this name, so that shards,
     # checkpoints and models of other projects agree. With other ends of a text, or with a chat
     # template, the spec needs the file.
-    name = CHECKSUMS.get(definition_checksum(content))
+    name = CHECKSUMS.get(definition_checksum(content))  # "gpt2", "bytes" or None
     eot = backend.token_to_id(end_of_text)
     if name is not None and TOKENIZERS[name].eot == eot:
         if model_tokens.chat_template is None and set(model_tokens.end_ids) <= {eot}:
             return name
         spec_fields["name"] = name  # the same tokens: shards with this name fit the model
     tokenizer = FileTokenizer(spec_fields)
-    if tokenizer.chat_template:
+    if tokenizer.chat_template:  # not CHAT_TEMPLATE, whose answers end with end of text
         spec_fields["turn_end"] = tokenizer.find_turn_end()
     return json.dumps(spec_fields)
 
@@ -487,8 +496,9 @@ def read_tokenizer(path: Path, end_of_text: str | None = None) -> str:
             backend = character_backend(path)
         else:
             backend = make_backend(path.read_text(encoding="utf-8"))
-    # the file was read without an error, so it is not damaged
+    # the file was read without an error: an error here says "is not", not "is damaged or not"
     with reading(path, "a tokenizer that can be used", "is not"):
+        # ("<|endoftext|>", "</s>", ...), or the one token that the caller asks for
         candidates = usual_ends(backend) if end_of_text is None else (end_of_text,)
         return make_spec(backend, find_end_of_text(path, backend, candidates), ModelTokens())
 
@@ -516,19 +526,21 @@ def pretrained_tokenizer(folder: Path, declared_vocab_size: int) -> str:
         if path.is_file():
             backend = make_backend(path.read_text(encoding="utf-8"))
             probe_ids = encode_with(backend, PROBE).tolist()
+            # "gpt2" or "bytes" without the import of transformers, which takes seconds; else None
             known_name = CHECKSUMS.get(definition_checksum(definition_of(backend)))
-            # "gpt2" or "bytes" without the import of transformers, which takes seconds
             if known_name and tokenizer_json_says_all(folder, TOKENIZERS[known_name].eot):
                 return known_name
+        # model_tokens: chat template, eos_token and eos_token_id of the folder's other files
         tokenizer_json, model_tokens = read_folder(folder, declared_vocab_size)
         backend = make_backend(tokenizer_json)
         # some classes of transformers replace the pre-tokenizer or the normalizer of the file
         if probe_ids not in (None, encode_with(backend, PROBE).tolist()):
             warning = f"warning: transformers gives a text other ids than {path}"
             logging.getLogger("notes").warning(warning)
+        # the model's own end of text first; None if its files name none
         candidates = (model_tokens.template_tokens.get("eos_token"), *usual_ends(backend))
         spec = make_spec(backend, find_end_of_text(folder, backend, candidates), model_tokens)
-        if spec not in TOKENIZERS:
+        if spec not in TOKENIZERS:  # GPT-2's and bytes lose nothing
             check_round_trip(FileTokenizer(json.loads(spec)))
         return spec
 

@@ -69,7 +69,7 @@ def read_passages(source: Source, share: float) -> Iterator[str]:
 
 
 def main(options: TokenizerOptions) -> None:
-    bytes_by_file = list_files(options.input)
+    bytes_by_file = list_files(options.input)  # {"books/a.txt": 12_345, ...}
     options.out.parent.mkdir(parents=True, exist_ok=True)
     settings = SourceSettings(
         files=list(bytes_by_file),
@@ -78,7 +78,7 @@ def main(options: TokenizerOptions) -> None:
         separator=options.separator,
         replace_bad_bytes=options.replace_bad_bytes,
     )
-    source = Source(settings, options.out.parent)
+    source = Source(settings, options.out.parent)  # keeps long texts in that folder
     # Share of the text to train on; above 1 if the files are smaller than --sample_mb. The sizes
     # are sizes on disk, so that compressed files give more text.
     share = options.sample_mb * 1e6 / max(1, sum(bytes_by_file.values()))
@@ -92,7 +92,7 @@ def main(options: TokenizerOptions) -> None:
     )
     backend.train_from_iterator(read_passages(source, share), trainer)
     backend.add_special_tokens([END_OF_TEXT])  # the last id, as in GPT-2
-    with writing(options.out):
+    with writing(options.out):  # UserError if it fails
         options.out.write_text(backend.to_str(), encoding="utf-8")
     num_tokens = backend.get_vocab_size()
     reason = ""
