@@ -81,14 +81,14 @@ def build_ours(options: BenchOptions) -> Program:
     process of its own, which scripts/measure.py starts."""
     device = pick_device(options.device)
     dtype = pick_dtype(options.dtype, device)
-    recipe = parse_recipe(options.recipe)
+    recipe = parse_recipe(options.recipe)  # a Recipe, of "gpt2" or "modern,qk_norm=False"
     if options.logits_bytes is not None:
         chunked_loss.LOGITS_BYTES = options.logits_bytes  # read at each call, in this process alone
     execution = Execution(options.activation_checkpointing, options.use_torch_compile)
     # Random weights: their values do not change the time of a step.
     model = GPT(options.bench_config).to(device)
-    execute(model, execution)
-    # Nor do the learning rates, which stay at the optimizers' defaults.
+    execute(model, execution)  # in place: how the blocks run in training
+    # Nor do the learning rates, which stay at the optimizers' defaults. Muon multiplies in `dtype`.
     optimizer_options = OptimizerOptions(weight_decay=recipe.weight_decay)
     return model, make_optimizers(model, optimizer_options, recipe, dtype), dtype
 
@@ -137,7 +137,7 @@ def main(options: BenchOptions) -> None:
                 f"--peer {peer} holds no model.py: git clone "
                 f"https://github.com/karpathy/nanoGPT {peer}"
             )
-        programs["nanogpt"] = partial(build_nanogpt, peer)
+        programs["nanogpt"] = partial(build_nanogpt, peer)  # takes the options, as build_ours
     measurements: dict[str, Measurement] = {}  # by the name of the program
     # {"ours": {"nvjet_hsh_128x256_64x4": 31.5, ...}, "nanogpt": {...}}
     kernel_ms_by_program: dict[str, dict[str, float]] = {}
@@ -154,7 +154,7 @@ def main(options: BenchOptions) -> None:
     # Only now: a process that uses a GPU takes some of its memory from the measurements.
     device = pick_device(options.device)
     gpu = gpu_of(device, pick_dtype(options.dtype, device))  # None if its peak is not known
-    # nanoGPT's model has the same matmuls as this project's.
+    # Of forward and backward pass. nanoGPT's model has the same matmuls as this project's.
     flops_per_token = build_without_weights(GPT, options.bench_config).flops_per_token()
     # {"ours": {"rate": 1.2e5, "peak_bytes": 7.1e9, "mfu": 0.41}, "nanogpt": {...}}, with --profile
     # also "kind_ms": {"attention": 12.1, ..., "waiting": 3.0} and "kernel_ms": {...}
@@ -173,7 +173,7 @@ def main(options: BenchOptions) -> None:
             measured[name] |= summarize(kernel_ms_by_program[name], step_ms)
 
     comparison: dict[str, object] = {
-        **describe_device(device),  # device and PyTorch's version
+        **describe_device(device),  # {"device": "NVIDIA H200", "torch": "2.13.0"}
         "unit": "tokens/s",
         "measured": measured,
         "options": vars(options),

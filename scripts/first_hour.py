@@ -87,7 +87,7 @@ def check_loss(flags: str, folder: Path, step: int, expected: float, tolerance: 
         for line in process.stdout:
             print(line, end="", flush=True)
             if line.startswith(f"step {step}: validation loss "):  # Logger.log_evaluation
-                loss = float(line.split()[4])
+                loss = float(line.split()[4])  # of "step 250: validation loss 6.1670 of ..."
                 process.terminate()  # SIGTERM: the run saves and ends
     quantity = f"validation loss at step {step}"
     return print_verdict(quantity, loss, expected - tolerance, expected + tolerance)
@@ -115,9 +115,9 @@ def check_small(out: Path) -> list[bool]:
     (out / "squares.txt").write_text(text)
     input_flags = f"--input {out}/squares.txt --tokenizer bytes"
     run_script(f"data/fineweb-edu.py {input_flags} --local_dir {out}/shards")
-    flags = f"{FLAGS_SMALL} --data_dir {out}/shards"
+    flags = f"{FLAGS_SMALL} --data_dir {out}/shards"  # --n_layer 2 --n_embd 64 ...
     return [
-        check_loss(flags, out / "run", 50, SMALL_LOSS, tolerance=0.02),
+        check_loss(flags, out / "run", 50, SMALL_LOSS, tolerance=0.02),  # 1.206 nats per byte
         check_resume(flags, out, tolerance=0),  # CPUs resume bit for bit
     ]
 
@@ -126,20 +126,21 @@ def check_124m(out: Path) -> list[bool]:
     """Check 124M on the GPU, and return the result of each check."""
     # 250 steps read 131M tokens, and a shard has 100M.
     run_script(f"data/fineweb-edu.py --max_shards 2 --local_dir {out}/shards")
-    flags = f"{FLAGS_124M} --data_dir {out}/shards"
+    flags = f"{FLAGS_124M} --data_dir {out}/shards"  # the model is train.py's default, 124M
     results = [  # True for each check that passes
-        # Another data order or dtype changes the loss by less than 0.15.
+        # PUBLIC_RUN[250] is 6.167. Another data order or dtype changes it by less than 0.15.
         check_loss(flags, out / "run", 250, PUBLIC_RUN[250], tolerance=0.15),
         # GPU kernels do not sum in a fixed order, so two runs differ a little.
         check_resume(flags, out, tolerance=2e-3),
     ]
 
-    # speed and peak memory, from the JSON in the last line of bench.py
+    # {"rate": 1.2e5, "peak_bytes": 7.1e9, "mfu": 0.41} in the JSON in the last line of bench.py
     bench = run_script("scripts/bench.py --device cuda --use_torch_compile --micro_batch_size 16")
     measured = json.loads(bench.splitlines()[-1])["measured"]["ours"]
     if measured["mfu"] is None:
         print("not checked: the MFU, because the peak FLOPS of this GPU are not known")
     else:
+        # ASSUMED_UTILIZATION is 0.40, the MFU that --dry_run assumes for its forecast of the time
         results.append(print_verdict("MFU", measured["mfu"], 0.8 * ASSUMED_UTILIZATION, 1))
     forecast = run_script(f"train.py --dry_run --micro_batch_size 16 --run_dir {out}/forecast")
     # the forecast prints "X  in all": X is GB of GPU memory
@@ -153,7 +154,7 @@ def check_124m(out: Path) -> list[bool]:
     for entry in json.loads((out / "gpt2.json").read_text())["results"]:
         accuracies[entry["task"], entry["protocol"], entry["metric"]] = entry["value"]
     key = ("hellaswag", "build-nanogpt", "acc_norm")
-    published = PUBLISHED[key].by_model_type["gpt2"]
+    published = PUBLISHED[key].by_model_type["gpt2"]  # 0.2955
     low, high = published - 2e-3, published + 2e-3
     results.append(print_verdict("HellaSwag of OpenAI's 124M", accuracies[key], low, high))
     return results

@@ -69,6 +69,7 @@ def measure_and_profile(
 
 def kind_of(kernel: str) -> str:
     """Return the kind of a kernel by its name."""
+    # in the order of KINDS, whose last one, "other", fits every name
     return next(kind for kind, words in KINDS.items() if re.search(words, kernel, re.IGNORECASE))
 
 
@@ -78,11 +79,12 @@ def summarize(kernel_ms: dict[str, float], step_ms: float) -> dict:
     "waiting" is the time of a step outside all kernels. On a CPU, which the profiler slows down, it
     may be negative.
     """
-    kind_ms = dict.fromkeys(KINDS, 0.0)
+    kind_ms = dict.fromkeys(KINDS, 0.0)  # {"attention": 0.0, "matmul": 0.0, ...}
     for kernel, ms in kernel_ms.items():
         kind_ms[kind_of(kernel)] += ms
     # step_ms is of steps without the profiler, kernel_ms of steps with it
     kind_ms["waiting"] = step_ms - sum(kernel_ms.values())
+    # the first 20 of kernel_ms, which has the longest kernels first
     return {"kind_ms": kind_ms, "kernel_ms": dict(list(kernel_ms.items())[:NUM_LONGEST])}
 
 

@@ -109,7 +109,7 @@ class PlainLoss(nn.Module):
         # x (N, C); targets (N,), none of them -1
         weight = model.head_weight  # (padded V, C)
         # A bias of -inf removes the padding of the vocabulary from the softmax.
-        bias = weight.new_zeros(len(weight))
+        bias = weight.new_zeros(len(weight))  # (padded V,); the padding begins at row 50257
         bias[GPT2Tokenizer.vocab_size :] = -torch.inf
         logits = F.linear(x, weight, bias)  # (N, padded V)
         return F.cross_entropy(logits, targets, reduction=reduction)

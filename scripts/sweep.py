@@ -137,7 +137,7 @@ def train(options: SweepOptions, run_name: str) -> None:
     """Train a run, or continue it. Raise UserError if the run fails."""
     print(f"--- {run_name}", flush=True)  # before the output of train.py
     # Not subprocess.run, which would kill the run at Ctrl-C: the terminal signals the run, too, and
-    # it saves.
+    # it saves. RUN_IS_PART: the run does not print what to type next.
     process = subprocess.Popen(command_of(options, run_name), env=os.environ | {"RUN_IS_PART": "1"})
     try:
         process.wait()
@@ -157,11 +157,13 @@ def refuse_failure(run_name: str, exit_code: int) -> None:
 def describe_changes(saved: dict, flags: list[str]) -> str:
     """Describe how the options of a new run with these flags differ from `saved`, the options in
     the config.json of an earlier run: "grad_clip 1.0 (here 2.0)", or "" if they do not differ."""
+    # The recipe fills in what the flags leave open. to_dict gives plain values, as in config.json.
     given_options, _, _ = read_options(TrainOptions, "train.py", flags)
     options = resolve_from_recipe(given_options, parse_recipe(given_options.recipe)).to_dict()
     if options["dtype"] == "auto":  # the device decides; `saved` has its decision
         options["dtype"] = saved["dtype"]
     if given_options.minutes is not None:  # `saved` has what --minutes chose
+        # Compare only what flags and a --config file give, and data_dir, which `comparable` reads.
         names = dict(named_flags(expand_flags(flags)))
         given_names = {name.removeprefix("no_") for name in names} | {"data_dir"}
         saved = {name: value for name, value in saved.items() if name in given_names}
@@ -204,7 +206,7 @@ def draw_groups(
     """
     num_seeds = losses.shape[1]
     ddof = min(1, num_seeds - 1)  # as in the table
-    picture, panels = make_panels([[metric]])
+    picture, panels = make_panels([[metric]])  # a Figure with one panel
     axes = panels[metric]
     # from blue for the best group to red for the worst
     colors = colormaps["turbo"](np.linspace(0.1, 0.9, len(groups)))

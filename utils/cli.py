@@ -66,17 +66,19 @@ def parse(options_class: type[Options], args: list[str] | None = None) -> Option
     # training/options.py gives `args`: the user's flags behind those of a file or a checkpoint,
     # which they replace. Only then may a flag of several values stand twice.
     may_repeat = args is not None
+    # ~/text becomes /home/me/text, and "--separator", "---" becomes "--separator=---"
     args = join_dashes(expand_home(sys.argv[1:] if args is None else args))
-    corrections = find_mistakes(options_class, args, may_repeat)
+    corrections = find_mistakes(options_class, args, may_repeat)  # ["there is no --lr, ..."]
     if corrections:
         raise UserError("; ".join(corrections) + "; --help says more")
 
-    # Examples for --help: the first two lines `python ...` of the script's docstring, without those
-    # that a backslash continues on the next line.
+    # --help shows `description` above the flags: the docstring of the options and, as examples, the
+    # first two lines `python ...` of the script's docstring. Lines that a backslash continues do
+    # not count.
     commands = re.findall(r"^ *(python .*[^\\])$", sys.modules["__main__"].__doc__ or "", re.M)
     description = "\n  ".join([inspect.cleandoc(options_class.__doc__ or "")] + commands[:2])
-    # [RunOptions, DataOptions, ModelOptions, ...] of TrainOptions; empty for classes that declare
-    # their options themselves, such as EvalOptions
+    # [RunOptions, DataOptions, ModelOptions, ...] of TrainOptions, in the order of --help; empty
+    # for classes that declare their options themselves, such as EvalOptions
     groups = [base for base in reversed(options_class.__bases__) if is_dataclass(base)]
     if not groups:
         options = call_tyro(options_class, args, description)
@@ -95,13 +97,13 @@ def parse_groups(
     defaults = {option.name: option.default for option in fields(options_class)}
     group_fields = []
     for group in groups:
-        # "machine": the heading of the group in --help
+        # "machine" of MachineOptions: the heading of the group in --help
         heading = re.sub("Options$|Config$", "", group.__name__).lower()
-        # `options_class` may override a default of the group that it inherits from
+        # `options_class` may override a default of a group, as FinetuneOptions does for eval_every
         default = group(**{option.name: defaults[option.name] for option in fields(group)})
         group_fields.append((heading, group, field(default=default)))
     grouped_class = make_dataclass(options_class.__name__, group_fields)
-    grouped: object = call_tyro(grouped_class, args, description)
+    grouped: object = call_tyro(grouped_class, args, description)  # .machine is a MachineOptions
     option_values: dict[str, object] = {}
     for parsed_group in vars(grouped).values():
         option_values |= vars(parsed_group)
@@ -119,16 +121,16 @@ def find_mistakes(options_class: type[Options], args: list[str], may_repeat: boo
         if not os.path.exists(word):  # the name of a file may hold any bytes
             check_text(word, "an argument")
     corrections: list[str] = []
-    # nanoGPT's `train.py config/FILE.py`
+    # nanoGPT's `train.py config/FILE.py`; for this project's train.py flags_of_paths is ["config"]
     if args and not args[0].startswith("-"):
         correction = f"{args[0]} stands without a flag"
         flags_of_paths = [name for name in FLAGS_OF_PATHS if name in names]
         if flags_of_paths and os.path.exists(args[0]):
             correction += f"; perhaps --{flags_of_paths[0]} {args[0]}"
         corrections.append(correction)
-    given_names: set[str] = set()
+    given_names: set[str] = set()  # of the flags before the present one
     for name, value in named_flags(args):
-        flag = FLAGS_BY_NANOGPT_NAME.get(name, name)  # this project's name
+        flag = FLAGS_BY_NANOGPT_NAME.get(name, name)  # "max_lr" for nanoGPT's "learning_rate"
         if name != "help" and name.removeprefix("no_") not in names:
             suggestions = [flag] if flag in names else difflib.get_close_matches(name, names)
             correction = f"there is no --{name}"
@@ -139,6 +141,7 @@ def find_mistakes(options_class: type[Options], args: list[str], may_repeat: boo
         if value in ("True", "False") and "bool" in type_texts.get(flag, ""):
             corrections.append(f"--{flag} takes no value: it is off by --no_{flag}")
         # tyro would take only b of `--input a --input b`, and the default for a bare `--input`.
+        # With may_repeat the first may come from a file or checkpoint, and the user's replaces it.
         is_repeated = not may_repeat and name in given_names
         if type_texts.get(name, "").startswith("tuple") and (value is None or is_repeated):
             corrections.append(f"give --{name} once, with all of its values behind it")
@@ -155,9 +158,11 @@ def missed_value(option_type: str, value: str | None) -> str | None:
     # Skip a flag without a value, which tyro names, and types of several numbers or also "auto".
     if value is None:
         return None
+    # "typing.Literal['zero1', 'zero2']", or with Optional or None
     if re.fullmatch(r"(typing\.Optional\[)?typing\.Literal\[[^]]*\]+( \| None)?", option_type):
-        choices = re.findall("'(.*?)'", option_type)
+        choices = re.findall("'(.*?)'", option_type)  # ["zero1", "zero2"]
         return None if value in choices else " or ".join(choices)
+    # "typing.Annotated[int, 'at least 1']" of a Count; check_ranges checks the range later
     annotated = re.search(r"Annotated\[(int|float),", option_type)
     if annotated is None or re.search("tuple|Literal", option_type):
         return None
@@ -192,9 +197,10 @@ def call_tyro(options_class: type[Options], args: list[str], description: str) -
             )
     finally:
         for text in re.split(r"(?=\n  -)", printed.getvalue()):  # split before each flag
+            # drop "(default: X)" if X is empty or None, or if the text itself says "default: ..."
             if re.search(r"[^(]default:|\(default:\s+(None)?\)", text):
                 text = re.sub(r"\s*\(default:[^)]*\) *", "", text)
-            # tyro keeps the line breaks of the docstrings: fill the lines anew
+            # tyro indents the docstrings and keeps their line breaks: fill the lines anew
             text = re.sub(r"(?m)^ {12,}\S.*(\n {12,}\S.*)*", fill_lines, text)
             print(text, end="")
 
@@ -221,7 +227,7 @@ def join_dashes(words: list[str]) -> list[str]:
     its own it would be taken for a flag."""
     joined: list[str] = []
     for word in words:
-        follows_flag = joined and re.fullmatch(r"--[\w-]+", joined[-1])
+        follows_flag = joined and re.fullmatch(r"--[\w-]+", joined[-1])  # a flag without =VALUE
         if follows_flag and re.match(r"--([^a-zA-Z]|$)", word):
             joined[-1] += f"={word}"
         else:
@@ -266,7 +272,7 @@ def flag_value(flags: list[str], name: str) -> str | None:
 
 def start_script(main: Callable[[Options], None], options_class: type[Options]) -> NoReturn:
     """Run a script: parse the command line, call `main` with the options, and exit."""
-    call_and_exit(lambda: main(parse(options_class)))
+    call_and_exit(lambda: main(parse(options_class)))  # prints the UserErrors of parse, too
 
 
 def call_and_exit(
@@ -354,7 +360,7 @@ def user_message(error: Exception) -> str | None:
             return error.strerror
         message = f"{error.filename}: {error.strerror}"
         if isinstance(error, FileNotFoundError):
-            message += searched_place(os.fsdecode(error.filename))
+            message += searched_place(os.fsdecode(error.filename))  # " in /tmp, but there is ..."
         return message
     if is_out_of_memory(error):  # .200, because PyTorch's text may have many lines
         return f"out of memory: take smaller batches, or fewer samples at a time ({error!s:.200})"

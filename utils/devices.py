@@ -46,6 +46,7 @@ def pick_device(name: str, local_rank: int = 0) -> torch.device:
         name = f"cuda:{local_rank}"
     if name not in available:
         message = f"device {name} is not available; this machine has {', '.join(available)}"
+        # missing_cuda says why an NVIDIA GPU is not among them, or returns None
         raise UserError("; ".join(filter(None, [message, missing_cuda()])))
     return torch.device(name)
 
@@ -153,17 +154,18 @@ def pick_dtype(
 def host_memory() -> int:
     """Return the bytes of host memory that all processes may use together: the memory of the
     machine, or the lowest limit of the nested control groups (cgroup v1 or v2) of a container."""
-    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    # macOS has no control groups
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]  # in bytes
+    # of /proc/self/cgroup, which macOS does not have
     lines = CGROUPS.read_text().splitlines() if CGROUPS.exists() else []
     for line in lines:
         # "4:memory:/docker/1f" in version 1, "0::/user.slice" in version 2
         _, controller, group = line.split(":", 2)
         if controller not in ("", "memory"):
             continue
-        # A container may not see its own group, only one above it: read all folders upwards.
+        # /sys/fs/cgroup/memory/docker/1f or /sys/fs/cgroup/user.slice. A container may not see its
+        # own group, only one above it: read all folders upwards.
         folder = CGROUP_ROOT / controller / group.lstrip("/")
-        name = "memory.limit_in_bytes" if controller else "memory.max"
+        name = "memory.limit_in_bytes" if controller else "memory.max"  # version 1 or 2
         for path in (folder / name, *(parent / name for parent in folder.parents)):
             limit = path.read_text().strip() if path.exists() else "max"
             if limit != "max":  # "max" means no limit

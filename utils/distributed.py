@@ -85,7 +85,7 @@ class StopSignal:
                 with contextlib.suppress(OSError):
                     os.write(2, f"{message}\n".encode())
         elif number == signal.SIGINT and not self.is_launched:
-            raise SystemExit(128 + number)
+            raise SystemExit(128 + number)  # a second Ctrl-C, which torchrun may repeat by itself
 
 
 @dataclass(frozen=True)
@@ -175,6 +175,7 @@ class Process:
         wait for it in a forward: no caller goes on past it.
         """
         outputs: dict[int, Output] = {}  # of this process; the key is the index of the item
+        # Processes that share each block have one data_rank: they do the same item, together.
         for round_start in range(0, len(items), self.data_parallel):
             self.end_if_stopped()
             index = min(round_start + self.data_rank, len(items) - 1)
@@ -234,7 +235,7 @@ class Process:
         # The collectives run in a thread, and the body here: functions of users may set signal
         # handlers, as math-verify does for its time limit, and only the main thread can do that.
         with ThreadPoolExecutor(1) as executor:
-            # `wait` returns at once when the body has ended
+            # is_done.wait returns True as soon as the body has ended, else False after 0.05 seconds
             meetings = executor.submit(self.wait_until, lambda: is_done.wait(POLL_SECONDS))
             try:
                 yield
@@ -372,10 +373,11 @@ def start(
     rank = launch.rank
     world_size = launch.world_size
     end_with_launcher()
-    # here, so that an error comes before the processes connect
+    # Only for its UserError, before the processes connect. A machine with 8 of 12 processes cannot
+    # check yet, because another one has fewer: the call below does.
     if world_size % launch.processes_per_machine == 0:
         count_shards(world_size, launch.processes_per_machine, tensor_parallel, shard_across)
-    device = pick_device(device_name, launch.local_rank)
+    device = pick_device(device_name, launch.local_rank)  # cuda:3 on local rank 3
     # "cuda:1" names one GPU. With "cuda" each process takes the GPU of its local rank.
     if world_size > 1 and (device.type == "mps" or ":" in device_name):
         raise UserError(f"several processes cannot share one device, {device_name}")
@@ -399,8 +401,9 @@ def start(
         tensor_parallel=tensor_parallel,
         tensor_rank=rank % tensor_parallel,
     )
-    # On the rest the processes must agree. A machine may have lost its GPUs.
-    device_types = list(process.merge({rank: device.type}).values())  # by rank
+    # The types of all devices by rank: ["cuda", ..., "cpu", ...] if a machine has lost its GPUs, on
+    # which the device auto is the CPU.
+    device_types = list(process.merge({rank: device.type}).values())
     if len(set(device_types)) > 1:
         raise UserError(
             f"some processes found no GPU, such as rank {device_types.index('cpu')}, and others "
@@ -414,7 +417,7 @@ def start(
         process,
         dtype=pick_dtype(dtype_name, device, process.all_agree),
         processes_per_machine=processes_per_machine,
-        replicas=process.data_parallel // num_shards,
+        replicas=process.data_parallel // num_shards,  # copies of the training state
     )
 
 

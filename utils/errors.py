@@ -53,8 +53,8 @@ def reading(path: Path | str, expected: str, verdict: str = "is damaged or not")
     except Exception as error:
         # These errors mean missing memory, permissions or packages, or a faulty disk, and not a
         # damaged file. An OSError without a number is a library's own, about the content.
-        of_system = isinstance(error, OSError) and error.errno is not None
-        if of_system or isinstance(error, ImportError) or is_out_of_memory(error):
+        is_system_error = isinstance(error, OSError) and error.errno is not None
+        if is_system_error or isinstance(error, ImportError) or is_out_of_memory(error):
             raise
         reason = f"{type(error).__name__}: {error}"  # "KeyError: 'step'"
         if isinstance(error, UserError):

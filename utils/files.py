@@ -113,6 +113,7 @@ def lock_folder(folder: Path, activity: str) -> int:
     Raises UserError if another process holds the lock. The message has this process's `activity`,
     such as "writing to", and the other's host and number, which the file of the lock holds.
     """
+    # for remove_unused_folders: if this run is refused, its new folders go again
     made_folders.extend(path for path in (folder, *folder.parents) if not path.exists())
     folder.mkdir(parents=True, exist_ok=True)
     # 0o666 minus the umask: with a umask of 002 the users of a group can share the folder
@@ -121,7 +122,8 @@ def lock_folder(folder: Path, activity: str) -> int:
         # LOCK_NB: fail at once instead of waiting
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        holder = os.pread(descriptor, 300, 0).decode() or "not known"  # until it has written
+        # "process 4711 on node3", as written below; empty if the holder is about to write it
+        holder = os.pread(descriptor, 300, 0).decode() or "not known"
         raise UserError(
             f"another process is {activity} {folder}: {holder}; wait for its end, or end it there"
         ) from error

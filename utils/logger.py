@@ -91,7 +91,7 @@ class Logger:
         before it; send its numbers to Weights & Biases."""
         if not self.is_main:
             return
-        self.metrics_file.write(to_json({"step": step, **metrics}) + "\n")
+        self.metrics_file.write(to_json({"step": step, **metrics}) + "\n")  # NaN becomes null
         if self.wandb_run is None:
             return
         split = metrics["split"]
@@ -125,7 +125,7 @@ class Logger:
         # a fraction; None on CPUs and on GPUs with unknown peak FLOP/s
         if metrics["mfu"]:
             line += f"  mfu {metrics['mfu']:.1%}"
-        left = self.time_left(step, metrics["ms"])
+        left = self.time_left(step, metrics["ms"])  # "  1:23:45 left", or "" in the first steps
         if not self.bar.disable:
             line += left
             # refresh=False: `update` redraws the bar, at most ten times a second
@@ -134,7 +134,7 @@ class Logger:
             return
         # without a terminal, as in the log of a scheduler, print a line from time to time
         now = time.monotonic()
-        is_last = step == self.bar.total
+        is_last = step == self.bar.total  # a disabled bar has its total, too
         if is_last or now - self.last_line_seconds >= SECONDS_PER_LINE:
             self.last_line_seconds = now
             details = (
@@ -230,7 +230,7 @@ def find_metrics(path: Path | str) -> Path:
     for metrics_path in (Path(path), Path(path, METRICS), Path(path, "logs", METRICS)):
         if metrics_path.is_file():
             return metrics_path
-    place = "" if Path(path).exists() else searched_place(path)
+    place = "" if Path(path).exists() else searched_place(path)  # " in /tmp" for a relative path
     raise UserError(f"{path} holds no {METRICS} of a run{place}; give that file, or its folder")
 
 
@@ -249,7 +249,7 @@ def read_metrics(path: Path | str) -> dict[str, list[dict]]:
         for line in file:
             if not line.endswith("\n"):
                 break  # half a row: the writer was killed, or is writing it
-            row = json.loads(line)
+            row = json.loads(line)  # {"step": 7, "split": "train", "loss": 10.2, ...}
             if row["split"] == "resume":
                 # The run was resumed after this step. Drop all rows of later steps: it may not
                 # write each of them again, as it may end earlier or have another --eval_every.

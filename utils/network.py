@@ -48,10 +48,10 @@ def go_offline_without_hub() -> None:
     address = urlsplit(HUB)  # where to connect: to the hub, unless a proxy stands in between
     proxies = getproxies()  # {"https": "http://proxy:3128", ...}
     proxy = proxies.get(address.scheme) or proxies.get("all")
-    if proxy is not None and not proxy_bypass(address.netloc):
+    if proxy is not None and not proxy_bypass(address.netloc):  # NO_PROXY names exceptions
         address = urlsplit(proxy)
     port = address.port or (80 if address.scheme == "http" else 443)
-    try:
+    try:  # a connection shows that something answers; nothing is sent over it
         socket.create_connection((address.hostname, port), QUIET_SECONDS).close()
     except OSError as error:
         message = f"{urlsplit(HUB).netloc} cannot be reached ({error.strerror or error})"
@@ -64,7 +64,8 @@ def ask(url: str, request: Callable[[], Answer], limit: float | None = LIMIT_SEC
     seconds, print the name of the host. Raises the errors of the call, and TimeoutError after
     `limit` seconds. None is for downloads of any size, by libraries that limit the time without a
     byte."""
-    host = urlsplit(url).netloc or url  # a name, where the library knows the address
+    # "huggingface.co"; `url` itself if it is a name, "Weights & Biases" of weights_and_biases.py
+    host = urlsplit(url).netloc or url
     outcome: Future[Answer] = Future()
 
     def run() -> None:

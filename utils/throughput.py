@@ -85,7 +85,7 @@ def plan_gpus(device: str) -> tuple[GPU, Launch] | None:
     if parts is None or parts[3] not in NAMED_GPUS:
         return None
     world_size = int(parts[1] or 1)
-    processes_per_machine = min(GPUS_PER_MACHINE, world_size)
+    processes_per_machine = min(GPUS_PER_MACHINE, world_size)  # "16xh100": machines of 8
     if parts[2]:
         processes_per_machine = int(parts[2])
         world_size *= processes_per_machine
