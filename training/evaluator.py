@@ -129,9 +129,9 @@ class Evaluator:
         if not is_asked or tokenizer is None:
             return None
         model = scorer.model
-        num_tokens = min(SAMPLE_TOKENS, model.config.block_size)
+        max_new_tokens = min(SAMPLE_TOKENS, model.config.block_size)
         # another seed at each step, so that samples.txt does not repeat one text
-        sampling = SamplingConfig(num_tokens, seed=self.options.seed + step)
+        sampling = SamplingConfig(max_new_tokens, seed=self.options.seed + step)
         prompts = [list(tokenizer.start_ids)]  # what begins a document in the shards
         end_ids = tokenizer.end_ids
         model.eval()  # no dropout

@@ -128,12 +128,14 @@ class Dial:
             raise UserError("--minutes chooses the size of a new model: leave out --init_from")
         # [("data_dir", "data/own"), ("minutes", "10"), ("no_use_torch_compile", None)]
         given_flags = named_flags(expand_flags(sys.argv[1:]))
-        # names of the options that the command line or its --config gives
+        # names of the options that the command line or its --config gives, without "no_":
+        # {"data_dir", "minutes", "use_torch_compile"}
         self.given = {name.removeprefix("no_") for name, _ in given_flags}
         self.common_flags: dict[str, Any] = {}
-        """Flags of the run with each size."""
-        by_default = options.use_torch_compile and "use_torch_compile" not in self.given  # on CUDA
-        if by_default and minutes < COMPILED_MINUTES:
+        """Options of the run, whatever its size: {"use_torch_compile": False} or {}."""
+        # True only on CUDA, where a run compiles unless the user says otherwise
+        compiles_by_default = options.use_torch_compile and "use_torch_compile" not in self.given
+        if compiles_by_default and minutes < COMPILED_MINUTES:
             self.common_flags["use_torch_compile"] = False
         self.options = replace(options, **self.common_flags)
         self.data_parallel = data_parallel
@@ -141,7 +143,7 @@ class Dial:
         try:
             train_stream = Mixture(options.data_dir, "train", options.block_size).stream
             val_data = Mixture(options.data_dir, "val", options.block_size)
-            self.text_tokens = len(train_stream)
+            self.text_tokens = len(train_stream)  # of all train shards
             self.available_val_tokens = len(val_data.stream)  # --val_tokens may read fewer
             self.num_val_corpora = len(val_data.names)  # a validation reads --val_tokens of each
             vocab_size = train_stream.vocab_size
@@ -163,8 +165,9 @@ class Dial:
         """Return the flags of each size, the smallest first: LADDER, or the size of the user."""
         ladder = []
         for n_layer, n_embd in LADDER:
+            # heads of 64 channels
             flags = {"n_layer": n_layer, "n_head": n_embd // 64, "n_embd": n_embd}
-            # only sizes with the numbers that the user gives
+            # skip a size unless it has the numbers that the user gives; None: not given
             if any(getattr(self.options, name) not in (None, flags[name]) for name in flags):
                 continue
             if flags["n_head"] % self.options.tensor_parallel:  # the processes share the heads
@@ -172,7 +175,7 @@ class Dial:
             # The power of two nearest to the width, up to GPT-2's 1024. In two minutes of one core,
             # a context of 256 costs 0.17 nats at 128 channels (docs/BENCHMARKS.md).
             flags["block_size"] = min(1024, 2 ** round(math.log2(n_embd)))
-            ladder.append(self.without_given(flags))
+            ladder.append(self.without_given(flags))  # a given --block_size stays
         if not ladder or "model_type" in self.given:
             return [{}]  # one size, that of the user's own flags
         return ladder
@@ -184,7 +187,7 @@ class Dial:
     def make_size(self, recipe: Recipe, vocab_size: int, flags: dict[str, Any]) -> Size:
         """Return the size of a model with these flags."""
         model_config = replace(self.options, **flags).model_config(recipe, vocab_size)
-        model = build_without_weights(GPT, model_config)
+        model = build_without_weights(GPT, model_config)  # on "meta", only for its counts
         return Size(flags, model_config, model.num_parameters(), model.flops_per_token())
 
     def choose(
@@ -198,6 +201,7 @@ class Dial:
         cost_by_flops: dict[int, StepCost] = {}
         size = self.sizes[min(FIRST_MEASURED, len(self.sizes) - 1)]
         batch_tokens = first_sequences * size.model_config.block_size * self.data_parallel
+        # {"n_layer": 2, "n_head": 2, "n_embd": 128, "block_size": 128, "total_batch_size": 1024}
         flags = size.flags | self.without_given({"total_batch_size": batch_tokens})
         measured: list[dict[str, Any]] = []  # flags of each measurement
         start_seconds = elapsed()
@@ -208,17 +212,18 @@ class Dial:
             except UserError:
                 # Before the first measurement there is nothing to choose by: the flags of the user
                 # contradict each other, or nothing fits.
-                if not cost_by_flops or size is self.sizes[0]:
+                if not cost_by_flops or size is self.sizes[0]:  # [0]: the smallest
                     raise
                 # larger sizes do not fit, either
                 self.sizes = self.sizes[: self.sizes.index(size)]
             measured.append(flags)
-            # at least a second, for a time that is over before the run begins
+            # what is left; at least a second, for a time that is over before the run begins
             seconds = max(1.0, self.seconds - elapsed() - FINISH_SECONDS)
             costs = list(cost_by_flops.values())
-            plans = [self.plan(size, costs, seconds) for size in self.sizes]
+            plans = [self.plan(size, costs, seconds) for size in self.sizes]  # smallest size first
             lowest = min(plan.loss for plan in plans)
             plan = next(plan for plan in plans if plan.loss < lowest + EQUAL_LOSS)
+            # Measure this size with its planned batch next, unless that is done or the time is up.
             size = plan.size
             flags = {name: plan.flags[name] for name in flags}
             if flags in measured or elapsed() - start_seconds > MEASURED_SHARE * self.seconds:
@@ -226,19 +231,20 @@ class Dial:
 
     def plan(self, size: Size, costs: list[StepCost], seconds: float) -> Plan:
         """Return the run with a model of this size that takes `seconds`, by the measured costs."""
-        cost = cost_of(size, costs)
+        cost = cost_of(size, costs)  # measured, or interpolated from other sizes
+        # for steps and validations
         seconds = max(1.0, (1 - OTHER_SHARE) * seconds - cost.compile_seconds)
-        val_tokens = self.choose_val_tokens(cost, seconds)
-        # A validation has forward passes only, a third of the FLOPs of training. Those of a size
-        # that is too large may take all of the time.
-        num_validated = min(self.num_val_corpora * val_tokens, self.available_val_tokens)
-        validated_seconds = NUM_VALIDATIONS * num_validated * cost.token_seconds / 3
-        seconds = max(0.01 * seconds, seconds - validated_seconds)  # for the steps
+        val_tokens = self.choose_val_tokens(cost, seconds)  # of each corpus
+        validation_tokens = min(self.num_val_corpora * val_tokens, self.available_val_tokens)
+        # A validation has forward passes only, a third of the FLOPs of training.
+        validations_seconds = NUM_VALIDATIONS * validation_tokens * cost.token_seconds / 3
+        # For the steps. The validations of a size that is too large may take all of the time.
+        seconds = max(0.01 * seconds, seconds - validations_seconds)
 
         batch_tokens = self.choose_batch(size, cost, seconds)
         max_steps = int(self.tokens_in(seconds, cost, batch_tokens) / batch_tokens)
-        max_steps = max(NUM_VALIDATIONS, max_steps)
-        every = -(-max_steps // NUM_VALIDATIONS)  # rounded up
+        max_steps = max(NUM_VALIDATIONS, max_steps)  # also where not one step fits into the time
+        every = -(-max_steps // NUM_VALIDATIONS)  # steps between validations, rounded up
         flags = self.without_given(
             {
                 "total_batch_size": batch_tokens,
@@ -250,7 +256,7 @@ class Dial:
             }
         )
         num_tokens = max_steps * batch_tokens
-        loss = compared_loss(
+        loss = compared_loss(  # by a scaling law, to compare sizes
             size.num_parameters, self.token_worth * num_tokens, self.token_worth * self.text_tokens
         )
         return Plan(size, size.flags | flags | self.common_flags, num_tokens, loss)
@@ -261,8 +267,10 @@ class Dial:
         """
         if "val_tokens" in self.given:
             return self.options.val_tokens
+        # of one corpus in one validation
         validation_seconds = VALIDATED_SHARE * seconds / NUM_VALIDATIONS / self.num_val_corpora
-        num_tokens = 3 * validation_seconds / cost.token_seconds  # 3: see `plan`
+        # a forward pass takes a third of token_seconds, which is forward and backward
+        num_tokens = 3 * validation_seconds / cost.token_seconds
         return min(2 ** int(math.log2(max(2, num_tokens))), self.options.val_tokens)
 
     def choose_batch(self, size: Size, cost: StepCost, seconds: float) -> int:
@@ -271,17 +279,19 @@ class Dial:
         the best for the tokens that fit into `seconds`."""
         if "total_batch_size" in self.given:
             return self.options.total_batch_size
-        batch_tokens = size.model_config.block_size * self.data_parallel
+        batch_tokens = size.model_config.block_size * self.data_parallel  # one sequence per part
         while True:
             # these tokens depend on the batch: an update takes time, too
             num_tokens = self.tokens_in(seconds, cost, batch_tokens)
-            if 0.58 * num_tokens**0.571 < math.sqrt(2) * batch_tokens:
+            best_batch_tokens = 0.58 * num_tokens**0.571  # the step law
+            if best_batch_tokens < math.sqrt(2) * batch_tokens:  # nearer to this than to its double
                 return batch_tokens
             batch_tokens *= 2
 
     def tokens_in(self, seconds: float, cost: StepCost, batch_tokens: int) -> float:
         """Return the number of tokens that a run with steps of `batch_tokens` reads in `seconds`,
         at most as many as repeats of the text make useful."""
+        # each token also takes its share of the update that ends a step
         num_tokens = seconds / (cost.token_seconds + cost.update_seconds / batch_tokens)
         return min(num_tokens, MOST_EPOCHS * self.text_tokens)
 
@@ -293,7 +303,7 @@ def cost_of(size: Size, costs: list[StepCost]) -> StepCost:
     flops = [cost.flops_per_token for cost in costs]
 
     def interpolate(seconds: list[float]) -> float:
-        seconds_per_flop = np.divide(seconds, flops)
+        seconds_per_flop = np.divide(seconds, flops)  # (m,) of the m measured sizes
         # below the smallest and above the largest of the measured sizes it stays the same
         log_flops = math.log(size.flops_per_token)
         return size.flops_per_token * float(np.interp(log_flops, np.log(flops), seconds_per_flop))
@@ -314,14 +324,15 @@ def measure_step(
     does not fit into a GPU's memory."""
     model_config = size.model_config
     if options.micro_batch_size == "auto":
+        # in sequences, equal on all processes
         micro_batch_size, _ = fit_micro_batch(options, recipe, model_config, process)
         options = replace(options, micro_batch_size=micro_batch_size)
-    model, weights = new_model(GPT, model_config, options.seed)
+    model, weights = new_model(GPT, model_config, options.seed)  # on "meta", without memory
     execute(model, Execution(options.activation_checkpointing, options.use_torch_compile))
-    wrapped = wrap(model, weights, process, options.sharding)
+    wrapped = wrap(model, weights, process, options.sharding)  # allocates and fills the model
     optimizers = make_optimizers(model, options, recipe, process.dtype)
     shape = (options.sequences_per_pass, options.block_size)  # (B, T)
-    idx = torch.randint(model_config.vocab_size, shape, device=process.device)
+    idx = torch.randint(model_config.vocab_size, shape, device=process.device)  # (B, T)
 
     def seconds_of(num_passes: int, *, update: bool) -> float:
         """Return the mean seconds of a forward and backward pass, with `update` also those of what
@@ -330,16 +341,16 @@ def measure_step(
         for _ in range(num_passes):
             with sync_gradients(wrapped, options.sharding, is_last=update):
                 with process.autocast(keep_weights=False):
-                    loss = wrapped(idx, idx)
+                    loss = wrapped(idx, idx)  # any targets take as long
                 loss.backward()
             if update:
                 clip_grad_norm(wrapped, options.grad_clip)
                 for optimizer in optimizers:
                     optimizer.step()
                 wrapped.zero_grad(set_to_none=True)
-        # .item() waits for the device, and `min` of the negative is the maximum over processes
-        loss.item()
-        nanoseconds = int(1e9 * (time.perf_counter() - start_seconds))
+        loss.item()  # waits for the device
+        nanoseconds = int(1e9 * (time.perf_counter() - start_seconds))  # Process.min takes an int
+        # -min(-x) is the maximum over processes: the time of the slowest
         return -process.min(-nanoseconds) / 1e9 / num_passes
 
     first_seconds = seconds_of(1, update=False)  # compiles, and allocates memory
@@ -364,13 +375,16 @@ def forecast_cost(
 ) -> StepCost:
     """Return the cost of a step for a dry run: by the peak of a known GPU, or by a matmul of this
     CPU. Raises UserError for a model that does not fit into the memory of a GPU."""
-    choose_micro_batch(options, recipe, size.model_config, hardware)
+    choose_micro_batch(options, recipe, size.model_config, hardware)  # only for its UserError
     flops_per_token = size.flops_per_token
     if hardware.gpu is not None:
+        # of all GPUs together
         flops_per_second = hardware.world_size * hardware.gpu.peak_flops * ASSUMED_UTILIZATION
-        return StepCost(flops_per_token, flops_per_token / flops_per_second, 0.0, 0.0)
-    seconds = seconds_on_cpu(flops_per_token, hardware.dtype)
-    return StepCost(flops_per_token, seconds, 0.0, 0.0)
+        token_seconds = flops_per_token / flops_per_second
+    else:
+        token_seconds = seconds_on_cpu(flops_per_token, hardware.dtype)
+    # updates and compiling are not forecast
+    return StepCost(flops_per_token, token_seconds, update_seconds=0.0, compile_seconds=0.0)
 
 
 def choose_for_minutes(
@@ -382,10 +396,11 @@ def choose_for_minutes(
 
     def elapsed() -> float:
         """Return the seconds since the first of the processes began."""
-        milliseconds = int(1000 * (time.perf_counter() - START_SECONDS))
-        return -process.min(-milliseconds) / 1000
+        milliseconds = int(1000 * (time.perf_counter() - START_SECONDS))  # of this process
+        return -process.min(-milliseconds) / 1000  # the maximum over processes
 
     dial = Dial(options, recipe, process.data_parallel)
+    # --micro_batch_size auto takes a divisor of it: 8 sequences would not fill a GPU.
     first_sequences = 8 if process.device.type == "cpu" else 256
     plan = dial.choose(partial(measure_step, process, recipe), elapsed, first_sequences)
     return apply_plan(dial, plan)
@@ -399,8 +414,9 @@ def plan_for_minutes(options: ResolvedTrainOptions, recipe: Recipe) -> ResolvedT
     if hardware.gpu is None and hardware.device.type != "cpu":
         print("note: --minutes measures the speed of this device when the run starts")
         return options
-    data_parallel, _ = hardware.parallel_degrees(options)
+    data_parallel, _ = hardware.parallel_degrees(options)  # parts of the data
     dial = Dial(options, recipe, data_parallel)
+    # a forecast takes no time that would count: 0.0 s elapsed
     plan = dial.choose(partial(forecast_cost, hardware, recipe), lambda: 0.0, first_sequences=8)
     return apply_plan(dial, plan)[0]
 
@@ -420,9 +436,10 @@ def apply_plan(dial: Dial, plan: Plan) -> tuple[ResolvedTrainOptions, list[str]]
             f"{dial.options.minutes:g} minutes"
         )
         epochs = plan.num_tokens / dial.text_tokens
+        # 0.99: whole steps end a little before MOST_EPOCHS, where tokens_in has stopped
         stop = " and more repeats would hardly help" if epochs > 0.99 * MOST_EPOCHS else ""
         print(f"{plan.num_tokens:,} tokens fit into that time: {epochs:,.2f} epochs{stop}")
-        # the name --minutes and its value, or --minutes=value
+        # the command line without --minutes VALUE or --minutes=VALUE
         rest = re.sub("--minutes[ =][^ ]* ?", "", shlex.join(command_line))
         print(f"the same run: {launcher()} train.py {shlex.join(words)} {rest}")
     # Parse them as if the user had typed them. No flag stands twice: plan.flags has none that the
@@ -430,6 +447,6 @@ def apply_plan(dial: Dial, plan: Plan) -> tuple[ResolvedTrainOptions, list[str]]
     given_options, derived, checkpoint = read_options(
         TrainOptions, "train.py", words + command_line
     )
-    options, _ = resolve_options(given_options, derived, checkpoint)
-    # False without a compiler that works (compile_if_all_can), too
+    options, _ = resolve_options(given_options, derived, checkpoint)  # ResolvedTrainOptions
+    # resolve_options may turn compiling on again where compile_if_all_can has turned it off
     return replace(options, use_torch_compile=dial.options.use_torch_compile), derived

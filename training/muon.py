@@ -52,15 +52,18 @@ def matrix_groups(model: GPT) -> list[dict]:
             # AdamW trains the others. Embeddings are no matrices that multiply a vector.
             if p.dim() != 2 or not p.requires_grad or isinstance(layer, nn.Embedding):
                 continue
+            # (768, 768, 768) for c_attn, (768,) for both c_proj
             fused_rows = layer.fused_rows if isinstance(layer, FusedLinear) else (p.size(0),)
-            # Split also c_proj, although it is divided by columns: orthogonalize joins the parts
-            # again.
-            tensor_parallel = tensor_parallel_of(p)
+            # Divide also the rows of c_proj, which tensor parallelism divides by columns:
+            # orthogonalize joins the parts again.
+            tensor_parallel = tensor_parallel_of(p)  # processes that share p; 1 without it
             local_fused_rows = tuple(rows // tensor_parallel for rows in fused_rows)
+            # torch.stack in Muon.step needs one shape and one mesh (None for plain tensors)
             weights_by_stack[p.shape, local_fused_rows, mesh_of(p)].append(p)
     groups: list[dict] = []
     for (shape, local_fused_rows, _), weights in weights_by_stack.items():
-        # matrices in a group; `shape` is of a whole matrix, also if this process holds a part of it
+        # Most matrices of a group: 37 of (2304, 768). `shape` is of a whole matrix, also if this
+        # process holds a part of it.
         num_stacked = max(1, STACK_ENTRIES // shape.numel())
         for start in range(0, len(weights), num_stacked):
             group = {
@@ -109,8 +112,8 @@ class Muon(torch.optim.Optimizer):
         """Add the gradients to the momenta. Overwrite the gradients with Nesterov's momenta, which
         saves the memory of new tensors."""
         momentum = self.recipe.momentum  # mu, such as 0.95
-        gradients: list[Tensor] = []  # (r, C) each; in the memory of p.grad, which the lerp changes
-        buffers: list[Tensor] = []  # (r, C) each; in the memory of the state
+        gradients: list[Tensor] = []
+        buffers: list[Tensor] = []
         for p in parameters:
             state = self.state[p]  # {} before the first step
             if "momentum_buffer" not in state:
@@ -118,8 +121,8 @@ class Muon(torch.optim.Optimizer):
                 state["momentum_buffer"] = torch.zeros_like(p)
             if p.grad is None:  # no token reached it, such as an expert of a mixture
                 p.grad = torch.zeros_like(p)
-            gradients.append(local_shard(p.grad))
-            buffers.append(local_shard(state["momentum_buffer"]))
+            gradients.append(local_shard(p.grad))  # (r, C) in the memory of p.grad
+            buffers.append(local_shard(state["momentum_buffer"]))  # (r, C) in that of the state
         # _foreach_lerp_(x, y, w) computes x = (1 - w) x + w y in place, for all tensors of the list
         # in one launch: m = mu m + (1 - mu) g, then Nesterov's step ahead, g = (1 - mu) g + mu m.
         torch._foreach_lerp_(buffers, gradients, 1 - momentum)
@@ -142,7 +145,7 @@ class Muon(torch.optim.Optimizer):
                 state["row_squares"] = torch.ones_like(p[:, :1])
             row_squares.append(state["row_squares"])
         square_norms = update.float().square().sum(2, keepdim=True)  # (n, R, 1)
-        # updates the running means in place
+        # running mean = normuon * mean + (1 - normuon) * square norm, in place; normuon: 0.95
         torch._foreach_lerp_(row_squares, square_norms.unbind(), 1 - self.recipe.normuon)
         return update * torch.stack(row_squares).rsqrt()  # (n, R, C) * (n, R, 1)
 
@@ -219,7 +222,7 @@ def newton_schulz(x: Tensor) -> Tensor:
     A matrix U S V^T becomes U S' V^T. Singular values in S above a hundredth of the norm become
     values between about 0.7 and 1.2 in S'. Smaller ones grow, too.
     """
-    a, b, c = NEWTON_SCHULZ_COEFFICIENTS
+    a, b, c = NEWTON_SCHULZ_COEFFICIENTS  # of a s + b s^3 + c s^5, s a singular value
     # The iteration needs singular values of at most 1, and none exceeds the Frobenius norm. The
     # small constant keeps a momentum of zeros from becoming NaN.
     norm = x.norm(dim=(1, 2), keepdim=True)  # (n, 1, 1)

@@ -39,7 +39,8 @@ def state_by_parameter(model: GPT, optimizers: list[Optimizer]) -> dict[str, dic
         for optimizer in optimizers:
             if p in optimizer.state:
                 state[name] = optimizer.state[p]
-    # a parameter without a name would lose its state: see free_gathered_weights
+    # Else a checkpoint would lose state. Saver.save calls free_gathered_weights before: while FSDP2
+    # has gathered weights, named_parameters has other tensors than the optimizers train.
     assert len(state) == sum(len(optimizer.state) for optimizer in optimizers)
     return state
 
@@ -53,6 +54,7 @@ def groups_of(optimizers: list[Optimizer]) -> Iterator[dict]:
 def remember_groups(optimizers: list[Optimizer]) -> None:
     """Keep in each group of new optimizers the values that it begins with, for group_values."""
     for group in groups_of(optimizers):
+        # {"lr_scale": 1.0, "weight_decay": 0.1, ...}; deepcopy: a step may change a value in place
         group["initial"] = {key: deepcopy(group[key]) for key in group if key not in NOT_STATE}
 
 
@@ -65,7 +67,7 @@ def group_values(model: GPT, optimizers: list[Optimizer]) -> dict[str, dict]:
     for group in groups_of(optimizers):
         changed: dict[str, object] = {}
         for key in group:
-            # by their texts, because `!=` of tensors is no bool
+            # NOT_STATE: "params", "lr", "initial". By their texts: `!=` of tensors is no bool.
             if key not in NOT_STATE and repr(group[key]) != repr(group["initial"].get(key)):
                 changed[key] = group[key]
         if changed:
@@ -89,18 +91,20 @@ def create_state(optimizers: list[Optimizer]) -> None:
 def fill_state(model: GPT, name: str, created: dict, saved: dict) -> dict:
     """Return the state of the parameter `name` with the content of `saved`: in place where the
     optimizer has created a tensor of the same shape."""
-    # the keys of a path lead to a leaf: "factors" and 1 to the second tensor of a list of factors
+    # Leaves by path. The keys of a path lead to a leaf: "factors" and 1 to the second tensor of a
+    # list of factors. [1] would be the structure.
     created_by_path = dict(tree_flatten_with_path(created)[0])
 
     def fill_leaf(path: tuple, leaf: object) -> object:
         """Return the value of the state to which the keys of `path` lead."""
         if not isinstance(leaf, Tensor):
             return leaf
-        x = created_by_path.get(path)
+        x = created_by_path.get(path)  # None if the optimizer has not created it
         if isinstance(x, Tensor) and x.shape == leaf.shape:
             fill(model, name, x, leaf)  # in place: the rows of `leaf` that this process holds
             return x
-        # Not created in a first step of gradients of 0: whole on every process.
+        # Not created by create_state's step, whose gradients are 0: every process keeps it whole.
+        # Without a copy it would, on a CPU, stay mapped and keep the checkpoint's file open.
         return leaf.to(model.get_parameter(name).device, copy=True)
 
     return tree_map_with_path(fill_leaf, saved)
@@ -125,7 +129,7 @@ def fill_optimizers(
             group |= group["initial"]  # create_state may have counted a step
             for p in group["params"]:
                 name = name_of[p]
-                group |= saved_values.get(name, {})  # the same for all parameters of the group
+                group |= saved_values.get(name, {})  # {"count": 3}, the same for the whole group
                 # Take out what create_state made, and put it back filled. A parameter that no
                 # gradient has reached (an unused expert's) has nothing saved, and keeps no state.
                 created = optimizer.state.pop(p, {})
@@ -149,7 +153,7 @@ def attributes_of(optimizer: Optimizer) -> dict[str, list]:
             if isinstance(leaf, UNCHANGING) or callable(leaf):
                 continue
             if isinstance(leaf, Tensor):
-                leaf = leaf.detach().cpu().tolist()
+                leaf = leaf.detach().cpu().tolist()  # a copy, to compare with later
             elif not isinstance(leaf, int | float):
                 leaf = type(leaf)
             attributes[name].append(leaf)
@@ -165,6 +169,7 @@ def find_unsaved(
     for optimizer, before in zip(optimizers, attributes_before, strict=True):
         class_name = type(optimizer).__name__
         for name, leaves in attributes_of(optimizer).items():
+            # attributes_of gives the type of an object that may change unseen, such as `set`
             has_objects = any(isinstance(leaf, type) for leaf in leaves)
             if has_objects or leaves != before.get(name):
                 return f"{class_name}.{name} may change: keep it in `state` or in a group"
@@ -178,7 +183,7 @@ def find_unsaved(
         for leaf in tree_leaves(state):
             if not isinstance(leaf, (Tensor, *PLAIN_VALUES)):
                 return f"the state of {name} has a {type(leaf).__name__}"
-        num_rows = model.get_parameter(name).shape[:1]
+        num_rows = model.get_parameter(name).shape[:1]  # (50304,), or () for a single number
         for key, x in flatten({name: state}).items():  # "lm_head.weight exp_avg", its tensor
             # own_rows.py finds the rows of a process by those of the parameter
             if isinstance(x, DTensor) and x.shape[:1] != num_rows:
@@ -197,14 +202,14 @@ def check_state(
     after the first step that was not skipped. `attributes_before` is what attributes_of returned
     before it, by optimizer."""
     with process.together():  # its error is raised on all processes
-        unsaved = find_unsaved(model, optimizers, attributes_before)
+        unsaved = find_unsaved(model, optimizers, attributes_before)  # a message, or None
         if unsaved is not None:
             raise UserError(f"this run could not be resumed: {unsaved}")
     if process.world_size == 1:
         return
     # The main process saves a tensor that is not divided, so all must keep the same.
     checksum = 0
-    for key, x in flatten(state_by_parameter(model, optimizers)).items():
+    for key, x in flatten(state_by_parameter(model, optimizers)).items():  # "...wte.weight exp_avg"
         checksum = zlib.crc32(f"{key} {x.shape} {x.dtype}".encode(), checksum)
         if not isinstance(x, DTensor):
             content = x.detach().cpu().contiguous().view(-1).view(torch.uint8)

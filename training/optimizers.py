@@ -65,7 +65,7 @@ def make_optimizers(
     # With Muon, only Muon decays its matrices, as in nanochat. Vectors never decay.
     assert options.weight_decay is not None  # resolved from the recipe already
     adamw_decay = options.weight_decay
-    make = matrix_optimizer(recipe).make
+    make = matrix_optimizer(recipe).make  # Muon; None if AdamW trains the matrices, too
     matrices: list[dict] = []  # groups of parameters that AdamW does not train
     if make is not None:
         matrices = matrix_groups(model)
@@ -76,7 +76,7 @@ def make_optimizers(
     # DTensors on different meshes. So each group gets its own optimizer. GradScaler reduces the
     # found_inf of each optimizer over its mesh, and `update` sums it over optimizers. So processes
     # that share a block (tensor parallelism) keep the same scale.
-    betas = (options.beta1, options.beta2)
+    betas = (options.beta1, options.beta2)  # (0.9, 0.95)
     optimizers: list[Optimizer] = []
     for role, lr_scale, weight_decay in [
         ("embeddings", recipe.embedding_rate, adamw_decay),
@@ -85,13 +85,15 @@ def make_optimizers(
         ("others", 1.0, adamw_decay),
     ]:
         # With tensor parallelism, biases of linear layers are on another mesh than gains of norms.
-        for same_mesh in by_mesh(parameters_by_role[role]):
-            group = {"params": same_mesh, "lr_scale": lr_scale, "weight_decay": weight_decay}
+        for parameters in by_mesh(parameters_by_role[role]):
+            # set_learning_rates makes its "lr" lr_scale times the learning rate of each step
+            group = {"params": parameters, "lr_scale": lr_scale, "weight_decay": weight_decay}
             optimizers.append(torch.optim.AdamW([group], betas=betas, fused=True))
     if make is not None:
+        # Muon's matmuls run in `dtype`, but in float32 instead of float16
         optimizers.append(make(matrices, recipe, options.weight_decay, dtype))
-    check_covers(model, optimizers)
-    remember_groups(optimizers)
+    check_covers(model, optimizers)  # UserError for a parameter in no group, or in two
+    remember_groups(optimizers)  # checkpoints save what differs from these first values
     return optimizers
 
 
@@ -99,7 +101,7 @@ def sort_parameters(model: GPT, except_for: list[dict]) -> dict[str, list[Tensor
     """Return the parameters that AdamW trains, by what they are: embeddings; heads (an untied head,
     or a reward model's); vectors (biases, gains); others (without Muon, the blocks' matrices).
     Parameters in the groups `except_for` are left out."""
-    sorted_already = {p for group in except_for for p in group["params"]}
+    sorted_already = {p for group in except_for for p in group["params"]}  # Muon's, or none
     in_blocks = set(model.transformer.h.parameters())
     parameters_by_role: dict[str, list[Tensor]] = defaultdict(list)
     for module in model.modules():
@@ -125,7 +127,7 @@ def sort_parameters(model: GPT, except_for: list[dict]) -> dict[str, list[Tensor
 def check_covers(model: GPT, optimizers: list[Optimizer]) -> None:
     """Raise UserError unless each trainable parameter is in exactly one group of all optimizers. A
     parameter in none would never change, one in two groups would change twice in a step."""
-    # number of groups with a parameter
+    # number of groups by parameter: 1 if exactly one optimizer trains it
     groups_with = Counter(p for group in groups_of(optimizers) for p in group["params"])
     for name, p in model.named_parameters():
         if groups_with[p] != int(p.requires_grad):

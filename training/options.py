@@ -73,22 +73,22 @@ def read_options(
         # The run goes on in the present folder of the file, which may have been copied or moved,
         # unless a flag names another folder.
         folder = options_class.checkpoint_folder(["--checkpoint_dir", str(path.parent), *flags])
-        # With --overwrite, a branch begins again instead of continuing.
+        # With --overwrite, a branch begins again instead of continuing from its own newest file.
         if "overwrite" not in dict(named_flags(flags)):
-            path = newest_of_branch(path, folder)
+            path = newest_of_branch(path, folder)  # `path`, unless a branch of it exists
         checkpoint = load_checkpoint(path)
         if checkpoint["script"] != script:
             raise UserError(
                 f"{path} is of {checkpoint['script']}: begin from it with --init_from {path}"
             )
-        flags = to_flags(saved_options(checkpoint, folder)) + flags
+        flags = to_flags(saved_options(checkpoint, folder)) + flags  # later flags win
         resume = str(path)
 
     # finetune.py names its folder after --method if --checkpoint_dir is not given
     checkpoint_dir = options_class.checkpoint_folder(flags)
     options = replace(parse(options_class, flags), resume=resume, checkpoint_dir=checkpoint_dir)
     if checkpoint is not None:
-        check_inputs(options, given_flags, checkpoint)
+        check_inputs(options, given_flags, checkpoint)  # UserError for a missing file
     # --overwrite removes other checkpoints from the folder when the log is opened
     if options.overwrite and options.init_from:
         weights_folder = find_checkpoint_folder(Path(options.init_from)).resolve()
@@ -135,7 +135,7 @@ def check_inputs(options: Options, given_flags: list[str], checkpoint: Checkpoin
             value = folders_of(value)
         for path in value if isinstance(value, tuple) else (value,):
             if isinstance(path, Path):
-                refuse_missing(path, name, checkpoint)
+                refuse_missing(path, name, checkpoint)  # UserError unless it exists
 
 
 def saved_options(checkpoint: Checkpoint, folder: Path) -> dict[str, Any]:
@@ -179,6 +179,7 @@ def expand_flags(command_line: list[str]) -> list[str]:
     flags = expand_run_dir(fill_bare_resume(command_line))
     config_file = flag_value(flags, "config")
     if config_file is not None:
+        # in front, so that the command line overrides the file
         flags = expand_run_dir(to_flags(read_options_file(Path(config_file)))) + flags
     return flags
 
@@ -200,7 +201,7 @@ def read_options_file(path: Path) -> dict[str, Any]:
         text = path.read_text(encoding="utf-8-sig")
         if path.suffix == ".toml":
             return tomllib.loads(text)
-        return without_derived(json.loads(text))
+        return without_derived(json.loads(text))  # config.json of a run
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(
             f"--config {path} is neither a .toml nor a run's config.json: {error}"
@@ -223,7 +224,7 @@ def find_resumed(options_class: type[Options], resume: str | None, flags: list[s
     path = Path(resume)
     if not path.is_dir():
         return path  # if the file is absent, load_checkpoint raises OSError
-    newest = find_newest(find_checkpoint_folder(path))
+    newest = find_newest(find_checkpoint_folder(path))  # of runs/a, or of runs/a/checkpoints
     if newest is None:
         raise UserError(f"--resume {resume}: the folder holds no checkpoint")
     return newest
@@ -248,8 +249,9 @@ def resolve_options(
 ) -> tuple[ResolvedTrainOptions, Recipe]:
     """Return the options of train.py, filled in from the recipe and the kind of device, and the
     recipe. Dtype and micro-batch may still be "auto": resolve_on_device resolves them."""
-    recipe = find_recipe(options, checkpoint)
+    recipe = find_recipe(options, checkpoint)  # of --recipe, or that of the resumed run
     matrix_optimizer(recipe)  # raises UserError for an unknown name
+    # a value for each None of DERIVED; then use_torch_compile, by the kind of device
     resolved = resolve_compile(resolve_from_recipe(options, recipe), derived)
     # Check before the processes connect that --tensor_parallel divides the heads. With --init_from
     # `agreed_model_config` of training/summary.py checks this when the file is open.
@@ -305,7 +307,7 @@ def resolve_compile(options: Machine, derived: list[str]) -> Machine:
     the names of the options that no flag sets (read_options)."""
     # By default not on CPUs: there a small model takes longer to compile than to train.
     if "use_torch_compile" in derived:
-        options = replace(options, use_torch_compile=is_on_gpu(options.device))
+        options = replace(options, use_torch_compile=is_on_gpu(options.device))  # CUDA only
     return options
 
 
@@ -315,7 +317,7 @@ def compile_if_all_can(options: Machine, process: Process) -> Machine:
     if options.use_torch_compile:
         try:
             with process.together():
-                check_compiler(process.device)
+                check_compiler(process.device)  # compiles a tiny function, or UserError
         except UserError as error:
             process.print(f"warning: training is not compiled: {error}")
             options = replace(options, use_torch_compile=False)
@@ -340,7 +342,7 @@ def resolve_on_device(
     if options.micro_batch_size != "auto":
         return options
     micro_batch_size, sentence = fit_micro_batch(options, recipe, model_config, process)
-    if sentence:
+    if sentence:  # "micro-batch 16, by forecast 9.10 GB of ..."; "" unless on CUDA
         process.print(sentence)
     return replace(options, micro_batch_size=micro_batch_size)
 
@@ -350,8 +352,9 @@ def fit_micro_batch(
 ) -> tuple[int, str]:
     """Return choose_micro_batch for the process with the least memory. Every process must call
     it."""
-    hardware = Hardware.of(options)
-    # All processes need equal micro-batches, so the one with the least memory decides.
+    hardware = Hardware.of(options)  # of this machine: device, dtype, free memory, ...
+    # All processes need equal micro-batches, so the one with the least memory decides. Machines may
+    # have different numbers of processes: `process` has their greatest common divisor.
     free_bytes = process.min(hardware.free_bytes)
     hardware = replace(
         hardware, free_bytes=free_bytes, processes_per_machine=process.processes_per_machine

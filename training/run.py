@@ -107,7 +107,7 @@ class Progress:
             return cls()
         # as a Mapping, because mypy wants literal keys for a TypedDict
         entries: Mapping[str, Any] = checkpoint
-        # older files lack `parent`
+        # the fields of Progress (step, tokens, ...); older files lack `parent`
         return cls(**{name: entries[name] for name in asdict(cls()) if name in entries})
 
     def advance(self, result: StepResult) -> None:
@@ -120,7 +120,7 @@ class Progress:
                 f"the step reads {result.positions} of the data order, which goes on at "
                 f"{self.position}: a run that reads from two orders could not be resumed"
             )
-        self.position += len(result.positions)
+        self.position += len(result.positions)  # by 0 in finetune.py
         self.bad_steps = 0 if result.skip_reason is None else self.bad_steps + 1
 
 
@@ -139,7 +139,7 @@ def start_process(options: MachineOptions) -> Process:
 
 def seed_step(seed: int, step: int, rank: int) -> None:
     """Make dropout a pure function of (seed, step, rank), so that no random state is saved."""
-    torch.manual_seed(hash_seed(f"{seed} {step} {rank}"))
+    torch.manual_seed(hash_seed(f"{seed} {step} {rank}"))  # CRC-32 of the text
 
 
 def reason_to_skip(loss: float, grad_norm: float) -> str | None:
@@ -182,7 +182,9 @@ def refuse_overwriting(options: ResolvedOptions, checkpoint: Checkpoint | None) 
         step = checkpoint["step"]
 
     remedy = "give another --run_dir, or --overwrite it"
+    # "continue it by: python train.py --resume checkpoints; or give another ..."
     continue_or = f"continue it by: {resume_command(options.checkpoint_dir)}; or {remedy}"
+    # the content of each file, model_last.pt first; tensors are mapped, not read
     existing = [load_checkpoint(path) for path in newest_first(options.checkpoint_dir)]
     for existing_checkpoint in existing:
         if existing_checkpoint["run_id"] != run_id:
@@ -207,6 +209,7 @@ def refuse_overwriting(options: ResolvedOptions, checkpoint: Checkpoint | None) 
 
 def resume_command(path: Path) -> str:
     """Return the command that continues the run of a checkpoint or of a folder of checkpoints."""
+    # launcher: "python", or "torchrun --standalone --nproc_per_node=8"
     return f"{distributed.launcher()} {sys.argv[0]} --resume {shlex.quote(str(path))}"
 
 
@@ -241,7 +244,7 @@ def check_space(options: ResolvedOptions, recipe: Recipe, num_parameters: int) -
     bytes_by_inode = {stat.st_ino: stat.st_size for stat in stats}
     missing_bytes -= sum(bytes_by_inode.values())
     folder = options.checkpoint_dir.absolute()
-    while not folder.exists():  # in a dry run
+    while not folder.exists():  # in a dry run, which makes no folder
         folder = folder.parent
     free_bytes = shutil.disk_usage(folder).free
     if missing_bytes > free_bytes:
@@ -294,7 +297,8 @@ class Run(Generic[Options]):
         if options.is_branch:
             # a branch resumes a checkpoint, which read_options has returned
             assert checkpoint is not None
-            # a new id: the run in the other folder may continue under its own
+            # a new id: the run in the other folder may continue under its own. `parent` is
+            # {"run_id": "8c1f...", "step": 1000}.
             progress = replace(progress, run_id=uuid.uuid4().hex, parent=run_and_step(checkpoint))
         # "device NVIDIA H100 80GB HBM3, torch 2.13.0+cu130, matmuls torch.bfloat16"
         description = describe_device(process.device)
@@ -340,6 +344,7 @@ class Run(Generic[Options]):
             with reading_checkpoint(self.options.resumed):
                 # ValueError unless the CRC-32 of all rows add up to the checksum
                 verify(checkpoint, "optimizer", self.process)
+            # in place: the part of the state that this process holds, and counters of groups
             fill_optimizers(model, optimizers, checkpoint["optimizer"], checkpoint["group_values"])
             # Again: fill_optimizers lets optimizers create their state by a step with a learning
             # rate of 0, in which some change the weights nevertheless.
@@ -370,7 +375,7 @@ class Run(Generic[Options]):
         if "recipe" in self.entries:  # not in finetune.py
             recipe = self.entries["recipe"]  # the fields of Recipe by name
             shared_names = recipe.keys() & vars(options).keys()  # max_lr, weight_decay, schedule
-            followed = {name: vars(options)[name] for name in shared_names}
+            followed = {name: vars(options)[name] for name in shared_names}  # {"max_lr": 6e-4, ...}
             content["recipe"] = recipe | followed | {"to_zero": options.min_lr == 0}
         # `together`, because the others must not read checkpoints that the main process removes
         with self.process.together():
@@ -440,6 +445,7 @@ class Run(Generic[Options]):
             rows = log["train"]
             # time of the steps only, without validations and saves
             seconds = sum(row["ms"] for row in rows) / 1000
+            # not progress.tokens, which also counts steps that another folder has logged
             logged_tokens = sum(row["tokens_per_s"] * row["ms"] / 1000 for row in rows)
             print(f"seconds: {seconds:.3f}")
             print(f"tokens_per_s: {logged_tokens / seconds:.0f}")

@@ -73,6 +73,7 @@ class Saver:
         # A resumed run continues with the lowest loss in its folder, from model_best.pt. If no loss
         # was lower than at step 0, there is no such file, and model_last.pt has the lowest loss.
         folder = self.run.options.checkpoint_dir
+        # [.../model_best.pt, .../model_last.pt], or one of them; [] for a new run
         paths = [folder / name for name in (BEST, LAST) if (folder / name).exists()]
         if not paths:
             return
@@ -93,7 +94,8 @@ class Saver:
     def save_last(self) -> None:
         """Save model_last.pt, unless this step is already saved. Every process must call it."""
         self.wait()
-        self.save(LAST, self.last_step != self.run.progress.step, self.best_loss)
+        is_new = self.last_step != self.run.progress.step  # only the main process's value counts
+        self.save(LAST, is_new, self.best_loss)
         # Wait for the first file: without it the user could not resume a killed run. While later
         # files are written, training goes on.
         if self.is_first_save:
@@ -137,8 +139,9 @@ class Saver:
             return  # the main process has the whole state and writes it alone
         # so that the model has the parameters that the optimizers train
         free_gathered_weights(self.model)
-        # Copies on the CPU, by name, because training changes the tensors while a thread writes.
+        # {"lm_head.weight": {"exp_avg": Tensor, ...}, ...}, the optimizers' own tensors
         state = state_by_parameter(self.model, self.optimizers)
+        # Copies on the CPU, because training changes the tensors while a thread writes:
         # {"lm_head.weight": OwnRows, ...} and {"lm_head.weight": {"exp_avg": OwnRows, ...}, ...}
         weights, optimizer_state = copy_state(self.model, state, process)
         entries = {
@@ -205,7 +208,7 @@ class Saver:
         """Write a file, then record it in last_step or best_loss. Without sharding it runs in a
         thread of the main process, which writes ALONE; with sharding, on every process."""
         folder = self.run.options.checkpoint_dir
-        keep = self.run.options.keep_last
+        keep = self.run.options.keep_last  # how many numbered checkpoints to keep
         step = entries["step"]
         try:
             save_checkpoint(folder / name, weights, optimizer_state, entries, process)
@@ -246,6 +249,7 @@ class Saver:
         save and raise UserError. Every process must call it."""
         progress = self.run.progress  # a Progress; advance has counted the step
         if not self.is_state_checked and progress.bad_steps == 0:  # this step was not skipped
+            # UserError on every process; the check needs the state that the first step has made
             check_state(self.model, self.optimizers, self.attributes_before, self.run.process)
             self.is_state_checked = True
         if progress.bad_steps < PATIENCE:  # the same on every process

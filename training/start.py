@@ -63,7 +63,8 @@ def open_initial(
     """Return the model of the resumed checkpoint, or else of --init_from; None without both. Every
     process must call it. Raises UserError for a damaged file.
     """
-    # With --resume auto, a machine that lacks the checkpoint folder would begin a new run.
+    # UserError if only some have a checkpoint: with --resume auto, a machine that lacks the folder
+    # would begin a new run.
     process.check_equal(int(checkpoint is None), DIFFERENT)
     if checkpoint is None:
         return open_init_from(options.init_from, process) if options.init_from else None
@@ -98,7 +99,7 @@ def open_original(
     # init_checksum calls this for a changed --init_from, finetune.py for its required --init_from.
     assert options.init_from is not None
     if options.init_from.endswith(".pt"):  # else a folder, or a model of another project
-        refuse_missing(Path(options.init_from), "init_from", checkpoint)
+        refuse_missing(Path(options.init_from), "init_from", checkpoint)  # UserError if it is gone
     original = open_init_from(options.init_from, process)
     if original.checksum(process) != checkpoint["init_checksum"]:
         raise UserError(
@@ -126,6 +127,7 @@ def open_initial_checkpoint(path: Path, checkpoint: Checkpoint, process: Process
     # Each process reads a part of the rows below, so all must have the same file. With --resume
     # FOLDER each machine picks its own. The CRC-32 of the checksums identifies a file.
     process.check_equal(crc32_of(checkpoint["checksums"]), DIFFERENT)
+    # UserError unless the weights have their checksums
     model_config, weights = open_weights(path, checkpoint, process)
     return InitialModel(model_config, weights, checkpoint["tokenizer"], checkpoint)
 
@@ -170,7 +172,7 @@ def warn_of_order(process: Process, checkpoint: Checkpoint | None, data_order: d
     # without optimizer state no step has read data yet
     if checkpoint is None or not checkpoint["optimizer"]:
         return
-    changes = list_changes(checkpoint["data_order"], data_order)
+    changes = list_changes(checkpoint["data_order"], data_order)  # "seed 1 (here 2)", or ""
     if changes:
         process.print(f"warning: the data order changes: {changes}")
 
@@ -179,7 +181,7 @@ def warn_of_log(process: Process, options: ResolvedOptions, checkpoint: Checkpoi
     """Warn if a resumed run begins a new log, because its log lies elsewhere."""
     if checkpoint is None or checkpoint["step"] == 0 or options.is_branch:
         return
-    logged_config = logged_run(options.log_dir)
+    logged_config = logged_run(options.log_dir)  # content of config.json; None without a log
     if logged_config is None or logged_config.get("run_id") != checkpoint["run_id"]:
         earlier = checkpoint["config"]["log_dir"]
         process.print(

@@ -36,19 +36,21 @@ def agreed_model_config(
     each block (tensor parallelism) does not divide it, or if shards and model differ in tokenizer.
     """
     if initial is None:
+        # without shards (in a dry run) GPT-2's, 50257
         vocab_size = GPTConfig.vocab_size if stream is None else stream.vocab_size
         model_config = options.model_config(recipe, vocab_size)
     else:
         # the architecture of the weights; UserError if the options or the recipe ask for another
         model_config = continued_model_config(options, recipe, initial.model_config)
         if stream is not None:
+            # "gpt2", "bytes" or "tokenizer-8f3a01c2 with <|endoftext|>"
             identity = tokenizer_identity(initial.tokenizer_spec)
             if identity != stream.tokenizer_identity:
                 raise UserError(
                     f"{options.weights_from} takes tokens of {identity}, the shards hold tokens of "
                     f"{stream.tokenizer_identity}"
                 )
-    check_divides(model_config, options.tensor_parallel)
+    check_divides(model_config, options.tensor_parallel)  # UserError for heads that do not divide
     return model_config
 
 
@@ -112,14 +114,15 @@ def print_summary(
         line += "; the first step compiles"
     run.logger.print(line)
     if run.process.device.type == "cuda":
+        # "FLASH_ATTENTION", "CUDNN_ATTENTION", ...
         kernel = attention_kernel(model.config, run.process.device, run.process.dtype)
         run.logger.print(f"attention by PyTorch's {kernel}")
 
     if run.process.device.type == "cpu":
         # Estimated from the speed of a matmul, because a progress bar shows nothing until the first
-        # step ends, which may take minutes.
-        # FLOPs by the formula, because measuring those of recomputation would take a second.
-        step_flops = options.total_batch_size * model.flops_per_token()
+        # step ends, which may take minutes. FLOPs are by the formula, because measuring those of
+        # recomputation would take a second.
+        step_flops = options.total_batch_size * model.flops_per_token()  # of all processes
         step_seconds = seconds_on_cpu(step_flops, run.process.dtype) / run.process.world_size
         run_seconds = step_seconds * (options.max_steps - run.progress.step)
         if run_seconds > SLOW_RUN_SECONDS:

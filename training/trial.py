@@ -58,7 +58,7 @@ def has_memory(run: Run[ResolvedTrainOptions], wrapped: nn.Module, micro_batch_s
     leaves no gradients."""
     device = run.process.device
     shape = (micro_batch_size, run.options.block_size)  # (B, T)
-    idx = torch.zeros(shape, dtype=torch.long, device=device)
+    idx = torch.zeros(shape, dtype=torch.long, device=device)  # any ids take the same memory
     try:
         if run.progress.step == 0:
             # The first step allocates the optimizer state. Until this function returns, `state`

@@ -23,6 +23,7 @@ def open_wandb(options: RunOptions, run_id: str) -> Any:
         config=options.to_dict(),
         resume="allow",  # continue the run of this id if it exists
     )
+    # `ask` calls `init`, names the host if it is slow, and raises TimeoutError after 30 s
     wandb_run = ask(os.environ.get("WANDB_BASE_URL") or "Weights & Biases", init, limit=30)
     # The charts use the training step as their axis. The service's own step only grows: it would
     # drop the rows of steps that a resumed run repeats.

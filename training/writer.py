@@ -66,8 +66,8 @@ def save_checkpoint(
         # on without the file, and one process alone would miss the collectives that follow.
         with process.together():
             sections = split_weights(weights, optimizer_state)
-            own_sums = sum_own_rows(sections)
-        checksums = sum_over_processes(own_sums, process)
+            own_sums = sum_own_rows(sections)  # {"model": 83, ...}
+        checksums = sum_over_processes(own_sums, process)  # of all rows of the file
         plain_entries = {
             # first, because is_own_checkpoint looks for it in the first bytes of a file
             "format_version": FORMAT_VERSION,
@@ -92,7 +92,7 @@ def split_weights(weights: dict[str, OwnRows], optimizer_state: dict[str, dict])
         if own_rows.content.dtype is not torch.float32:  # a buffer of integers
             high[name] = own_rows
             continue
-        high_content, low_content = split_float32(own_rows.content)
+        high_content, low_content = split_float32(own_rows.content)  # bfloat16 and int16
         high[name] = replace(own_rows, content=high_content)
         low[name] = replace(own_rows, content=low_content)
     return {"model": high, "model_low": low, "optimizer": optimizer_state}
@@ -106,6 +106,7 @@ def sum_own_rows(sections: Sections) -> dict[str, int]:
         own_sums[section] = 0
         # {"lm_head.weight exp_avg": OwnRows, ...} of the section "optimizer"
         for name, own_rows in flatten(own_rows_by_name).items():
+            # the CRC-32 of each row, with its name and index, added up
             own_sums[section] += sum_rows(name, own_rows.rows.tolist(), own_rows.content)
     return own_sums
 
@@ -142,11 +143,12 @@ def write_together(path: Path, sections: Sections, plain_entries: dict, process:
         temporary = path.with_name(temporary_name)
         # `meeting`, because a write may take longer than a collective waits.
         with process.together(), process.meeting():
-            write_own_rows(temporary, sections, offsets)
+            write_own_rows(temporary, sections, offsets)  # into the gaps
         # Read it back before it replaces a good file: a network file system may have lost rows.
-        rows_by_rank = process.merge({process.rank: count_own_rows(sections)})
+        rows_by_rank = process.merge({process.rank: count_own_rows(sections)})  # {0: 120, 1: 0}
         writers = [rank for rank, num_rows in rows_by_rank.items() if num_rows > 0]
         with process.together(), process.meeting():
+            # of a part of the rows, whoever wrote them; zeros unless this process is a writer
             own_sums = sum_written_rows(temporary, process.rank, writers)
         if sum_over_processes(own_sums, process) != plain_entries["checksums"]:
             raise UserError("the file has other content than the processes have written")

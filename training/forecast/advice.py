@@ -32,11 +32,11 @@ def choose_micro_batch(
         divisors = [size for size in range(1, MOST_ON_CPU + 1) if num_sequences % size == 0]
         return divisors[-1], ""
     try:
-        micro_batch_size, needed_bytes = largest_micro_batch(
+        micro_batch_size, needed_bytes = largest_micro_batch(  # 0 if not even one sequence fits
             options, recipe, model_config, hardware
         )
     except UserError as error:  # the numbers of the run do not divide
-        advice = advise(options, recipe, model_config, hardware)
+        advice = advise(options, recipe, model_config, hardware)  # "the fastest that fits is ..."
         if not advice:  # no flags make them divide
             raise
         raise UserError(f"{error}; {advice}") from error
@@ -65,6 +65,7 @@ def largest_micro_batch(
     for micro_batch_size in range(num_sequences, 0, -1):
         if num_sequences % micro_batch_size == 0:
             trial = replace(options, micro_batch_size=micro_batch_size)
+            # forecast_memory returns the bytes of a process by use
             needed_bytes = sum(forecast_memory(trial, recipe, model_config, hardware).values())
             if needed_bytes <= USABLE * hardware.free_bytes:
                 return micro_batch_size, needed_bytes
@@ -82,9 +83,9 @@ def advise(
     helps. Return "" if no flags make the numbers of the run divide.
     """
     world_size = hardware.world_size
-    # of machines with 8 and 4 processes 4, as in count_shards
+    # 4 for machines with 8 and 4 processes: a copy is divided among 4, as in count_shards
     per_machine = math.gcd(hardware.processes_per_machine, world_size)
-    # values of --shard_across that divide a copy over two machines, three machines, ...
+    # values of --shard_across for a copy over 2, 3, ... machines: 16, 24, 32 of 32 processes
     several_machines = range(2 * per_machine, world_size + 1, per_machine)
     # --shard_across None means one copy of the state per machine. If the run gives a number, the
     # advice must give per_machine instead of None: it can replace a flag, but not remove it.
@@ -99,7 +100,7 @@ def advise(
     best_seconds = math.inf
     advice = ""
     for combination in itertools.product(*choices.values()):
-        flags = dict(zip(choices, combination, strict=True))  # one value by option
+        flags = dict(zip(choices, combination, strict=True))  # {"sharding": "zero1", ...}
         try:
             check_divides(model_config, flags["tensor_parallel"])
             # raises UserError for flags that exclude each other
@@ -113,7 +114,7 @@ def advise(
             advice = advice or "no flags make it fit; take a smaller model, or more GPUs"
             continue
         trial = replace(trial, micro_batch_size=micro_batch_size)
-        forecast = forecast_step(trial, model_config, hardware)
+        forecast = forecast_step(trial, model_config, hardware)  # None: the speed is not known
         seconds = forecast.seconds if forecast is not None else 0.0  # 0: the first trial wins
         if seconds < best_seconds:
             best_seconds = seconds
@@ -121,7 +122,7 @@ def advise(
             changes = {
                 name: value for name, value in flags.items() if value != getattr(options, name)
             }
-            flags_text = " ".join(to_flags(changes)) or "this run"
+            flags_text = " ".join(to_flags(changes)) or "this run"  # "--sharding zero1"
             advice = f"what fits is {flags_text}"
             if forecast is not None:
                 advice = f"the fastest that fits is {flags_text}, {seconds:.2f} s a step"

@@ -58,7 +58,7 @@ def measure_blocks(
     matmuls in `dtype` on a device of the type "cpu" or "cuda"."""
     model = build_without_weights(GPT, model_config).to("meta")  # buffers, too
     # of 2 and of 3 sequences: ((x (B, T, C), angles or None, None, None), {}) for Block.forward
-    inputs = [first_inputs(model, num_sequences) for num_sequences in (2, 3)]
+    both_inputs = [first_inputs(model, num_sequences) for num_sequences in (2, 3)]
     cost_by_kind: dict[str, BlockCost] = {}
     kinds: list[str] = []  # of all blocks, in their order
     for block in model.transformer.h:
@@ -70,7 +70,7 @@ def measure_blocks(
             # On a GPU, RMSNorm is one kernel, which keeps little but its input: so does FusedNorms.
             norms_of_device = nullcontext() if device_type == "cpu" else FusedNorms()
             with autocast(CPU, dtype, keep_weights=False), norms_of_device:
-                cost_by_kind[kind] = measure_block(block, inputs, execution)
+                cost_by_kind[kind] = measure_block(block, both_inputs, execution)
     return [cost_by_kind[kind] for kind in kinds]
 
 
@@ -103,22 +103,25 @@ def divide_block(block: nn.Module, tensor_parallel: int) -> None:
     attn, mlp = block.attn, block.mlp
     attn.num_heads //= tensor_parallel
     attn.num_kv_heads //= tensor_parallel
+    # any rows and columns do, because the cost depends only on their number
     for fused in (attn.c_attn, mlp.c_fc):  # by rows
-        for name, p in list(fused.named_parameters()):
+        for name, p in list(fused.named_parameters()):  # weight and bias
             setattr(fused, name, nn.Parameter(p.chunk(tensor_parallel)[0]))
     for linear in (attn.c_proj, mlp.c_proj):  # by columns
+        # (768, 768) -> (768, 384) for two processes
         linear.weight = nn.Parameter(linear.weight.chunk(tensor_parallel, dim=1)[0])
 
 
-def measure_block(block: nn.Module, inputs: list[tuple], execution: Execution) -> BlockCost:
+def measure_block(block: nn.Module, both_inputs: list[tuple], execution: Execution) -> BlockCost:
     """Return the cost of a block, whose inputs are those of two and of three sequences."""
-    mode = execution.checkpointing
-    of_two, of_three = (run_forward(block, x, mode) for x in inputs)
+    mode = execution.checkpointing  # "none", "cheap" or "block"
+    of_two, of_three = (run_forward(block, inputs, mode) for inputs in both_inputs)
     # The third sequence alone: weights and their copies are there for all sequences.
     activation_bytes = of_three.activation_bytes - of_two.activation_bytes
     if execution.compiled and mode != "block":
         with suppress(*NEEDS_VALUES):  # such a block cannot be compiled as one graph
-            activation_bytes = kept_when_compiled(block, inputs[0], mode) // 2  # of 2 sequences
+            # of 2 sequences together; kept_when_compiled counts no weights
+            activation_bytes = kept_when_compiled(block, both_inputs[0], mode) // 2
     recomputed_flops = of_three.recomputed_flops - of_two.recomputed_flops
     return BlockCost(activation_bytes, of_three.flops - of_two.flops, recomputed_flops)
 
@@ -129,7 +132,7 @@ def run_forward(block: nn.Module, inputs: tuple, mode: str) -> BlockCost:
     try:
         with FakeTensorMode():
             return record(block, on_cpu(inputs), mode)
-    except NEEDS_VALUES:
+    except NEEDS_VALUES:  # such as a router: again with real tensors
         return record(block, on_cpu(inputs), mode)
 
 
@@ -150,12 +153,13 @@ def record(block: nn.Module, inputs: tuple, mode: str) -> BlockCost:
     cpu_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     counter.flop_registry[cpu_attention] = sdpa_flop
     with counter, SavedOutputs() as saved, saved_tensors_hooks(keep, lambda tensor: tensor):
-        functional_call(block, weights_on_cpu(block), *inputs)
+        functional_call(block, weights_on_cpu(block), *inputs)  # inputs: (arguments, named ones)
     x = inputs[0][0]  # the first argument, (B, T, C)
     if mode == "cheap":
         kept = [x] + saved.outputs
     elif mode == "block":
         kept = [x]
+    # `keep` has set recomputed_flops
     return BlockCost(count_bytes(kept), counter.get_total_flops(), recomputed_flops)
 
 
@@ -169,7 +173,7 @@ class SavedOutputs(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         """Call an operation of PyTorch as usual."""
         output = func(*args, **(kwargs or {}))
-        if func in SAVED_OPS:
+        if func in SAVED_OPS:  # matmuls and attention
             self.outputs += tree_leaves(output)
         return output
 
@@ -189,18 +193,22 @@ def kept_when_compiled(block: nn.Module, inputs: tuple, mode: str) -> int:
     kept: list[Tensor] = []
 
     def keep_outputs(module: torch.fx.GraphModule, example_inputs: list) -> Any:
-        depend_on_x = set(module.graph.find_nodes(op="placeholder")[:1])
+        depend_on_x = set(module.graph.find_nodes(op="placeholder")[:1])  # x is the first input
         for node in module.graph.nodes:
             if depend_on_x.intersection(node.all_input_nodes):
                 depend_on_x.add(node)
         # The first output is that of the block. The others are what its backward pass needs:
         # activations, and weights, copies of weights and angles, which do not depend on x.
+        # node.meta["val"] is the fake tensor of an output.
         outputs: Any = module.graph.output_node().args[0]
         kept.extend(node.meta["val"] for node in outputs[1:] if node in depend_on_x)
         return make_boxed_func(module.forward)
 
+    # as configure_compiler sets them for a run: without the bans, "cheap" recomputes more
     rules = config.patch(dict.fromkeys(RECOMPUTATION_BANS, mode != "cheap"))
     with FakeTensorMode(), rules:
+        # The call traces the block and gives keep_outputs the graph of the forward pass. The
+        # backward pass never runs, so its graph is not compiled.
         aot_function(
             lambda inputs, weights: functional_call(block, weights, *inputs),
             fw_compiler=keep_outputs,
@@ -214,6 +222,7 @@ def count_bytes(tensors: list) -> int:
     """Return the bytes of the storages of some tensors, each of them once; other values of the list
     do not count."""
     storages = [tensor.untyped_storage() for tensor in tensors if isinstance(tensor, Tensor)]
+    # by address, because a tensor and its views share a storage
     return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
 
@@ -240,5 +249,5 @@ class FusedNorms(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         """Call LayerNorm in place of RMSNorm, and other functions of PyTorch as usual."""
         if func is F.rms_norm:
-            return F.layer_norm(args[0].float(), args[1])
+            return F.layer_norm(args[0].float(), args[1])  # input, shape to normalize
         return func(*args, **(kwargs or {}))

@@ -41,8 +41,8 @@ def print_forecast(
     if not is_main_process():
         return
     if options.minutes is not None and checkpoint is None:
-        options = plan_for_minutes(options, recipe)
-    hardware = Hardware.of(options)
+        options = plan_for_minutes(options, recipe)  # prints the size and steps that it chooses
+    hardware = Hardware.of(options)  # what --device names, with the number of processes
     # ALONE: only the main process gets here.
     initial = open_initial(options, checkpoint, ALONE)  # weights to begin with; None: random ones
     data = open_data(options)  # by split, "train" and "val"; empty without shards
@@ -55,7 +55,7 @@ def print_forecast(
     model_config = agreed_model_config(options, recipe, stream, initial)
     if options.micro_batch_size == "auto":
         micro_batch_size, sentence = choose_micro_batch(options, recipe, model_config, hardware)
-        if sentence:
+        if sentence:  # on CUDA: "micro-batch 32, by forecast 12.34 GB of 80.00 GB free"
             print(sentence)
         options = replace(options, micro_batch_size=micro_batch_size)
 
@@ -72,13 +72,13 @@ def print_forecast(
     print(f"{model.num_parameters():,} parameters; {steps_text} on {device_name}, {hardware.dtype}")
 
     bytes_by_use = forecast_memory(options, recipe, model_config, hardware)  # of one process
-    fits = sum(bytes_by_use.values()) <= USABLE * hardware.free_bytes
+    fits = sum(bytes_by_use.values()) <= USABLE * hardware.free_bytes  # 90 % of it
     print_memory(bytes_by_use, fits, hardware)
 
     # communication, and advice; the forecast is None if the speed of the device is not known
     forecast = forecast_step(options, model_config, hardware)
     # fraction of the peak FLOP/s; lower if a GPU waits for communication
-    utilization = ASSUMED_UTILIZATION
+    utilization = ASSUMED_UTILIZATION  # 0.4
     if forecast is not None and hardware.world_size > 1:
         print_sending(forecast)
         utilization *= forecast.compute_seconds / forecast.seconds
@@ -94,7 +94,8 @@ def print_forecast(
     if plan is None:  # a named GPU is in another machine, which has its own folders
         check_run_files(options, recipe, checkpoint, model, data)
     print("This was a dry run: nothing was trained or written.")
-    # train.sh replaces this line; before a run it leaves out the line above, too
+    # train.sh replaces this line; before a run it leaves out the line above, too. "val" is opened
+    # last, so with it there are the shards of both splits.
     print(f"next: {describe_next(options, hardware, fits, 'val' in data)}")
 
 
@@ -118,6 +119,7 @@ def print_time_and_cost(
     flops_per_step = step_flops(options, model.config)  # on all devices, with recomputation
     # MFU counts each FLOP of the model only once, even if it is recomputed.
     mfu = utilization * model.flops_per_token() * options.total_batch_size / flops_per_step
+    # ": 4.4 hours on 16 GPUs and ...", or "" for an unknown GPU
     time_text = describe_time(flops_per_step * steps_left, hardware, utilization, mfu)
     print(f"{model.flops_per_token() * num_tokens:.3g} FLOPs for {tokens_text}{time_text}")
 
@@ -147,9 +149,9 @@ def open_data(options: ResolvedTrainOptions) -> dict[str, Mixture]:
     data: dict[str, Mixture] = {}
     try:
         for split in ("train", "val"):
-            data[split] = Mixture(options.data_dir, split, options.block_size)
+            data[split] = Mixture(options.data_dir, split, options.block_size)  # or MissingShards
         train_data = data["train"]
-        epochs = describe_run_epochs(options, train_data)
+        epochs = describe_run_epochs(options, train_data)  # "0.53 epochs"
         print(f"{len(train_data.stream):,} train tokens: {epochs}")
     except MissingShards as error:
         # describe_next tells how to make the shards

@@ -31,10 +31,11 @@ def compared_loss(num_parameters: float, num_tokens: float, text_tokens: float) 
     best number for it, count less and less (Muennighoff et al. 2023, equation 6). Both numbers of
     tokens are numbers of bytes, divided by FITTED_BYTES_PER_TOKEN: a byte says less than a token of
     GPT-2, and models of bytes are to be smaller (docs/BENCHMARKS.md)."""
-    # the number of parameters for which both terms of the loss fall alike
+    # The best number of parameters N for D = text_tokens: of all with the same product N D the loss
+    # is lowest where ALPHA A / N^ALPHA = BETA B / D^BETA.
     best_parameters = (ALPHA * A / (BETA * B) * text_tokens**BETA) ** (1 / ALPHA)
-    parameters = effective_number(num_parameters, best_parameters, EXCESS_PARAMETERS)
-    tokens = effective_number(num_tokens, text_tokens, REPEATED_TOKENS)
+    parameters = effective_number(num_parameters, best_parameters, EXCESS_PARAMETERS)  # decay 5.3
+    tokens = effective_number(num_tokens, text_tokens, REPEATED_TOKENS)  # decay 15.4
     return LOWEST + A / parameters**ALPHA + B / tokens**BETA
 
 

@@ -125,7 +125,7 @@ def sequence_bytes(
 ) -> tuple[int, int]:
     """Return the bytes of activations of one sequence that all blocks keep for the backward pass,
     and those that the backward pass of one block computes again, without masks of dropout."""
-    kept, plain = (
+    kept, plain = (  # lists of BlockCost: with the run's activation checkpointing, and without
         measure_blocks(
             replace(model_config, dropout=0.0),
             Execution(mode, options.use_torch_compile),
@@ -135,8 +135,10 @@ def sequence_bytes(
         )
         for mode in (effective_checkpointing(options), "none")
     )
+    # of the block that recomputes the most, because one block is recomputed at a time
     recomputed_bytes = max(
-        p.activation_bytes - k.activation_bytes for p, k in zip(plain, kept, strict=True)
+        of_plain.activation_bytes - of_kept.activation_bytes
+        for of_plain, of_kept in zip(plain, kept, strict=True)
     )
     return sum(block.activation_bytes for block in kept), recomputed_bytes
 
@@ -195,9 +197,10 @@ def copies_memory(
 ) -> int:
     """Return the bytes of the copies of weights that matmuls read."""
     itemsize = hardware.dtype.itemsize  # bytes of a number in matmuls
+    # of a process before sharding: of 124M 85.0M in the blocks' matrices, and 39.5M others
     num_matrix_weights, num_other_weights = count_weights(model_config, options.tensor_parallel)
     if uses_fsdp(options, hardware):
-        num_gathered = num_matrix_weights  # of all blocks
+        num_gathered = num_matrix_weights  # of all blocks: zero1 and zero2 keep them
         if options.sharding == "zero3":  # of the current block and the next one
             num_gathered = 2 * (num_matrix_weights // model_config.n_layer)
         # Embeddings, final norm and head are gathered in float32. We count the blocks' biases and
@@ -213,7 +216,8 @@ def gradient_memory(
     options: ResolvedTrainOptions, model_config: GPTConfig, hardware: Hardware
 ) -> int:
     """Return the bytes of the gradients that a process keeps from micro-step to micro-step."""
-    data_parallel, num_shards = hardware.parallel_degrees(options)
+    data_parallel, num_shards = hardware.parallel_degrees(options)  # num_shards: 1 under DDP
+    # of the float32 gradients of a process before sharding
     num_bytes = FLOAT32_BYTES * sum(count_weights(model_config, options.tensor_parallel))
     has_ddp = not uses_fsdp(options, hardware) and data_parallel > 1
     if has_ddp and hardware.count_micro_steps(options) > 1:
@@ -243,7 +247,8 @@ def backward_memory(
     if uses_fsdp(options, hardware):
         num_matrix_weights, _ = count_weights(model_config, options.tensor_parallel)
         block_weights = num_matrix_weights // model_config.n_layer  # matrix weights of one block
-        # A block's unsharded gradients are complete when its activations are freed.
+        # A block's unsharded gradients, in the dtype of matmuls, are complete when its activations
+        # are freed, so only the larger of both counts.
         held_bytes = max(held_bytes, hardware.dtype.itemsize * block_weights)
         if not sums_unsharded_gradients(options, hardware):
             # float32 gradients of the previous block, in a buffer that is sent at the same time
@@ -255,14 +260,14 @@ def forecast_memory(
     options: ResolvedTrainOptions, recipe: Recipe, model_config: GPTConfig, hardware: Hardware
 ) -> dict[str, int]:
     """Return the peak bytes of one process by use. The sum must fit; --dry_run prints the uses."""
-    _, num_shards = hardware.parallel_degrees(options)
+    _, num_shards = hardware.parallel_degrees(options)  # of a copy of the state; 1 under DDP
     # of a process before sharding; matrix: in the blocks' matrices; other: embeddings, head, biases
     # and gains
     num_matrix_weights, num_other_weights = count_weights(model_config, options.tensor_parallel)
     num_weights = num_matrix_weights + num_other_weights
     # float32 numbers of optimizer state per process, before sharding
     num_moments = ADAMW_MOMENTS * num_other_weights
-    num_moments += matrix_optimizer(recipe).moments * num_matrix_weights
+    num_moments += matrix_optimizer(recipe).moments * num_matrix_weights  # 2 by AdamW, 1 by Muon
 
     num_sequences = options.sequences_per_pass  # of the micro-batch of a process
     num_tokens = num_sequences * model_config.block_size

@@ -50,6 +50,7 @@ class StepForecast:
     @property
     def sending_seconds(self) -> float:
         """Seconds to send weights and gradients; both links work at the same time."""
+        # NETWORK_BANDWIDTH: 50e9 bytes/s, of a network card for each GPU
         return max(self.machine_bytes / self.bandwidth, self.network_bytes / NETWORK_BANDWIDTH)
 
     @property
@@ -63,7 +64,7 @@ class StepForecast:
 def step_flops(options: ResolvedTrainOptions, model_config: GPTConfig) -> int:
     """Return the FLOPs of a step, summed over all devices: those of the blocks, which are measured
     (training/forecast/blocks.py), with recomputation, and those of the head."""
-    # FLOPs do not depend on device and dtype.
+    # The cost of each block for one sequence. FLOPs do not depend on device and dtype.
     blocks = measure_blocks(model_config, Execution(), "cpu", torch.float32)
     # A backward pass takes twice as many as a forward pass.
     sequence_flops = 3 * sum(block.flops for block in blocks)
@@ -74,6 +75,7 @@ def step_flops(options: ResolvedTrainOptions, model_config: GPTConfig) -> int:
     head_flops_per_token = 6 * model_config.vocab_size * model_config.n_embd
     head_flops_per_token *= options.tensor_parallel
     sequence_flops += head_flops_per_token * model_config.block_size
+    # total_batch_size is in tokens: divided by block_size it is the sequences of a step
     return options.total_batch_size * sequence_flops // model_config.block_size
 
 
@@ -148,7 +150,8 @@ def bytes_of_shards(
 def bytes_of_average(options: ResolvedTrainOptions, model_config: GPTConfig) -> int:
     """Return the bytes of the all-reduce that averages the float32 gradients of a step over the
     copies of the training state (DDP, HSDP)."""
-    # It is a reduce-scatter and an all-gather, so its bytes count twice.
+    # It is a reduce-scatter and an all-gather, so its bytes count twice. count_weights returns the
+    # numbers of matrix weights and of other weights of a process.
     return 2 * FLOAT32_BYTES * sum(count_weights(model_config, options.tensor_parallel))
 
 

@@ -56,7 +56,7 @@ def wrap(model: GPT, weights: Mapping[str, Rows], process: Process, sharding: st
     if sharding != "none" and dist.is_initialized():  # False for a single process
         # On "meta", before weights take memory, so no process ever holds more than its part.
         divide_model(model, process, sharding)
-    fill_model(model, weights, process.device)
+    fill_model(model, weights, process.device)  # allocates, and reads only this process's part
     if sharding != "none" or not dist.is_initialized():
         return model
     device_ids = [process.device.index] if process.device.type == "cuda" else None
@@ -77,7 +77,7 @@ def divide_model(model: GPT, process: Process, sharding: str) -> None:
     # FSDP2 shards along "shard" and reduce-scatters gradients there. It all-reduces the shards of
     # gradients along "replicate" (HSDP): with a copy in each machine, only this goes between
     # machines. Along "tensor", processes with consecutive ranks share each block (tensor
-    # parallelism).
+    # parallelism). The shape is (2, 8, 1) for two machines with eight processes each.
     all_mesh = init_device_mesh(
         process.device.type,
         (process.replicas, process.data_parallel // process.replicas, process.tensor_parallel),
@@ -98,7 +98,7 @@ def divide_model(model: GPT, process: Process, sharding: str) -> None:
     mixed_precision = MixedPrecisionPolicy(
         param_dtype=process.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
-    first_name_of = {p: name for name, p in model.named_parameters()}
+    first_name_of = {p: name for name, p in model.named_parameters()}  # the first of several
     for name, p in model.named_parameters(remove_duplicate=False):
         if first_name_of[p] != name:  # FSDP2 would divide it in each of these modules
             raise UserError(
@@ -131,9 +131,10 @@ def divide_model(model: GPT, process: Process, sharding: str) -> None:
 def refuse_wrong_division(model: GPT, mesh: DeviceMesh, process: Process) -> None:
     """Raise UserError on all processes if tensor parallelism over the mesh computes another loss or
     other gradients than the undivided model. A narrow copy of the model shows it."""
-    check_divides(model.config, mesh.size())
-    compare = partial(division_agrees, mesh, process.device)
+    check_divides(model.config, mesh.size())  # UserError unless heads and MLP divide evenly
+    compare = partial(division_agrees, mesh, process.device)  # called with the narrow copy
     try:
+        # the copy keeps as many key/value heads as processes, so that each gets one
         agree = on_narrow_copy(compare, type(model), model.config, max_kv_heads=mesh.size())
     except Exception:  # an edited model may raise anything
         agree = False
@@ -148,9 +149,9 @@ def refuse_wrong_division(model: GPT, mesh: DeviceMesh, process: Process) -> Non
 def division_agrees(mesh: DeviceMesh, device: torch.device, plain: GPT) -> bool:
     """Compare a narrow copy of the model with the same weights divided among the processes of the
     mesh. Every process of the mesh must call it."""
-    divided = build_without_weights(type(plain), plain.config)
+    divided = build_without_weights(type(plain), plain.config)  # on "meta"
     parallelize(divided, mesh)
-    fill_model(divided, plain.state_dict(), device)
+    fill_model(divided, plain.state_dict(), device)  # each process its part of plain's weights
     divided.eval()  # the dropout of parallelize, too
     plain.to(device)
 
@@ -163,11 +164,11 @@ def division_agrees(mesh: DeviceMesh, device: torch.device, plain: GPT) -> bool:
     losses: list[Tensor] = []
     gradients: list[Tensor] = []  # (all numbers of all whole parameters,) each
     for narrow in (divided, plain):
-        whole = list(compress(narrow.parameters(), is_whole))
-        losses.append(narrow(idx, idx))
+        whole = list(compress(narrow.parameters(), is_whole))  # the same parameters of both
+        losses.append(narrow(idx, idx))  # any targets do
         by_parameter = torch.autograd.grad(losses[-1], whole, materialize_grads=True)
         gradients.append(torch.cat([gradient.flatten() for gradient in by_parameter]))
-    return agrees(losses[0], losses[1]) and agrees(gradients[0], gradients[1])
+    return agrees(losses[0], losses[1]) and agrees(gradients[0], gradients[1])  # up to rounding
 
 
 def sync_gradients(wrapped: nn.Module, sharding: str, *, is_last: bool) -> AbstractContextManager:

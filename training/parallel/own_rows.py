@@ -37,7 +37,7 @@ def held_rows(model: GPT, name: str, x: Tensor) -> Tensor:
     # Tensor parallelism divided the rows first. Then FSDP2 divided the part of each process.
     placements = placements_of(x)
     for dimension in ("tensor", "shard"):
-        placement = placements.get(dimension, Replicate())
+        placement = placements.get(dimension, Replicate())  # a mesh may lack the dimension
         if placement.is_replicate() or placement.is_shard(1):  # not divided by rows
             continue
         # DTensor also divides rows by `chunk`, which may return fewer chunks than it is asked for:
@@ -60,7 +60,7 @@ def fill(model: GPT, name: str, x: Tensor, whole: Rows) -> None:
     if not isinstance(x, DTensor):
         x.copy_(content)
         return
-    placement = placements_of(x).get("tensor", Replicate())
+    placement = placements_of(x).get("tensor", Replicate())  # a mesh may lack "tensor"
     if placement.is_shard(1):  # the process holds some columns of a c_proj
         mesh = x.device_mesh
         content = content.chunk(mesh["tensor"].size(), dim=1)[mesh.get_local_rank("tensor")]
@@ -106,7 +106,7 @@ def copy_own_rows(model: GPT, name: str, x: Tensor, process: Process) -> OwnRows
     parameter `name` or a tensor of its optimizer state. If it is divided, every process must call
     this function."""
     if isinstance(x, DTensor):
-        rows, content = rows_to_write(model, name, x, process)
+        rows, content = rows_to_write(model, name, x, process)  # calls collectives
     else:
         # Every process has all rows of a plain tensor, and the main process writes them. A vector
         # is one row, and so is a single number, such as AdamW's "step".
@@ -114,8 +114,8 @@ def copy_own_rows(model: GPT, name: str, x: Tensor, process: Process) -> OwnRows
         if not process.is_main:
             content = content[:0]
         rows = torch.arange(len(content))
-    # copy=True: also on a CPU, training changes x while a thread writes the copy
-    # x.shape is the shape of the whole tensor, also for a DTensor
+    # copy=True, also on a CPU, because training changes x while a thread writes the copy. x.shape
+    # is the shape of the whole tensor, also for a DTensor.
     return OwnRows(x.shape, rows, content.to("cpu", copy=True))
 
 
@@ -124,13 +124,13 @@ def rows_to_write(model: GPT, name: str, x: DTensor, process: Process) -> tuple[
     tensor `x` that this process writes. If several processes hold the same rows, one of them
     writes. `x` is the parameter `name` or a tensor of its optimizer state. Every process must call
     it."""
-    x_is_vector = is_vector(x.shape)
+    x_is_vector = is_vector(x.shape)  # a checkpoint has it as one row
     # Gather columns, so that rows are whole, and vectors, which are small. Rows stay divided.
     placements: list[Placement] = []
     for placement in x.placements:
         placements.append(Replicate() if x_is_vector or placement.is_shard(1) else placement)
     gathered = x.redistribute(placements=placements)  # calls collectives
-    rows = held_rows(model, name, gathered)
+    rows = held_rows(model, name, gathered)  # (r,), indices in the order of the model
     content = gathered.to_local()
     if x_is_vector:
         # one row (1, n); argsort undoes the row order of tensor parallelism
@@ -160,6 +160,7 @@ def copy_state(
         weights[name] = copy_own_rows(model, name, x, process)
     own_optimizer_state: dict[str, dict] = {}
     for name, state in optimizer_state.items():
-        copy_tensor = partial(copy_own_rows, model, name, process=process)
-        own_optimizer_state[name] = tree_map_only(Tensor, copy_tensor, state)  # numbers stay
+        copy_tensor = partial(copy_own_rows, model, name, process=process)  # Tensor -> OwnRows
+        # what is no tensor stays, such as a counter
+        own_optimizer_state[name] = tree_map_only(Tensor, copy_tensor, state)
     return weights, own_optimizer_state

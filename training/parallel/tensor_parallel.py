@@ -65,9 +65,9 @@ def row_order_of(model: GPT, name: str, x: DTensor) -> Tensor:
     """Return the indices, int64 (rows,), that reorder the rows of `x` from the order of the model
     and its checkpoints to the order of tensor parallelism, process by process. `x` is the parameter
     `name` or a tensor of its optimizer state."""
-    layer = model.get_submodule(name.rpartition(".")[0])
+    layer = model.get_submodule(name.rpartition(".")[0])  # c_attn of "...c_attn.weight"
     if isinstance(layer, FusedLinear):  # weight and bias
-        return row_order(layer.fused_rows, tensor_parallel_of(x))
+        return row_order(layer.fused_rows, tensor_parallel_of(x))  # (768, 768, 768), 2
     return torch.arange(x.size(0))  # other layers keep the order of the model
 
 
@@ -99,7 +99,7 @@ class SharedDropout(nn.Dropout):
         """Set the same entries of x to 0 on every process, and divide the others by 1 - p."""
         if not self.training or self.p == 0:
             return x
-        is_kept = torch.empty_like(x, dtype=torch.uint8).bernoulli_(1 - self.p)
+        is_kept = torch.empty_like(x, dtype=torch.uint8).bernoulli_(1 - self.p)  # 1 or 0
         # 0 is the first process of the group. This broadcast works under torch.compile.
         is_kept = broadcast(is_kept, 0, self.mesh)
         return x * is_kept / (1 - self.p)
