@@ -53,7 +53,7 @@ def tokens_per_chunk(num_tokens: int, padded_vocab_size: int, device: torch.devi
     the minimal number of chunks; else the last chunk is smaller. On a GPU 5,312 tokens of GPT-2's
     padded vocabulary fit into a chunk: 16,384 tokens are 4 chunks of 4,096.
     """
-    max_tokens = rows_within(chunk_bytes(device), 4 * padded_vocab_size)
+    max_tokens = rows_within(chunk_bytes(device), 4 * padded_vocab_size)  # 4 bytes per logit
     min_chunks = -(-num_tokens // max_tokens)  # rounded up
     for num_chunks in range(min_chunks, 2 * min_chunks + 1):
         if num_tokens % num_chunks == 0:
@@ -69,8 +69,8 @@ def cross_entropy_(logits: Tensor, targets: Tensor, vocab_size: int, needs_grad:
 
     The function is written for the compiler, which turns it into two loops.
     """
-    # Comparison with the column index finds the target. A scatter would end the compiler's fused
-    # loop, and with a gather, torch 2.11 reads the target's logit after overwriting it.
+    # Comparison with the column index finds the target. For the gradient a scatter would end the
+    # compiler's fused loop.
     column = torch.arange(logits.size(1), device=logits.device)  # (padded V,)
     is_target = column == targets.unsqueeze(-1)  # (n, padded V)
     # -inf removes the padded vocabulary from the softmax
@@ -78,11 +78,12 @@ def cross_entropy_(logits: Tensor, targets: Tensor, vocab_size: int, needs_grad:
     # The compiler fuses these parts of logsumexp into one pass (an online softmax), so the function
     # reads the logits twice. With torch.logsumexp it would read them three times.
     maximum = x.amax(-1, keepdim=True)  # (n, 1)
-    logsumexp = maximum + (x - maximum).exp().sum(-1, keepdim=True).log()
+    logsumexp = maximum + (x - maximum).exp().sum(-1, keepdim=True).log()  # (n, 1)
+    # no gather: with it, torch 2.11 reads the target's logit after overwriting it
     target_logits = torch.where(is_target, x, 0.0).sum(-1)  # (n,)
-    nats = logsumexp.squeeze(-1) - target_logits
+    nats = logsumexp.squeeze(-1) - target_logits  # (n,)
     if needs_grad:  # not in validation
-        # softmax(x) - one_hot(target)
+        # overwrite the logits with their gradient, softmax(x) - one_hot(target)
         logits.copy_((x - logsumexp).exp_().add_(is_target, alpha=-1))
     return nats
 
@@ -102,11 +103,11 @@ def cross_entropy_by_rows_(
         x = logits[rows].float()  # (rows, padded V), a copy unless the logits are float32
         x[:, vocab_size:] = -torch.inf  # removes the padded vocabulary from the softmax
         softmax = x.softmax(-1)
-        # The softmax of the largest logit m is exp(m - logsumexp).
-        logsumexp = x.amax(-1) - softmax.amax(-1).log()
+        # The softmax of the largest logit m is exp(m - logsumexp), so x needs no second exp.
+        logsumexp = x.amax(-1) - softmax.amax(-1).log()  # (rows,)
         nats.append(logsumexp - x.gather(-1, target).squeeze(-1))
         if needs_grad:
-            # softmax(x) - one_hot(target), in place of the softmax
+            # softmax(x) - one_hot(target), in place of the softmax, overwrites these logits
             minus_one = torch.full_like(target, -1, dtype=softmax.dtype)
             logits[rows] = softmax.scatter_add_(-1, target, minus_one)
     return torch.cat(nats)
@@ -146,7 +147,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             # `total` and the gradients are those of the sum over tokens: in float16, gradients of
             # the mean would round to 0. The end of `forward` and the backward pass divide by
             # num_counted.
-            ctx.num_counted = is_counted.sum()
+            ctx.num_counted = is_counted.sum()  # () int64
 
             total = torch.zeros((), device=x.device)  # sum of nats
             cast_x = x.to(dtype)  # (N, C), x itself if it has this dtype
@@ -155,8 +156,9 @@ class ChunkedCrossEntropy(torch.autograd.Function):
                 grad_x = torch.empty_like(cast_x)  # each chunk fills in its rows
                 # float32, because every chunk adds to it
                 grad_weight = torch.zeros_like(weight, dtype=torch.float32)
-            chunk_size = tokens_per_chunk(len(x), len(weight), x.device)
-            buffer = cast_x.new_empty(chunk_size, len(weight))  # reused by all chunks
+            chunk_size = tokens_per_chunk(len(x), len(weight), x.device)  # such as 4,096
+            # the logits of a chunk, (chunk_size, padded V), which the next chunk overwrites
+            buffer = cast_x.new_empty(chunk_size, len(weight))
             for start in range(0, len(x), chunk_size):
                 chunk = slice(start, start + chunk_size)
                 # zeros keep ignored tokens out of the gradient of the weight
@@ -171,7 +173,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
                 if needs_grad:
                     grad_logits = logits  # `cross_entropy` has overwritten them
                     torch.mm(grad_logits, cast_weight, out=grad_x[chunk])
-                    add_matmul_(grad_weight, grad_logits.T, inputs)
+                    add_matmul_(grad_weight, grad_logits.T, inputs)  # += grad_logits.T @ inputs
         if needs_grad:
             grad_x.masked_fill_(is_ignored, 0)  # so far meaningless for ignored tokens
             # float32 in training, because `backward` multiplies them: 16 bits would round again
@@ -182,8 +184,9 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     def backward(ctx, grad_loss: Tensor) -> tuple:
         """Return the gradients of x and weight. `grad_loss` () is the factor by which the caller
         multiplies the mean, such as 1 / micro-steps or the scale of a GradScaler."""
-        grad_x, grad_weight = ctx.saved_tensors
+        grad_x, grad_weight = ctx.saved_tensors  # of the total: (N, C), (padded V, C)
         grad_total = grad_loss / ctx.num_counted  # `forward` divided the total by num_counted
+        # in place, so that no second pair is in memory; the other four inputs have no gradient
         return grad_x.mul_(grad_total), grad_weight.mul_(grad_total), None, None, None, None
 
 
@@ -197,7 +200,8 @@ def add_matmul_(grad_weight: Tensor, grad_logits: Tensor, inputs: Tensor) -> Non
         return
     # elsewhere, add some rows of the vocabulary at a time: the product in memory is small
     max_bytes = MATMUL_BYTES_ON_CPU if inputs.device.type == "cpu" else MATMUL_BYTES
-    num_rows = rows_within(max_bytes, inputs.dtype.itemsize * inputs.size(1))
+    row_bytes = inputs.dtype.itemsize * inputs.size(1)  # of a row of the product, C numbers
+    num_rows = rows_within(max_bytes, row_bytes)
     for start in range(0, len(grad_logits), num_rows):
         rows = slice(start, start + num_rows)
         grad_weight[rows] += grad_logits[rows] @ inputs

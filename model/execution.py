@@ -63,6 +63,7 @@ def execute(model: GPT, execution: Execution) -> None:
     Call it before training/parallel/ divides the model. FSDP2 gathers the weights of a block before
     its `forward` and frees them after it, so graphs and recomputation have to begin inside it.
     """
+    # recompute_all or recompute_cheap; None: the blocks keep their forward pass
     recomputed_forward = choose_recomputation(execution, model.config.dropout)
     if execution.compiled:
         # Set process-wide options: no cuts of graphs for DDP, the limit of graphs, and what the
@@ -73,6 +74,7 @@ def execute(model: GPT, execution: Execution) -> None:
         model.loss.chunk_cross_entropy_ = compile_static(cross_entropy_)
     for block in model.transformer.h:
         # These attributes of a block hide the method `forward` of its class, whatever class it is.
+        # `recomputed_forward` calls plain_forward.
         if recomputed_forward is not None:
             block.plain_forward = block.forward  # type: ignore[assignment]
             block.forward = MethodType(recomputed_forward, block)
@@ -85,7 +87,7 @@ def execute(model: GPT, execution: Execution) -> None:
 def recompute_all(block: nn.Module, *inputs) -> Tensor:
     """Return what the plain forward of a block returns. Autograd keeps only the inputs, and the
     backward pass computes the block again."""
-    # PyTorch recommends use_reentrant=False
+    # `recompute` is torch's activation checkpointing; PyTorch recommends use_reentrant=False
     return recompute(block.plain_forward, *inputs, use_reentrant=False)
 
 
@@ -124,7 +126,8 @@ def check_compiler(device: torch.device) -> None:
     try:
         double(torch.ones(2, device=device))
     except Exception as error:  # of many classes: Dynamo's, Inductor's, Triton's
-        # "header.hpp:1:10: fatal error: Python.h: No such file or directory", after the command
+        # "header.hpp:1:10: fatal error: Python.h: No such file or directory", after the command. A
+        # message without such a line gives its first line.
         line = re.search(r"^.*\berror: .*$", str(error), re.M) or re.search(".*", str(error))
         assert line is not None  # ".*" matches any text
         raise UserError(
@@ -145,7 +148,7 @@ def configure_compiler(execution: Execution) -> None:
     # Batches of fine-tuning have several lengths, and each length needs a graph. The compiler
     # raises an error above this number of graphs, which is 8 by default.
     torch._dynamo.config.recompile_limit = 64
-    # The compiler chooses what the backward pass recomputes.
+    # The compiler chooses what the backward pass recomputes. The bans are on by default.
     for name in RECOMPUTATION_BANS:
         setattr(torch._functorch.config, name, execution.checkpointing != "cheap")
 

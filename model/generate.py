@@ -66,7 +66,7 @@ def sample_token(logits: Tensor, uniform: Tensor, sampling: Sampling) -> Tensor:
     column = column.clamp_(max=logits.size(-1) - 1)
     if ids is None:
         return column.squeeze(-1)
-    return ids.gather(-1, column).squeeze(-1)
+    return ids.gather(-1, column).squeeze(-1)  # column -> token id
 
 
 @torch.no_grad()
@@ -128,9 +128,10 @@ class Context:
         block_size = self.model.config.block_size
         if max(self.lengths) > block_size:
             self.lengths = [n if n <= block_size else block_size // 2 for n in self.lengths]
-            self.tokens = self.tokens[:, -max(self.lengths) :]
+            self.tokens = self.tokens[:, -max(self.lengths) :]  # the newest columns
             if self.cache is not None:
-                # positions start again at the new beginning, so all keys and values are recomputed
+                # an empty cache, because positions start again at the new beginning: the next pass
+                # reads all tokens that are left
                 self.cache = KVCache(self.capacity)
         if self.cache is None:
             return self.plain_logits()
@@ -138,7 +139,9 @@ class Context:
 
     def cached_logits(self, cache: KVCache) -> Tensor:
         """Read the tokens that are not in the cache yet, and return the logits of next_logits."""
-        unread = self.tokens[:, cache.length :]  # (B, T): the prompts, then one token at a time
+        # (B, T): the prompts, then one token at a time. `hidden` below adds them to the cache.
+        unread = self.tokens[:, cache.length :]
+        T = unread.size(1)
         # Rows of different lengths have padding: they need a mask that hides it, and positions that
         # skip it. None means causal attention, and positions that continue the cache.
         longest = max(self.lengths)
@@ -149,7 +152,8 @@ class Context:
             first_columns = torch.tensor(
                 [longest - length for length in self.lengths], device=unread.device
             )
-            positions, mask = positions_and_mask(first_columns, longest, unread.size(1))
+            # (B, T) and (B, 1, T, S)
+            positions, mask = positions_and_mask(first_columns, longest, T)
         hidden = self.model.hidden(unread, cache, positions=positions, mask=mask)  # (B, T, C)
         return self.model.logits(hidden[:, -1])  # (B, V), from the last column, where all rows end
 
@@ -161,7 +165,7 @@ class Context:
         rows = [row.roll(n - longest) for row, n in zip(self.tokens, self.lengths, strict=True)]
         hidden = self.model.hidden(torch.stack(rows))  # (B, S, C)
         last_columns = torch.tensor(self.lengths, device=hidden.device) - 1  # (B,)
-        rows_of_batch = torch.arange(len(rows), device=hidden.device)
+        rows_of_batch = torch.arange(len(rows), device=hidden.device)  # (B,): 0 to B - 1
         return self.model.logits(hidden[rows_of_batch, last_columns])  # (B, C) -> (B, V)
 
 
@@ -179,7 +183,7 @@ def cache_agrees(model: GPT) -> bool:
         cached = Context(model, prompts, num_new, use_cache=True)
         plain = Context(model, prompts, num_new, use_cache=False)
         for _ in range(num_new):
-            if not agrees(cached.next_logits(), plain.next_logits()):
+            if not agrees(cached.next_logits(), plain.next_logits()):  # up to rounding
                 return False
             tokens = torch.randint(vocab_size, (len(lengths),))  # (B,)
             cached.append(tokens)
@@ -210,8 +214,8 @@ def positions_and_mask(first_columns: Tensor, S: int, T: int) -> tuple[Tensor, T
     rows with left padding. The text of a row begins in its column of `first_columns` (B,). The mask
     is True where a token may attend. For the columns [2, 0] and S = T = 4, the positions are
     [[0, 0, 0, 1], [0, 1, 2, 3]]."""
-    key_columns = torch.arange(S, device=first_columns.device)
-    query_columns = key_columns[-T:]
+    key_columns = torch.arange(S, device=first_columns.device)  # (S,)
+    query_columns = key_columns[-T:]  # (T,), of the newest tokens
     positions = (query_columns - first_columns[:, None]).clamp(min=0)  # (B, T), 0 for padding
 
     is_past = key_columns <= query_columns[:, None]  # (T, S)
@@ -248,7 +252,7 @@ def complete(
     first prompt in a longer list: prompt i draws its random numbers from (seed, first_index + i).
     """
     completions: list[list[int]] = [[] for _ in prompts]  # token ids
-    new_tokens = generate(model, prompts, sampling, first_index)
+    new_tokens = generate(model, prompts, sampling, first_index)  # iterator of token ids (B,)
     while True:
         # up to TOKENS_PER_CHECK tensors (B,) of token ids; empty after max_new_tokens
         columns = list(islice(new_tokens, TOKENS_PER_CHECK))

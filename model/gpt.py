@@ -60,7 +60,8 @@ class Attention(nn.Module):
         # Tensor parallelism divides both: each process has some of the heads.
         self.num_heads = config.n_head
         self.num_kv_heads = config.kv_heads  # n_kv_head, or n_head if that is None
-        # one layer computes queries, keys and values, D channels for each head
+        # One layer computes queries, keys and values, D channels for each head: 768 + 768 + 768
+        # rows for GPT-2. FusedLinear keeps the three numbers, for tensor parallelism and Muon.
         kv_rows = config.kv_heads * config.head_size
         self.c_attn = FusedLinear(config.n_embd, (config.n_embd, kv_rows, kv_rows), config.bias)
         self.qk_norm: nn.RMSNorm | None = None
@@ -81,19 +82,19 @@ class Attention(nn.Module):
         qkv = self.c_attn(x).view(B, T, H + 2 * K, -1)  # (B, T, H + 2K, D)
         q, k, v = qkv.split([H, K, K], dim=2)
         # QK-norm, an RMSNorm without gains, keeps the products of queries and keys from exploding
-        # (Henry et al. 2020). Under autocast it returns float32 on a GPU, but attention needs the
-        # dtype of the values.
+        # (Henry et al. 2020). Under autocast it returns float32 on a GPU. In the dtype of the
+        # values, keys take half the memory in the KV cache.
         if self.qk_norm is not None:
             q = self.qk_norm(q).type_as(v)
             k = self.qk_norm(k).type_as(v)
-        if angles is not None:  # rotary positions
+        if angles is not None:  # (cos, sin) of rotary positions
             q = rotate(q, angles)
             k = rotate(k, angles)
 
         q = q.transpose(1, 2)  # (B, H, T, D)
         k = k.transpose(1, 2)  # (B, K, T, D)
         v = v.transpose(1, 2)  # (B, K, T, D)
-        if cache is not None:  # sampling: x has the newest T of S tokens
+        if cache is not None:  # sampling: `append` stores T tokens and returns all S so far
             k = cache.append((self.layer, "k"), k, dim=2)  # (B, K, S, D)
             v = cache.append((self.layer, "v"), v, dim=2)  # (B, K, S, D)
         y = self.attend(q, k, v, mask)  # (B, H, T, D)
@@ -117,7 +118,7 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the output (B, T, C) for the normalized residual stream x (B, T, C)."""
-        x = self.c_fc(x)  # (B, T, num_inputs * inner)
+        x = self.c_fc(x)  # (B, T, inner), or (B, T, 2 * inner) with SwiGLU
         x = self.activate(x)  # (B, T, inner)
         return self.dropout(self.c_proj(x))  # (B, T, C)
 
@@ -131,7 +132,7 @@ class MLP(nn.Module):
             return F.relu(x).square()
         assert self.activation == "swiglu"  # Shazeer 2020
         # the SiLU of one half of the channels gates the other half
-        gate, x = x.chunk(2, dim=-1)
+        gate, x = x.chunk(2, dim=-1)  # (B, T, inner) each
         return F.silu(gate) * x
 
 
@@ -140,7 +141,7 @@ class Block(nn.Module):
 
     def __init__(self, config: GPTConfig, layer: int) -> None:
         super().__init__()
-        self.ln_1 = make_norm(config)
+        self.ln_1 = make_norm(config)  # a LayerNorm or an RMSNorm
         self.attn = Attention(config, layer)
         self.ln_2 = make_norm(config)
         self.mlp = MLP(config)
@@ -160,8 +161,8 @@ class Transformer(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.config = config  # its positions, in `forward`
-        self.wte = nn.Embedding(config.padded_vocab_size, config.n_embd)
+        self.config = config  # `forward` reads how positions are encoded
+        self.wte = nn.Embedding(config.padded_vocab_size, config.n_embd)  # (50304, 768) for GPT-2
         if config.position == "learned":
             self.wpe = nn.Embedding(config.block_size, config.n_embd)
         self.drop = nn.Dropout(config.dropout)
@@ -187,7 +188,8 @@ class Transformer(nn.Module):
             # number of past tokens, whose keys and values are in the cache
             start = 0 if cache is None else cache.length
             end = start + idx.size(1)
-            # Beyond the block size wpe has no rows, and RoPE's angles were never trained.
+            # Beyond the block size wpe has no rows, and RoPE's angles were never trained. Sampling
+            # drops the older half of a full context before (model/generate.py).
             assert end <= self.config.block_size, f"{end} tokens are too many"
             positions = torch.arange(start, end, device=idx.device)  # (T,)
 
@@ -196,14 +198,14 @@ class Transformer(nn.Module):
         if self.config.position == "learned":
             x = x + self.wpe(positions)  # (T, C), or (B, T, C) for rows with padding
         else:
-            # computed once: every block rotates its queries and keys by these angles
+            # (cos, sin), computed once: every block rotates its queries and keys by these angles
             angles = rotary_angles(positions, self.config.head_size, self.config.rope_base)
         x = self.drop(x)
 
         for block in self.h:
             x = block(x, angles, cache, mask)
         if cache is not None:
-            cache.advance(idx.size(1))  # after all blocks have appended to it
+            cache.advance(idx.size(1))  # counts the T tokens that all blocks have appended
         return self.ln_f(x)
 
 
@@ -230,6 +232,7 @@ class GPT(nn.Module):
                 # The outputs of 2 L such layers add up in the residual stream.
                 if name.endswith("c_proj"):
                     std *= (2 * self.config.n_layer) ** -0.5
+                # only noted here: model/initial_weights.py draws the numbers later
                 nn.init.normal_(module.weight, mean=0.0, std=std)
             if isinstance(module, nn.Linear) and module.bias is not None:
                 if has_default(module.bias):

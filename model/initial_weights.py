@@ -75,16 +75,16 @@ class NormalRows:
     def __getitem__(self, rows: RowIndex) -> Tensor:
         row_shape = self.shape[1:]
         # device="cpu", because torch's default device may be another
-        indices = torch.arange(self.shape[0], device="cpu")[rows]  # (r,)
-        drawn = torch.empty(indices.shape + row_shape, device="cpu")
+        indices = torch.arange(self.shape[0], device="cpu")[rows]  # (r,), of the rows to return
+        drawn = torch.empty(indices.shape + row_shape, device="cpu")  # (r, ...)
         chunk_of_row = indices // ROWS_PER_SEED  # (r,): 0 for the rows 0 to 63, 1 for 64 to 127
         for chunk in chunk_of_row.unique().tolist():
-            chunk_seed = hash_seed(f"{self.seed} {self.name} {chunk}")
+            chunk_seed = hash_seed(f"{self.seed} {self.name} {chunk}")  # 32 bits
             generator = torch.Generator("cpu").manual_seed(chunk_seed)
             # draw the whole chunk even for one row, so that a row depends only on its index
             normal = torch.randn(ROWS_PER_SEED, *row_shape, generator=generator, device="cpu")
             in_chunk = chunk_of_row == chunk  # (r,)
-            drawn[in_chunk] = normal[indices[in_chunk] % ROWS_PER_SEED]
+            drawn[in_chunk] = normal[indices[in_chunk] % ROWS_PER_SEED]  # row 65: normal[1]
         return drawn.mul_(self.std)
 
 
@@ -107,7 +107,8 @@ class Fill:
         """True for PyTorch's defaults: of the weight and the bias of a linear layer or convolution,
         and of an embedding."""
         if self.function is nn.init.normal_:
-            return self.options["std"] == 1
+            return self.options["std"] == 1  # nn.Embedding's
+        # nn.Linear's weight, and its bias
         return self.function in (nn.init.kaiming_uniform_, nn.init.uniform_)
 
     def rows(self, seed: int, name: str, shape: torch.Size) -> Rows:
@@ -119,8 +120,8 @@ class Fill:
             drawn_shape = torch.Size([])  # one number, repeated, takes no memory
         x = torch.empty(drawn_shape, device="cpu")
         with own_random_numbers(hash_seed(f"{seed} {name}")):
-            self(x)
-        return x.expand(shape)
+            self(x)  # runs the function, which overwrites x
+        return x.expand(shape)  # a view
 
 
 class DeferredInit(TorchFunctionMode):
@@ -138,8 +139,9 @@ class DeferredInit(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        # For each parameter that only such functions have touched its fills, the last one at the
-        # end: {wte.weight: [normal_ of nn.Embedding, normal_ of GPT._init_weights], ...}
+        # The functions that fill each parameter, in order; the last one gives its content:
+        # {wte.weight: [normal_ of nn.Embedding, normal_ of GPT._init_weights], ...}. A use of
+        # its numbers gives a parameter memory and removes it from here.
         self.fills: dict[Tensor, list[Fill]] = {}
 
     def __enter__(self) -> "DeferredInit":
@@ -153,20 +155,22 @@ class DeferredInit(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         """Do for each function of PyTorch that a constructor calls what the class describes."""
         kwargs = dict(kwargs or {})
+        # how each layer of PyTorch makes a parameter, which gets no memory yet
         if func is torch.empty and kwargs.get("device") is None:
             return torch.empty(*args, **kwargs | {"device": "meta"})
-        if func in METADATA:
+        if func in METADATA:  # reads no numbers of a tensor
             return func(*args, **kwargs)
         # torch.nn.init names its arguments, the methods of a tensor do not
         is_init = getattr(func, "__module__", "") == "torch.nn.init"
         if is_init:
             args = (kwargs.pop("tensor"), *args)
+        # note what fills a parameter, and run it later
         if (is_init or func in CONSTANT) and isinstance(args[0], nn.Parameter):
             self.fills.setdefault(args[0], []).append(Fill(func, args[1:], kwargs))
             return args[0]
         for x in tree_leaves((args, kwargs)):
             if isinstance(x, Tensor):
-                self.fill_noted(x)
+                self.fill_noted(x)  # `func` needs its numbers
         return func(*args, **kwargs)
 
     def fill_noted(self, x: Tensor) -> None:
@@ -174,23 +178,25 @@ class DeferredInit(TorchFunctionMode):
         if x.is_meta:
             give_memory(x)
         if x in self.fills:
-            self.fills.pop(x)[-1](x)
+            self.fills.pop(x)[-1](x)  # the last fill overwrites the earlier ones
 
     def first_rows(self, model: nn.Module, seed: int) -> dict[str, Rows]:
         """Return the first content of the parameters and buffers in the state dict of a model, by
         name. Normal random numbers are drawn when rows are read, others now. Raises UserError for a
         parameter without numbers."""
         weights: dict[str, Rows] = {}
+        # keep_vars=True gives the parameters themselves, the keys of `fills`
         for name, x in model.state_dict(keep_vars=True).items():
             if x in self.fills:
-                weights[name] = self.fills[x][-1].rows(seed, name, x.shape)
+                last_fill = self.fills[x][-1]  # it overwrites the earlier ones
+                weights[name] = last_fill.rows(seed, name, x.shape)  # NormalRows, or a Tensor
             elif x.is_meta:
                 raise UserError(
                     f"{name} has no first numbers: torch.empty or a lazy layer made it, and no "
                     "constructor fills it"
                 )
             else:
-                weights[name] = x.detach().cpu()
+                weights[name] = x.detach().cpu()  # computed by a constructor, or a buffer
         return weights
 
 
@@ -227,7 +233,7 @@ def has_default(x: Tensor) -> bool:
     a model is built."""
     context = DeferredInit.current
     assert context is not None, "weights have defaults only within deferred_init"
-    fills = context.fills.get(x, [])
+    fills = context.fills.get(x, [])  # so far, the layer's own first
     return len(fills) == 1 and fills[0].is_default_of_layer
 
 
@@ -243,6 +249,7 @@ def deferred_init(model: nn.Module) -> Iterator[None]:
         yield
     if torch.get_default_device().type == "meta":
         return
+    # Rows by name; random Rows are drawn when `[...]` below reads them
     weights = context.first_rows(model, seed=int(torch.randint(2**31, (), device="cpu")))
     for name, x in model.state_dict(keep_vars=True).items():
         if x in context.fills:

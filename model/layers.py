@@ -27,7 +27,7 @@ def rotary_angles(positions: Tensor, head_size: int, base: float) -> Angles:
     # (D / 2,): 0, 2 / D, 4 / D, ... below 1. The first pair of channels turns by one radian per
     # token, the last pair by about 1 / base radians.
     exponents = torch.arange(0, head_size, 2, device=positions.device) / head_size
-    angles = positions[..., None, None] / base**exponents  # in radians
+    angles = positions[..., None, None] / base**exponents  # (..., T, 1, D / 2), in radians
     return angles.cos(), angles.sin()
 
 
@@ -41,7 +41,8 @@ def rotate(x: Tensor, angles: Angles) -> Tensor:
     """
     cos, sin = angles
     a, b = x.chunk(2, dim=-1)  # (B, T, heads, D / 2) each
-    # cos and sin are float32, so the products are, too, even if autocast has made x bfloat16.
+    # cos and sin are float32, so the products are, too, even if autocast has made x bfloat16. Back
+    # in the dtype of x, keys take half the memory in the KV cache.
     rotated_a = a * cos - b * sin
     rotated_b = b * cos + a * sin
     return torch.cat((rotated_a, rotated_b), dim=-1).type_as(x)
@@ -83,7 +84,7 @@ class ScaledDotProduct(nn.Module):
 
         queries_per_key = q.size(1) // k.size(1)
         if queries_per_key > 1:  # GQA (Ainslie et al. 2023)
-            k = k.repeat_interleave(queries_per_key, dim=1)  # (B, H, S, D)
+            k = k.repeat_interleave(queries_per_key, dim=1)  # (B, K, S, D) -> (B, H, S, D)
             v = v.repeat_interleave(queries_per_key, dim=1)
 
         # F.scaled_dot_product_attention applies any dropout above 0, in eval(), too
@@ -105,8 +106,9 @@ def attention_kernel(config: GPTConfig, device: torch.device, dtype: torch.dtype
     CUDNN_ATTENTION or FLASH_ATTENTION. The choice depends on the GPU and on the wheel of PyTorch.
     """
     shape = (1, config.n_head, config.block_size, config.head_size)
-    x = torch.empty(shape, device=device, dtype=dtype, requires_grad=True)
-    # what F.scaled_dot_product_attention asks itself; PyTorch has no public function for it
+    x = torch.empty(shape, device=device, dtype=dtype, requires_grad=True)  # as q, k and v
+    # What F.scaled_dot_product_attention asks itself; PyTorch has no public function for it. The
+    # arguments are q, k, v, mask, dropout and is_causal.
     return SDPBackend(torch._fused_sdp_choice(x, x, x, None, config.dropout, True)).name
 
 
@@ -130,12 +132,13 @@ class KVCache:
         name, such as (3, "k"), the keys of block 3. Return a view of all S tokens of this name,
         past and new. In model/gpt.py `x` is (B, K, T, D), and `dim` is 2."""
         if name not in self.buffers:
-            shape = list(x.shape)
+            shape = list(x.shape)  # [B, K, T, D]
             shape[dim] = self.capacity
-            self.buffers[name] = x.new_empty(shape)
+            self.buffers[name] = x.new_empty(shape)  # (B, K, capacity, D)
         buffer = self.buffers[name]
-        num_new = x.size(dim)
-        # narrow(dim, start, length) slices `dim`; beyond the capacity it raises an error
+        num_new = x.size(dim)  # T
+        # narrow(dim, start, length) slices `dim`; beyond the capacity it raises an error. `length`
+        # grows in `advance`, so that all blocks write at the same start.
         buffer.narrow(dim, self.length, num_new).copy_(x)
         return buffer.narrow(dim, 0, self.length + num_new)
 

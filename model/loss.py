@@ -44,13 +44,13 @@ class ChunkedLoss(nn.Module):
     def forward(self, model: GPT, x: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
         """Return the mean loss in nats for x (N, C) and targets (N,) other than -1. With the
         reduction "none" return the loss of each target (N,), which is 0 for -1."""
-        max_bytes = chunk_bytes(x.device)
+        max_bytes = chunk_bytes(x.device)  # of float32 logits: 2**30, on a CPU 2**26
         if reduction == "none":
             losses = self.chunked_token_losses(model, x, targets, max_bytes)
             return losses.masked_fill(targets < 0, 0)  # whatever the definition gives for -1
         all_logits_bytes = 4 * len(x) * model.config.padded_vocab_size  # in float32
         if all_logits_bytes > PLAIN_BYTES and has_fast_loss(model):
-            # not in ChunkedCrossEntropy: gradients are always off inside an autograd.Function
+            # asked here, because gradients are always off inside an autograd.Function
             needs_grad = torch.is_grad_enabled()
             V = model.config.vocab_size
             return ChunkedCrossEntropy.apply(
@@ -67,7 +67,7 @@ class ChunkedLoss(nn.Module):
     ) -> Tensor:
         """Return the loss of each token (N,) by the model's definition. If all float32 logits take
         more than `max_bytes`, only those of a chunk are in memory at a time."""
-        row_bytes = 4 * model.config.padded_vocab_size
+        row_bytes = 4 * model.config.padded_vocab_size  # float32 logits of one token
         if row_bytes * len(x) <= max_bytes:
             return losses_of_chunk(model, x, targets)
         # The caller may weight each loss differently, so the forward pass cannot compute the
@@ -96,10 +96,10 @@ def has_fast_loss(model: GPT) -> bool:
 def chunked_loss_agrees(model: GPT) -> bool:
     """Compare ChunkedCrossEntropy with the definition of a narrow copy: the loss and its gradients,
     also those of parameters that only the definition uses, such as a learned temperature."""
-    x = torch.randn(64, model.config.n_embd, requires_grad=True)
+    x = torch.randn(64, model.config.n_embd, requires_grad=True)  # hidden states of 64 tokens
     V = model.config.vocab_size
     targets = torch.randint(V, (64,))
-    targets[::8] = -1
+    targets[::8] = -1  # does not count
     leaves = [x] + [p for p in model.parameters() if p.requires_grad]
     # Both, because a definition may differ in training, such as by label smoothing.
     for is_training in (True, False):
@@ -109,7 +109,8 @@ def chunked_loss_agrees(model: GPT) -> bool:
         )
         losses = losses_of_chunk(model, x, targets)
         plain = losses[targets >= 0].mean()
-        # the loss, then its gradients
+        # The loss, then its gradients: zeros for parameters that a loss does not depend on. So a
+        # temperature, which `fast` does not know, shows.
         ours = (fast,) + torch.autograd.grad(fast, leaves, materialize_grads=True)
         theirs = (plain,) + torch.autograd.grad(plain, leaves, materialize_grads=True)
         if not all(agrees(a, b) for a, b in zip(ours, theirs, strict=True)):

@@ -49,17 +49,17 @@ def narrow_config(config: GPTConfig, max_kv_heads: int) -> GPTConfig:
     # The context stays, because a window that is nearly as wide has to show, and attention to it
     # takes most of the time. So there are few heads, and in a long context only two layers. Four
     # layers still show a change of only some layers, such as of every fourth one.
-    kv_heads = min(config.kv_heads, max_kv_heads)
+    kv_heads = min(config.kv_heads, max_kv_heads)  # max_kv_heads is 2, or --tensor_parallel
     queries_per_key = min(config.n_head // config.kv_heads, 2)
     n_head = kv_heads * queries_per_key
-    num_layers = max(2, min(4, 2**22 // config.block_size**2))
+    num_layers = max(2, min(4, 2**22 // config.block_size**2))  # 4 up to 1,024 tokens
     # A head has an even number of channels, for rotary positions. All heads together have 24 or
     # more, because an edited model may divide them.
-    n_embd = n_head * max(4, 2 * (16 // n_head))
+    n_embd = n_head * max(4, 2 * (16 // n_head))  # 32 for 1, 2, 4 or 8 heads
     return replace(
         config,
         n_embd=n_embd,
-        n_inner=None if config.n_inner is None else n_embd,
+        n_inner=None if config.n_inner is None else n_embd,  # another width than 4 n_embd
         n_head=n_head,
         n_kv_head=kv_heads,
         n_layer=min(config.n_layer, num_layers),
@@ -78,6 +78,7 @@ def narrow_copy(model_class: type[nn.Module], config: GPTConfig, max_kv_heads: i
             # outputs of a matrix (out, in) are about as large as its inputs
             num_inputs = parameter.size(-1) if parameter.dim() > 1 else 1
             parameter.normal_(std=num_inputs**-0.5)
+        # so far logits are about 1, too small for soft-capping to show
         model.head_weight.mul_(LOGITS_STD)
     return model.float().eval()
 
@@ -89,7 +90,7 @@ def is_proven(shortcut_name: str, comparison: Callable[[GPT], bool], model: GPT)
     object runs once for a class of models and a config, without changing the global random numbers.
     If the shortcut differs, or the copy raises an error, one line says so then.
     """
-    # mypy does not know that classes are hashable
+    # @cache keeps the result for these arguments; mypy does not know that classes are hashable
     return prove(shortcut_name, comparison, type(model), model.config)  # type: ignore[arg-type]
 
 
@@ -130,5 +131,6 @@ def prove(
             return True
     except Exception as error:  # an edited model may raise anything
         reason = f"cannot be compared with the plain model ({type(error).__name__}: {error})"
+    # on stderr of the main process: "note: the KV cache gives another result ..."
     notes.warning("note: %s %s, so it is not used", shortcut_name, reason)
     return False

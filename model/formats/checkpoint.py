@@ -119,7 +119,7 @@ def split_float32(x: Tensor) -> tuple[Tensor, Tensor]:
     NaN, because rounding would turn some of them into infinity.
     """
     # `view` reads the 32 bits of each number as an integer
-    bits = x.masked_fill(x.isnan(), torch.nan).contiguous().view(torch.int32)
+    bits = x.masked_fill(x.isnan(), torch.nan).contiguous().view(torch.int32)  # NaNs become equal
     high = ((bits + 0x8000) >> 16).to(torch.int16)  # 0x8000: half a unit of the upper half
     # the remainder: positive where `high` was rounded down, negative where it was rounded up
     low = (bits - (high.to(torch.int32) << 16)).to(torch.int16)
@@ -176,7 +176,7 @@ def sum_rows(name: str, rows: Sequence[int], content: Tensor) -> int:
     row_bytes = content.contiguous().view(torch.uint8).numpy()  # (r, bytes of a row)
     total = 0
     for index, row in zip(rows, row_bytes, strict=True):
-        total += zlib.crc32(row, crc_of_name ^ index)
+        total += zlib.crc32(row, crc_of_name ^ index)  # the second argument is the start value
     return total
 
 
@@ -186,7 +186,7 @@ def sum_part(tensors: Mapping[str, Rows], part: int, num_parts: int) -> int:
     total = 0
     for name, x in tensors.items():
         if is_vector(x.shape):  # (n,), (n, 1) or ()
-            if part == 0:
+            if part == 0:  # each row counts in one part only
                 total += sum_rows(name, range(1), x[...].reshape(1, -1))
             continue
         num_rows = x.shape[0]
@@ -200,8 +200,8 @@ def rows_checksum(tensors: Mapping[str, Rows], process: Process = ALONE) -> int:
     """Return the sum of the CRC-32 of all rows of whole tensors. All processes must call it: each
     reads a part of the rows."""
     own_sum = sum_part(tensors, process.data_rank, process.data_parallel)
-    # by data_rank: processes with the same data_rank (tensor parallelism) have read the same rows,
-    # which count once
+    # `merge` joins the dicts of all processes, {0: 123, 1: 456}. Processes with the same data_rank
+    # (tensor parallelism) have read the same rows, which count once.
     return sum(process.merge({process.data_rank: own_sum}).values())
 
 
@@ -268,7 +268,7 @@ def open_weights(
             return config, high
         low = checkpoint["model_low"]
         verify(checkpoint, "model_low", process)
-        weights: dict[str, Rows] = dict(high)
+        weights: dict[str, Rows] = dict(high)  # buffers of other dtypes have no low half
         for name, low_half in low.items():
             weights[name] = Float32Rows(high[name], low_half)
         return config, weights
@@ -283,7 +283,7 @@ def load_model(
     checkpoint = load_checkpoint(path)
     # the only class besides GPT is RewardModel
     check_head(path, checkpoint, model_class is not GPT)
-    config, weights = open_weights(path, checkpoint, float32=float32)
+    config, weights = open_weights(path, checkpoint, float32=float32)  # Rows by name
     with reading_checkpoint(path):
         model = build_without_weights(model_class, config)
         whole = {name: rows[...] for name, rows in weights.items()}  # Tensors with all rows
@@ -350,6 +350,7 @@ def find_checkpoint(model_name: str | Path) -> Path | None:
         return path if is_own_checkpoint(path) else None
     if not path.is_dir():
         if isinstance(model_name, Path):
+            # searched_place: " in /tmp, but there is /clone/runs/demo"
             raise UserError(f"there is no {path}{searched_place(path)}")
         # A missing .pt is a misspelled checkpoint and not a name of the hub: load_checkpoint will
         # raise OSError for it.
@@ -367,7 +368,7 @@ def find_checkpoint(model_name: str | Path) -> Path | None:
     # This config.json is of Hugging Face: a run has its config.json in logs/.
     if (path / "config.json").exists():
         return None
-    # the runs below runs/ (--run_dir runs/NAME) that have checkpoints, to name them in the message
+    # ["runs/demo"]: the runs below runs/ that have checkpoints, to name them in the message
     others = sorted(str(x.parent) for x in Path("runs").rglob("checkpoints") if newest_first(x))
     but_others = f", but {' '.join(others)}," if others else ""
     raise UserError(

@@ -58,10 +58,11 @@ def save_pretrained(
     # end_ids is empty for a text of characters, which no token ends. `eot` still pads batches.
     eos = eot if end_ids else None
     token_id_fields: dict[str, object] = {"bos_token_id": bos, "eos_token_id": eos}
+    # the content of config.json: {"model_type": "gpt2", "n_embd": 768, ...}
     hf_config = config_to_hf(model.config) | {"dtype": "float32"} | token_id_fields
     # the defaults of transformers' `generate` for this model
     generation_config = token_id_fields | {"pad_token_id": eot, "do_sample": True}
-    other_ends = sorted(set(end_ids) - {eot})
+    other_ends = sorted(set(end_ids) - {eot})  # such as the end of a chat's message
     if other_ends:
         generation_config["eos_token_id"] = [eot] + other_ends
     # safetensors saves neither transposed views nor memory that two tensors share, as in an edited
@@ -115,12 +116,12 @@ def agrees_with_transformers(model: GPT, num_tokens: int = NARROW_TOKENS) -> boo
     for a text of `num_tokens` tokens, or of the whole context if that is shorter."""
     import transformers  # here, because it takes seconds
 
-    hf_fields = config_to_hf(model.config)
-    (class_name,) = hf_fields["architectures"]
+    hf_fields = config_to_hf(model.config)  # {"model_type": "gpt2", "n_embd": 768, ...}
+    (class_name,) = hf_fields["architectures"]  # "GPT2LMHeadModel"
     # generation_config.json has the ids of special tokens; here they only must exist
     token_id_fields = {"bos_token_id": 0, "eos_token_id": 0}
     hf_config = transformers.AutoConfig.for_model(**hf_fields | token_id_fields)
-    # on the CPU, as transformers computes there
+    # on the CPU, where transformers computes
     weights = {name: x.cpu() for name, x in model.state_dict().items()}
     transformers.utils.logging.disable_progress_bar()
     # shares the memory of the weights

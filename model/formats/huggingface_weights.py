@@ -154,7 +154,7 @@ def config_from_hf(hf_config: dict) -> GPTConfig:
     hf_config = defaults | not_null
     for hf_name, aliases in ACTIVATION_ALIASES.items():
         if hf_config.get(hf_name) in aliases:
-            hf_config[hf_name] = aliases[hf_config[hf_name]]
+            hf_config[hf_name] = aliases[hf_config[hf_name]]  # "gelu_fast" -> "gelu_new"
     # A missing num_key_value_heads gives None, which is also the default of n_kv_head.
     fields: dict = {name: hf_config.get(hf_name) for name, hf_name in hf_names.items()}
     for name in SIZED:  # block_size, vocab_size, n_layer, n_head, n_embd, dropout
@@ -162,7 +162,7 @@ def config_from_hf(hf_config: dict) -> GPTConfig:
             assert fields[name] is not None, f"config.json has no {hf_names[name]}"
     try:
         config = GPTConfig(**fields)
-    except UserError as error:  # which has the names of GPTConfig
+    except UserError as error:  # says "n_head", where a LLaMA's file has "num_attention_heads"
         names = rf"\b({'|'.join(hf_names)})\b"
         message = re.sub(names, lambda match: hf_names[match[0]], str(error))
         raise ValueError(f"config.json: {message}") from error
@@ -268,7 +268,7 @@ def model_from_hf(
             shapes = f"{list(x.shape)}, not {list(expected.shape)}"
             assert is_expected, f"{hf_name} is {x.dtype} {shapes}"
             to_fuse.append(x.float())
-        x = torch.cat(to_fuse)
+        x = torch.cat(to_fuse)  # one below the other
         if has_gpt2_names(config) and name.endswith(transposed):
             x = x.T.contiguous()  # (in, out) -> (out, in)
         if name in TABLES:  # append the padded rows: (V, C) -> (padded V, C)
@@ -302,7 +302,7 @@ def weight_to_hf(
     if name in TABLES:
         x = x[: config.vocab_size]  # without padding
     if has_gpt2_names(config):
-        return {name: x.T if name.endswith(transposed) else x}
+        return {name: x.T if name.endswith(transposed) else x}  # (out, in) -> (in, out)
 
     # LLaMA has no biases, so all names end in ".weight".
     module = name.removesuffix(".weight")
@@ -318,8 +318,11 @@ def weight_to_hf(
         fused_rows = [config.inner, config.inner]  # gate, input
     # An edited model may have others: they keep their name, which refuse_other_weights refuses in
     # an export, and which no file has.
-    hf_modules = zip(LLAMA_WEIGHTS.get(module, [module]), x.split(fused_rows), strict=True)
-    return {f"{prefix}{hf_module}.weight": hf_x for hf_module, hf_x in hf_modules}
+    hf_modules = LLAMA_WEIGHTS.get(module, [module])  # ["mlp.gate_proj", "mlp.up_proj"]
+    hf_weights: dict[str, Tensor] = {}
+    for hf_module, hf_x in zip(hf_modules, x.split(fused_rows), strict=True):
+        hf_weights[f"{prefix}{hf_module}.weight"] = hf_x
+    return hf_weights
 
 
 def refuse_other_weights(weights: Iterable[str], config: GPTConfig) -> None:
@@ -345,11 +348,11 @@ def weights_to_hf(weights: dict[str, Tensor], config: GPTConfig) -> dict[str, Te
     refuse_other_weights(weights, config)
     hf_weights: dict[str, Tensor] = {}
     for name, x in weights.items():
-        hf_weights |= weight_to_hf(name, x, config)
+        hf_weights |= weight_to_hf(name, x, config)  # several for a fused weight of a LLaMA
         # GPT2LMHeadModel has biases in all layers but the head: zeros for a model without biases
         is_norm_or_linear = name.startswith(("transformer.h.", "transformer.ln_f."))
         if has_gpt2_names(config) and not config.bias and is_norm_or_linear:
-            hf_weights[name.removesuffix("weight") + "bias"] = torch.zeros(len(x))
+            hf_weights[name.removesuffix("weight") + "bias"] = torch.zeros(len(x))  # (out,)
     if config.qk_norm:  # Qwen3's QK-norm has gains, this project's QK-norm has none
         for layer in range(config.n_layer):
             for norm in ("q_norm", "k_norm"):
@@ -380,7 +383,7 @@ def find_or_download(model_name: str) -> Path:
         # First a small file, with a time limit: weights may take any time, a silent hub may not.
         ask(HUB, partial(snapshot_download, model_name, allow_patterns="config.json"))
         download = partial(snapshot_download, model_name, allow_patterns=patterns)
-        return Path(ask(HUB, download, limit=None))
+        return Path(ask(HUB, download, limit=None))  # the folder in the hub's cache
     # no such name, or no network: `ask` raises TimeoutError, which is an OSError
     except (OSError, ValueError) as error:
         raise UserError(
@@ -408,7 +411,7 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
         # read. `reading` in read_model makes a UserError of it, which names the folder.
         if not (folder / file_name).is_file():
             raise ValueError(f"it has no {file_name}")
-        hf_weights |= load_file(folder / file_name)
+        hf_weights |= load_file(folder / file_name)  # tensors by name
     return hf_weights
 
 

@@ -42,7 +42,7 @@ def load_nanogpt(path: Path) -> GPT:
         # uint8 (n,), mapped from disk. Mode "c" is copy on write; torch warns of read-only memory.
         data = torch.from_numpy(np.memmap(path, mode="c"))
         if data[:4].view(torch.int32) == LLM_C_MAGIC:
-            config, weights = read_llm_c(data)
+            config, weights = read_llm_c(data)  # GPTConfig, tensors by name
         else:
             # {"model": {"transformer.wte.weight": (50304, 768), ...}, "model_args": {...}, ...}
             checkpoint = read_torch(path)
@@ -101,7 +101,7 @@ def read_llm_c(data: Tensor) -> tuple[GPTConfig, dict[str, Tensor]]:
 
     # The order of the weights: embeddings, each kind of weight of a block ("ln_1.weight", ...) for
     # all layers, final norm. The kinds have the same order as in this project's blocks.
-    model = build_without_weights(GPT, config)
+    model = build_without_weights(GPT, config)  # for names and shapes
     names = [EMBEDDING, "transformer.wpe.weight"]
     for kind in model.get_submodule("transformer.h.0").state_dict():
         names += [f"transformer.h.{layer}.{kind}" for layer in range(config.n_layer)]
