@@ -77,11 +77,12 @@ def export_checkpoint(checkpoint_path: Path, out: Path) -> None:
             f"--checkpoint {checkpoint_path} is no checkpoint of this project; --model imports one"
         )
     # float32=True reads all bits of the weights; the default reads only their bfloat16 half.
-    model, tokenizer_spec, checkpoint = open_model(path, float32=True)
+    model, tokenizer_spec, checkpoint = open_model(path, float32=True)  # spec: "gpt2", or JSON
     tokenizer = load_tokenizer(tokenizer_spec)
 
     # end_ids go to generation_config.json: transformers' `generate` stops at them. config.json
-    # holds a single BOS id, although a tokenizer can write several.
+    # holds a single BOS id, although a tokenizer can write several. save_pretrained raises
+    # UserError, before it writes, if the logits of transformers differ.
     bos = tokenizer.start_ids[0]
     save_pretrained(model, out, tokenizer.eot, tokenizer.end_ids, bos)
 
@@ -97,7 +98,7 @@ def export_checkpoint(checkpoint_path: Path, out: Path) -> None:
     options = checkpoint["config"]
     weights_from = Path(options["init_from"] or "random weights")  # a path, or a name on the hub
     if weights_from.parent.name == "checkpoints":  # RUN/checkpoints/model_best.pt becomes RUN
-        weights_from = weights_from.resolve().parent.parent
+        weights_from = weights_from.resolve().parent.parent  # `resolve` gives "." a name
     # CARD is the template of README.md. It also reads fields of `model_config`, and entries of
     # `checkpoint` such as "step".
     card = CARD.read_text(encoding="utf-8").format(
@@ -126,7 +127,8 @@ def to_nanogpt(model: GPT) -> dict:
     nanoGPT computes the exact GELU, even if `model` computes the tanh approximation.
     """
     model_config = model.config
-    # nanoGPT allows either GELU here, biases or none, and only a tied head.
+    # {"norm": "rms", ...}: fields with a value that nanoGPT lacks, sizes apart. nanoGPT allows
+    # either GELU here, biases or none, and only a tied head.
     differing = differing_fields(model_config, replace(nearest_gpt2(model_config), tied=True))
     if differing:
         raise UserError(f"nanoGPT has no model that differs from GPT-2 in {', '.join(differing)}")
@@ -157,7 +159,7 @@ def import_model(model_name: str, out: Path) -> None:
         "best_loss": math.inf,  # no validation yet
     }
     # ALONE is a single process, so `weights` has all rows: OwnRows by parameter name.
-    weights, optimizer_state = copy_state(model, {}, ALONE)
+    weights, optimizer_state = copy_state(model, {}, ALONE)  # {}: no optimizer state
     save_checkpoint(out, weights, optimizer_state, entries)
 
 

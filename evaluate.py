@@ -103,7 +103,7 @@ def default_tasks(options: EvalOptions, checkpoint_path: Path | None) -> tuple[s
     folders = options.data_dir
     if checkpoint_path and not folders:
         folders = training_folders(load_checkpoint(checkpoint_path))
-    has_shards = any(folder.is_dir() for folder in folders_of(folders))
+    has_shards = any(folder.is_dir() for folder in folders_of(folders))  # data/a of data/a:0.7
     return ("val",) if has_shards and not options.data else ("hellaswag", "lambada")
 
 
@@ -158,7 +158,7 @@ def open_validation(options: EvalOptions, block_size: int, tokenizer: Tokenizer)
     """Return the validation text of --data_dir, in sequences of the model's context length."""
     if not options.data_dir:
         raise UserError("the task val needs --data_dir, folders of shards")
-    val = Mixture(options.data_dir, "val", block_size)
+    val = Mixture(options.data_dir, "val", block_size)  # all corpora, cut into sequences
     # The loss is meaningless if the shards hold ids of another tokenizer.
     if val.stream.tokenizer_identity != tokenizer.identity:
         raise UserError(
@@ -200,21 +200,21 @@ def open_task(
     if Path(task_name).is_file():
         # encodes prompts as fine-tuning does, so that the model sees the tokens that it has learned
         encoder = TextEncoder(tokenizer, options.chat, block_size)
-        with scorer.process.together():
+        with scorer.process.together():  # an error of one process is raised on all
             questions = open_questions(Path(task_name), options, encoder)
-        refuse_other_data(scorer.process, task_name, questions)
-        name = Path(task_name).stem
+        refuse_other_data(scorer.process, task_name, questions)  # UserError if processes differ
+        name = Path(task_name).stem  # "sums" of own/sums.jsonl, for the table
         return partial(score_questions, name, questions, encoder, options.max_new_tokens, scorer)
-    benchmark: Benchmark | None = BENCHMARKS.get(task_name)
+    benchmark: Benchmark | None = BENCHMARKS.get(task_name)  # None: val, or a folder
     if is_path(task_name):  # a folder of the user's own tasks
         path = Path(task_name)
-        benchmark = FewShotTasks(path.resolve().name)
+        benchmark = FewShotTasks(path.resolve().name)  # for the table; `resolve` gives "." a name
     if benchmark is None:  # val
         with scorer.process.together():
             val = open_validation(options, block_size, tokenizer)
-        refuse_other_data(scorer.process, task_name, val.checksum)
-        return partial(score_validation, val, options.val_tokens, scorer)
-    protocols = benchmark.protocols
+        refuse_other_data(scorer.process, task_name, val.checksum)  # UserError if processes differ
+        return partial(score_validation, val, options.val_tokens, scorer)  # called by `main`
+    protocols = benchmark.protocols  # all: ("build-nanogpt", "lm-eval") of HellaSwag
     return open_benchmark(benchmark, path, options.limit, scorer, tokenizer, protocols)
 
 
@@ -229,8 +229,8 @@ def main(options: EvalOptions) -> None:
     model_name = options.model or options.checkpoint
     checkpoint_path = find_checkpoint(model_name)  # None for a model of another project
     options = replace(options, tasks=options.tasks or default_tasks(options, checkpoint_path))
-    path_by_benchmark = check(options)
-    process = distributed.start(options.device, options.dtype)
+    path_by_benchmark = check(options)  # {"hellaswag": Path(...)}; UserError for a wrong option
+    process = distributed.start(options.device, options.dtype)  # a Process: rank, device, dtype
 
     # float32 keeps all bits of the weights, so that training has the same validation loss.
     # `checkpoint` is the content of the file, {} for a model of another project; the spec of
@@ -287,13 +287,13 @@ def main(options: EvalOptions) -> None:
         dump_rows += task_dump_rows
         if process.is_main:
             bar.clear()  # otherwise the table would begin in the line of the bar
-            # print before writing, because the disk may be full
+            # with OpenAI's values of "gpt2-xl", say; before writing, because the disk may be full
             print(format_table(task_results, openai_model_type(model.config)), flush=True)
             # --out gets all tasks so far; without --out each task has its own file
             out = options.out or Path(f"{stem}_{Path(task_name).stem}.json")
             results_to_write = results if options.out else task_results
             content = {**header, "results": [asdict(result) for result in results_to_write]}
-            write_file(out, to_json(content, indent=1))
+            write_file(out, to_json(content, indent=1))  # null for NaN, which is not valid JSON
             if options.dump:
                 write_file(options.dump, "".join(f"{to_json(row)}\n" for row in dump_rows))
             print(f"wrote {out}", flush=True)

@@ -77,9 +77,9 @@ class Writer:
         after it.
         """
         options = self.options
-        prompt_ids = self.prompt_ids(prompt, history)
+        prompt_ids = self.prompt_ids(prompt, history)  # UserError if they do not fit
         heading = "" if options.chat else prompt  # an answer is shown without its question
-        sampling = replace(options, seed=seed)
+        sampling = replace(options, seed=seed)  # `converse` counts the seed up
         # One batch: sample i draws its random numbers from (seed, i).
         prompts = [prompt_ids] * options.num_samples
         # for each sample its token ids, without the end token
@@ -94,14 +94,15 @@ class Writer:
                 # The batch goes on after the end of one completion: drop its tokens from there on.
                 if not has_ended[index]:
                     completions[index].append(token_id)
-            # A character can span several tokens, and decodes to U+FFFD until the last of them.
+            # The text after num_shown tokens. A character can span several tokens: until the last
+            # of them keep_cut gives U+FFFD, and the text waits for the next token.
             characters = self.decode(completions[0], num_shown, keep_cut=True)
             if characters and not characters.endswith("\ufffd"):
                 print_now(characters)
                 num_shown = len(completions[0])
             if all(has_ended):
                 break
-        print_now(f"{self.decode(completions[0], num_shown)}\n")
+        print_now(f"{self.decode(completions[0], num_shown)}\n")  # what is not printed yet
         for completion in completions[1:]:
             print_now(f"\n{'-' * 80}\n{heading}{self.decode(completion)}\n")
         return self.decode(completions[0])
@@ -112,6 +113,7 @@ class Writer:
         else before that character."""
         chat = self.options.chat
         token_ids = completion[start:]
+        # drops the special tokens of a chat and, at its start, the space after "Assistant:"
         return decode_completion(
             token_ids, self.tokenizer, chat, keep_cut=chat or keep_cut, is_start=start == 0
         )
@@ -192,10 +194,10 @@ class LoadedModel:
         sampling = SampleOptions(**options)
         check_ranges(sampling)
         writer = Writer(self.model, self.tokenizer, sampling)
-        prompt_ids = writer.prompt_ids(prompt, [])
+        prompt_ids = writer.prompt_ids(prompt, [])  # no earlier messages
         with self.autocast():
             [completion] = complete(self.model, [prompt_ids], self.tokenizer.end_ids, sampling)
-        return writer.decode(completion.tokens)
+        return writer.decode(completion.tokens)  # ids, without the end token
 
     def autocast(self) -> contextlib.AbstractContextManager:
         """Return a context that casts the weights which prepare_for_inference left in float32."""
@@ -212,7 +214,7 @@ def load(model_name: str | Path, device: str = "auto", dtype: str = "auto") -> L
     model, tokenizer_spec, checkpoint = open_model(model_name, float32=is_float32)
     # Converts the weights in place to the layout or dtype that generates single tokens fastest.
     prepare_for_inference(model.to(torch_device), torch_device, torch_dtype)
-    can_chat = is_chat(checkpoint, tokenizer_spec)
+    can_chat = is_chat(checkpoint, tokenizer_spec)  # by finetune.py's record, else the tokenizer
     return LoadedModel(model, load_tokenizer(tokenizer_spec), can_chat, torch_device, torch_dtype)
 
 
@@ -234,7 +236,7 @@ def main(options: SampleOptions) -> None:
         if options.chat and not prompt:
             writer.converse()
         else:
-            writer.write(prompt, [], options.seed)
+            writer.write(prompt, [], options.seed)  # no earlier messages
 
 
 if __name__ == "__main__":

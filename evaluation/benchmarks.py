@@ -56,9 +56,9 @@ class HellaSwag(Task):
             # ValueError without a field; `read` makes a UserError of it, which names the source
             context = get_field(row, "ctx", str)
             endings = get_field(row, "endings", list)
-            label = get_label(row, "label", len(endings))  # int, 0 to 3
+            label = get_label(row, "label", len(endings))  # index of the right ending
             if protocol != "build-nanogpt":
-                # ctx is ctx_a and ctx_b together; the endings complete the sentence of ctx_b. Some
+                # "Roof repair: A man sits. He": the endings complete the sentence of ctx_b. Some
                 # copies of the file have ctx alone: `score` then renames the protocol.
                 if "ctx_a" in row:
                     context = f"{row['activity_label']}: {row['ctx_a']} {row['ctx_b'].capitalize()}"
@@ -128,7 +128,7 @@ class Lambada(Task):
         for row in rows:  # {"text": "... to the door, and there stood Tom"}
             context, _, word = row["text"].rstrip().rpartition(" ")
             assert word, "a passage without a word"  # `read` puts this text into its UserError
-            items.append(Item(context, (f" {word}",)))
+            items.append(Item(context, (f" {word}",)))  # one choice; tokens include the space
         return items
 
     def score_example(
@@ -137,9 +137,9 @@ class Lambada(Task):
         """Return whether the model writes the word, and for lm-eval the nats of the word."""
         [prediction] = predictions  # the word is the only choice
         is_right_by_protocol = {
-            "lm-eval": prediction.is_greedy,
-            "last token": prediction.is_last_greedy,
-            "stop words": prediction.is_greedy_filtered,
+            "lm-eval": prediction.is_greedy,  # greedy decoding writes all tokens of the word
+            "last token": prediction.is_last_greedy,  # its last token is the likeliest one
+            "stop words": prediction.is_greedy_filtered,  # greedy if no stop word may come first
         }
         # True counts as 1
         score_by_metric = {"acc": ExampleScore(is_right_by_protocol[protocol])}
@@ -158,9 +158,9 @@ class Lambada(Task):
         # per word, not per token, so that models with different tokenizers can be compared
         mean_nats = mean_result.value
         perplexity = exponential(mean_nats)  # infinity where a float overflows
-        stderr = None
+        stderr = None  # for a single example
         if mean_result.stderr is not None:
-            stderr = perplexity * mean_result.stderr
+            stderr = perplexity * mean_result.stderr  # the derivative of exp(x) is exp(x)
         return replace(mean_result, value=perplexity, stderr=stderr)
 
 
@@ -185,7 +185,7 @@ class ChildrensBookTest(Task):
         # Line numbers start again with each row, so each row begins with a line "1 ...". [1:] drops
         # the empty text before the first row.
         for numbered_lines in re.split(r"^1 ", text, flags=re.MULTILINE)[1:]:
-            lines = re.split(r"\s*\n\d+ ", numbered_lines.strip())  # texts without line numbers
+            lines = re.split(r"\s*\n\d+ ", numbered_lines.strip())  # 21 texts, without numbers
             columns = lines[-1].split("\t")  # question, answer, "", candidates
             row = {
                 "sentences": lines[:-1],
@@ -203,7 +203,7 @@ class ChildrensBookTest(Task):
         # {"sentences": [20 lines], "question": "She saw the XXXXX .", "answer": "fox",
         # "options": ["dog", "fox", ...]}
         for row in rows:
-            before, after = row["question"].split("XXXXX", 1)
+            before, after = row["question"].split("XXXXX", 1)  # "She saw the ", " ."
             # CBT's spaces around punctuation stay; the paper's de-tokenizer removes them. The
             # space before the blank moves to the choices.
             context = " ".join(row["sentences"] + [before]).rstrip()

@@ -90,12 +90,14 @@ class FewShotTask(Task):
 
     def prompts(self, row: dict) -> list[str]:
         """Return question, delimiter and answer as one text, for each choice of a row."""
+        # get_field raises ValueError if a field is missing or has another type
         if self.type == "multiple_choice":  # one question, several answers
             question = f"{get_field(row, 'query', str)}{self.delimiter}"
             return [f"{question}{choice}" for choice in get_field(row, "choices", list)]
         answer = f"{self.delimiter}{get_field(row, 'continuation', str)}"
         if self.type == "schema":  # several questions, one answer
             return [f"{question}{answer}" for question in get_field(row, "context_options", list)]
+        # some contexts end in white space, which nanochat drops
         return [f"{get_field(row, 'context', str).strip()}{answer}"]
 
     def items(self, rows: list[dict], protocol: str) -> list[Item]:
@@ -113,8 +115,8 @@ class FewShotTask(Task):
                 # in the list of the other rows, the rows after `index` have moved up by one
                 example = rows[other_index if other_index < index else other_index + 1]
                 prompts = self.prompts(example)
-                context += prompts[self.label(example, len(prompts))] + "\n\n"
-            choices = self.prompts(row)
+                context += prompts[self.label(example, len(prompts))] + "\n\n"  # the right one
+            choices = self.prompts(row)  # question and answer, for each choice
             if self.type == "language_modeling":
                 prompt = context + choices[0]
                 # white space before the answer moves to the choice: the first token of the answer
@@ -163,7 +165,8 @@ class FewShotTask(Task):
             # -1: at least the last id of the shortest choice counts
             counted_start = min(num_common, shortest - 1)
             counted_starts = [counted_start] * len(whole_ids)  # the same for all choices
-        # nanochat feeds the last token to the model, too, so block_size tokens fit, not one more
+        # split_ids makes a Continuation, and drops the first ids of too long a text. nanochat feeds
+        # the last token to the model, too, so block_size tokens fit, not one more.
         pairs = zip(whole_ids, counted_starts, strict=True)
         return [split_ids(ids, start, block_size) for ids, start in pairs]
 
@@ -179,7 +182,7 @@ class FewShotTask(Task):
         is_right = pick == item.label
         if self.type == "language_modeling":  # it has a single choice, so `pick` is always right
             is_right = predictions[0].is_greedy
-        is_tie = mean_logprobs.count(max(mean_logprobs)) > 1
+        is_tie = mean_logprobs.count(max(mean_logprobs)) > 1  # for Result.ties
         details = {  # for --dump, with the task, protocol and index of the item
             "label": item.label,
             "pick": pick,
@@ -234,12 +237,12 @@ class FewShotTasks(Benchmark):
             # raises UserError for an unknown type, a negative num_fewshot, a baseline not in [0, 1)
             check_ranges(task, f"{folder}/core.yaml, {label}: ")
             file = folder / "eval_data" / entry["dataset_uri"]
-            rows = task.read(file, limit, tokenizer, block_size)
+            rows = task.read(file, limit, tokenizer, block_size)  # [{"query": "2+2 is", ...}, ...]
             # without an entry, by the number of choices; language_modeling, which has none, keeps 0
             if label not in baseline_by_label and task.type != "language_modeling":
                 # the mean over the items, which may have different numbers of choices
                 chances = [1 / len(task.prompts(row)) for row in rows]
-                task.baseline = sum(chances) / len(chances)
+                task.baseline = sum(chances) / len(chances)  # for FewShotTask.result and `score`
                 # raises UserError if each row has a single choice: the baseline is 1
                 check_ranges(task, f"{file}, with one choice: ")
             tasks.append((task, rows))
@@ -293,6 +296,7 @@ def download_bundle() -> Path:
     BUNDLE.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=BUNDLE.parent) as temporary:
         archive = f"{temporary}/bundle.zip"
+        # `ask` prints the name of the host if the download takes more than ten seconds
         ask(BUNDLE_URL, lambda: download_url_to_file(BUNDLE_URL, archive), limit=None)
         # A lost connection leaves a truncated file without an error. unpack_archive then raises
         # one, because a zip archive has its list of files at the end.

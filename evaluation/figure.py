@@ -59,7 +59,7 @@ def read_run(path: Path) -> LoggedRun:
     log = read_metrics(path)
     if not log.get("train"):
         raise UserError(f"{path} has no training step yet")
-    label = str(path).removesuffix("/logs")
+    label = str(path).removesuffix("/logs")  # "runs/a" for runs/a and runs/a/logs
     # logged_run returns None if the log file has another name than metrics.jsonl
     return LoggedRun(label, log, logged_run(find_metrics(path).parent) or {})
 
@@ -67,7 +67,7 @@ def read_run(path: Path) -> LoggedRun:
 def shorten(labels: list[str], width: int = 41) -> list[str]:
     """Return labels of at most `width` characters, or as many more as it takes to tell them apart.
     Long paths lose the folder that they have in common, and then their middle."""
-    folder = os.path.commonprefix(labels).rpartition("/")[0]
+    folder = os.path.commonprefix(labels).rpartition("/")[0]  # "runs" of runs/a1 and runs/a2
     short_labels = []
     for label in labels:
         if folder and len(labels) > 1 and len(label) > width:
@@ -139,36 +139,36 @@ def draw(paths: list[Path], out: Path, model_type: str | None = None) -> None:
     runs = [replace(run, label=label) for run, label in zip(runs, labels, strict=True)]
     # of the last training step: {"step": 19073, "loss": 3.05, "lr": 6e-05, ...}
     last_metrics = [run.log["train"][-1] for run in runs]
-    metric = comparable_loss(runs)  # metric of the panel at the top; GRPO changes it below
+    top_metric = comparable_loss(runs)  # of the panel at the top; GRPO changes it below
     bottom_metrics = ["lr", "tokens_per_s"]  # of training, in panels side by side
     is_grpo = all("reward" in metrics for metrics in last_metrics)  # only GRPO logs a reward
     if is_grpo:  # the loss of GRPO does not tell how good the texts are
-        metric = "reward"
+        top_metric = "reward"
         bottom_metrics = ["completion_tokens", "cut"]
         if any("kl" in metrics for metrics in last_metrics):  # absent with --kl 0
             bottom_metrics.append("kl")
-    panel_names = [[metric], bottom_metrics]  # rows from top to bottom, panels from left to right
+    panel_names = [[top_metric], bottom_metrics]  # a list for each row of panels, from the top
     # the log has a benchmark's scores as a split with the benchmark's name
     if any(run.log.keys() & BENCHMARKS.keys() for run in runs):
         panel_names.insert(1, ["accuracy"])
-    figure, panels = make_panels(panel_names)
+    figure, panels = make_panels(panel_names)  # panels: {"loss": Axes, "lr": Axes, ...}
 
     for i, run in enumerate(runs):
         color = f"C{i}"
-        draw_main(panels[metric], run, metric, color)
+        draw_main(panels[top_metric], run, top_metric, color)
         for name in bottom_metrics:
             panels[name].plot(*curve(run, "train", name), lw=1, color=color)
     # after all runs, because a fixed limit does not grow with later curves
     for name in bottom_metrics:
         panels[name].set_ylim(0, upper_limit(panels[name]))  # None: Matplotlib chooses the end
-    if metric != "bits_per_byte":  # training steps do not log bits_per_byte: there is no thin line
+    if top_metric != "bits_per_byte":  # training steps do not log it: there is no thin line
         explanation = "thin line: training, each step; dots: validation"
-        panels[metric].plot([], [], " ", label=explanation)  # adds a legend entry, draws no line
+        panels[top_metric].plot([], [], " ", label=explanation)  # adds a legend entry, no line
     if "accuracy" in panels:
         draw_accuracies(panels["accuracy"], runs, model_type)
     if model_type:
-        draw_published_loss(panels[metric], runs, model_type)
-    save_picture(figure, out, step_tokens=tokens_per_step(runs))
+        draw_published_loss(panels[top_metric], runs, model_type)
+    save_picture(figure, out, step_tokens=tokens_per_step(runs))  # None: no axis of steps
 
 
 def make_panels(panel_names: list[list[str]]) -> tuple[Figure, dict[str, Axes]]:
@@ -178,7 +178,7 @@ def make_panels(panel_names: list[list[str]]) -> tuple[Figure, dict[str, Axes]]:
     # divide into 1, 2 or 3 equally wide panels.
     # [["loss", "loss", ...], ["lr", "lr", "lr", "tokens_per_s", ...]]
     grid = [np.repeat(names, 6 // len(names)).tolist() for names in panel_names]
-    figure = Figure(figsize=(WIDTH, 2.6 * len(panel_names)), layout="constrained")
+    figure = Figure(figsize=(WIDTH, 2.6 * len(panel_names)), layout="constrained")  # inches
     panels = figure.subplot_mosaic(grid)
     for name, axes in panels.items():
         axes.set_ylabel(LABELS[name])
@@ -253,6 +253,7 @@ def draw_accuracies(axes: Axes, runs: list[LoggedRun], model_type: str | None) -
         if not runs_with_scores:
             continue
         for run, marker in zip(runs_with_scores, itertools.cycle(MARKERS), strict=False):
+            # such as "hellaswag" and "acc_norm"
             tokens, accuracies = curve(run, benchmark.name, benchmark.metric)
             label = f"{benchmark.name}, {run.label}: {accuracies[-1]:.3f}"
             axes.plot(tokens, accuracies, marker=marker, ms=3, color=color, label=label)
@@ -286,7 +287,7 @@ def draw_published(
 ) -> None:
     """Draw the published value of `model_type`, a size of OpenAI's GPT-2, as a dashed line, if
     there is one. `key` is (task, protocol, metric), a key of PUBLISHED."""
-    published = PUBLISHED.get(key)
+    published = PUBLISHED.get(key)  # its by_model_type: {"gpt2": 0.2955, ...}
     if published and model_type in published.by_model_type:
         value = published.by_model_type[model_type]
         label = f"{key[0]}, OpenAI {model_type}: {value:g}"

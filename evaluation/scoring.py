@@ -58,13 +58,15 @@ class PackedItem:
         return -(-num_inputs // 8) * 8
 
 
-def pack_items(items: list[list[Continuation]], share_rows: bool) -> list[PackedItem]:
+def pack_items(
+    continuations_of_items: list[list[Continuation]], share_rows: bool
+) -> list[PackedItem]:
     """Pack the continuations of all items into rows, in order. If `share_rows`, neighbors within an
     item share a row if their contexts are equal. A Continuation has the token ids of its `context`
     and its own `ids`, neither of them empty."""
     packed_items: list[PackedItem] = []
     index = 0  # number of the continuation, counted over all items
-    for continuations in items:
+    for continuations in continuations_of_items:
         for i, continuation in enumerate(continuations):
             # i > 0 means that packed_items[-1] belongs to this item
             has_row = i > 0 and continuation.context == packed_items[-1].context
@@ -117,7 +119,7 @@ def make_batch(packed_items: list[PackedItem], device: torch.device) -> PackedBa
             positions[b, start:end] = range(len(tokens))
             segment[b, start:end] = segment_index
             if segment_index > 0:
-                positions[b, start:end] += context_length
+                positions[b, start:end] += context_length  # each choice begins after the context
                 # the last token of the context predicts the first token of the continuation, each
                 # input of the continuation the next token
                 columns = [context_length - 1] + list(range(start, end))
@@ -151,7 +153,8 @@ def targets_hidden(model: GPT, batch: PackedBatch, share_rows: bool) -> Tensor:
     if share_rows:
         x = model.hidden(batch.idx, positions=batch.positions, mask=batch.mask)  # (B, T, C)
     else:
-        # padding up to a multiple of 8 may be longer than the context
+        # With a block_size of 100 rows are padded to up to 104 columns, and the model refuses more
+        # than 100. Only padding is cut off.
         x = model.hidden(batch.idx[:, : model.config.block_size])  # (B, T, C)
     return x[batch.target_rows, batch.target_columns]
 
@@ -163,11 +166,11 @@ def packing_agrees(model: GPT) -> bool:
     block_size = model.config.block_size
     length = min(4, block_size)  # of a continuation: all but its last token are inputs
     tokens = torch.randint(model.config.vocab_size, (block_size + 2 * length,)).tolist()
-    context = tokens[: block_size - length + 1]
+    context = tokens[: block_size - length + 1]  # + length - 1 inputs of a choice = block_size
     choices = [tokens[block_size : block_size + length], tokens[block_size + length :]]
     packed = make_batch([PackedItem(0, context, choices)], torch.device("cpu"))
     alone = make_batch([PackedItem(0, context, [choice]) for choice in choices], packed.idx.device)
-    return agrees(
+    return agrees(  # True if they differ only by rounding
         model.logits(targets_hidden(model, packed, share_rows=True)),
         model.logits(targets_hidden(model, alone, share_rows=False)),
     )
@@ -190,7 +193,7 @@ def score_targets(
     """
     # One slice at a time, because each hidden state has V float32 logits. The logits of a slice
     # take half of chunk_bytes: logsumexp makes a second tensor of their size.
-    # at least 1, and from 32 rows on a multiple of 32
+    # 2,656 rows of GPT-2 on a GPU, 160 on a CPU; at least 1
     num_rows = rows_within(chunk_bytes(x.device) // 2, 4 * model.config.vocab_size)
     logprobs, is_argmax, is_allowed_argmax = [], [], []  # a tensor (n,) for each slice
     # In float32: many of V bfloat16 logits are equal, and ties would decide which id is greedy.
@@ -224,7 +227,8 @@ def score_batch(
     logprobs, is_argmax, is_allowed_argmax = [values.cpu() for values in outputs]
     logprobs = logprobs.double()  # keeps the digits of a sum over hundreds of tokens
 
-    # The N targets are in the order of PackedBatch. [start, end) are the targets of one choice.
+    # The N targets are in the order of PackedBatch. [start, end) are the targets of one choice, and
+    # is_argmax says of each whether it is the likeliest id.
     prediction_by_index: dict[int, Prediction] = {}
     start = 0
     for packed_item in packed_items:
@@ -262,10 +266,11 @@ def score_items(
     # runs out, it does so at once and not after an hour.
     block_size = scorer.model.config.block_size
     # for each item a list of Continuations, one for each choice
-    continuations = [task.continuations(item, tokenizer, block_size) for item in items]
-    # The comparison runs in each process: all of them must make equally many batches.
-    is_shared = scorer.process.all_agree(shares_rows(scorer.model))
-    packed_items = pack_items(continuations, is_shared)
+    continuations_of_items = [task.continuations(item, tokenizer, block_size) for item in items]
+    # shares_rows compares on each process. All must make equally many batches, as a process with
+    # fewer would leave the others waiting in Process.map below.
+    share_rows = scorer.process.all_agree(shares_rows(scorer.model))
+    packed_items = pack_items(continuations_of_items, share_rows)
     packed_items.sort(key=lambda packed_item: packed_item.length, reverse=True)
     batches: list[list[PackedItem]] = []
     for _, equal_rows in groupby(packed_items, key=lambda packed_item: packed_item.length):
@@ -312,6 +317,6 @@ def open_benchmark(
     block_size = scorer.model.config.block_size
     read = partial(benchmark.read, path, limit, tokenizer, block_size)
     # [{"text": "... stood Tom"}, ...] of LAMBADA; for CORE a pair (task, its rows) for each task
-    rows = scorer.process.read_on_all(read)
+    rows = scorer.process.read_on_all(read)  # the main process first, to fill the cache
     refuse_other_data(scorer.process, benchmark.name, rows)  # UserError on every process
     return partial(benchmark.score, rows, partial(score_items, scorer, tokenizer), protocols)

@@ -207,7 +207,8 @@ class Benchmark(ABC):
         except UserError:  # a task of CORE already names itself and its file
             raise
         except Exception as error:  # a failed download, another file format, a long text
-            origin = path or self.download["path"]
+            origin = path or self.download["path"]  # such as "Rowan/hellaswag"
+            # layout: "a file in the original format", or for CORE "a folder in the layout of ..."
             raise UserError(
                 f"{self.name} cannot use {origin} ({type(error).__name__}: {error}); give "
                 f"{self.layout}"
@@ -251,15 +252,18 @@ class Task(Benchmark):
         context: list[int] = tokenizer.encode(item.context.rstrip()).tolist()
         # ids of the context and each choice as one text
         whole_ids = [tokenizer.encode(item.context + choice).tolist() for choice in item.choices]
-        # One token may contain the end of the context and a whole choice. Then the continuations of
-        # all choices begin with that token. The harness fails on such an item.
+        # Index in whole_ids at which all continuations begin. One token may contain the end of the
+        # context and a whole choice; then it is the first of a continuation. The harness fails on
+        # such an item.
         seam = min(len(context), min(len(ids) for ids in whole_ids) - 1)
-        # As in the harness, only BOS stands before a context: GPT-2's published scores are without
-        # end of text. Without BOS, an empty context becomes end of text, as it needs one token.
+        # As in the harness, only BOS stands before a context. GPT-2 has none (bos_ids is ()): its
+        # published scores are without end of text. An empty context becomes end of text then, as it
+        # needs one token.
         context = [*tokenizer.bos_ids, *context[:seam]] or [tokenizer.eot]
         continuations = []
         for ids in whole_ids:
-            # The last token is no input of the model, so block_size + 1 tokens fit.
+            # The last token is no input of the model, so block_size + 1 tokens fit. split_ids drops
+            # the first tokens of a longer text.
             continuation = split_ids(context + ids[seam:], len(context), block_size + 1)
             continuations.append(continuation)
         return continuations
@@ -284,11 +288,11 @@ class Task(Benchmark):
         """Return the rows of a file in the original format. If the path is None, download them from
         the Hugging Face hub."""
         if path is not None:
-            rows = self.parse(path.read_text(encoding="utf-8-sig"))
+            rows = self.parse(path.read_text(encoding="utf-8-sig"))  # drops a byte order mark
         else:
-            rows = ask(HUB, self.download_rows, DOWNLOAD_SECONDS)
+            rows = ask(HUB, self.download_rows, DOWNLOAD_SECONDS)  # calls it, for at most 180 s
         assert rows, "no items"  # `read` puts this text into its UserError
-        rows = self.select(rows, limit)
+        rows = self.select(rows, limit)  # spread evenly; a task of CORE shuffles them
         # Encode all items once and drop the result: a row that lacks a field or is too long fails
         # now, not in the middle of the scoring.
         for protocol in self.protocols:
@@ -300,7 +304,7 @@ class Task(Benchmark):
         """Return all rows of the benchmark, from the hub or the cache of an earlier download."""
         from datasets import load_dataset  # here, as the import takes seconds
 
-        return list(load_dataset(**self.download))
+        return list(load_dataset(**self.download))  # path="Rowan/hellaswag", split="validation"
 
     def score(
         self, rows: list[dict], score_items: ScoreItems, protocols: Sequence[str]
@@ -310,13 +314,13 @@ class Task(Benchmark):
         results: list[Result] = []
         dump_rows: list[dict] = []
         scored_items: list[Item] = []  # items of the last call of the model
-        predictions: list[list[Prediction]] = []  # (scored items, choices of each)
+        predictions: list[list[Prediction]] = []  # for each of scored_items, one for each choice
         for protocol in protocols:
             items = self.items(rows, protocol)
             # Protocols with the same texts differ only in the scoring. They share one pass of the
             # model.
             if items != scored_items:
-                predictions = score_items(items, self)
+                predictions = score_items(items, self)  # runs the model, on all processes
                 scored_items = items
             # {"acc": [ExampleScore(1.0), ...], ...}: a score for each of `rows`
             example_scores_by_metric: dict[str, list[ExampleScore]] = defaultdict(list)
@@ -327,7 +331,7 @@ class Task(Benchmark):
                 dump_row = {"task": self.name, "protocol": protocol, "index": index}
                 dump_rows.append(dump_row | details)  # `details`: fields that the task chose
             for metric, example_scores in example_scores_by_metric.items():
-                results.append(self.result(protocol, metric, example_scores))
+                results.append(self.result(protocol, metric, example_scores))  # such as their mean
         return results, dump_rows
 
     def score_example(

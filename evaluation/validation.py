@@ -84,8 +84,8 @@ class Scorer:
         """
         self.model.eval()  # no dropout
         # every evaluation takes the same sequences, the first ones of the split
-        num_sequences = sequences.count_within(num_tokens)
-        # lists of sequence ids; the last list may be shorter
+        num_sequences = sequences.count_within(num_tokens)  # at least 1, at most all
+        # ids of sequences: [[0, ..., 15], [16, ..., 31], ...]; the last list may be shorter
         batches = batched(list(range(num_sequences)), self.batch_size)
 
         def sum_nats(sequence_ids: list[int]) -> float:
