@@ -97,12 +97,13 @@ class RunOptions:
     def checkpoint_folder(cls, flags: list[str]) -> Path:
         """Return the --checkpoint_dir of a command line that is not parsed yet. --resume auto looks
         for a checkpoint there before parsing, because the checkpoint adds options."""
+        # `flags` are ["--max_lr", "6e-4", ...]; flag_value returns None if there is no such flag
         return Path(flag_value(flags, "checkpoint_dir") or cls.checkpoint_dir)
 
     def to_dict(self) -> dict:
         """Return the resolved options of all groups as plain values, without those of PER_LAUNCH,
         for checkpoints and config.json."""
-        options: dict[str, object] = {}
+        options: dict[str, object] = {}  # {"max_lr": 0.0006, "data_dir": ["data/a"], ...}
         for name, value in vars(self).items():
             if name in PER_LAUNCH:
                 continue
@@ -180,7 +181,7 @@ class ModelOptions:
     @property
     def width(self) -> int:
         """Channels of the residual stream: --n_embd, or those of --model_type."""
-        return self.n_embd or SIZES[self.model_type][2]
+        return self.n_embd or SIZES[self.model_type][2]  # (12, 12, 768)[2] for gpt2
 
     @property
     def resolved_block_size(self) -> int:
@@ -191,7 +192,7 @@ class ModelOptions:
     def model_config(self, recipe: Recipe, vocab_size: int) -> GPTConfig:
         """Return the architecture: the recipe's fields, and the sizes of --model_type unless these
         options override them."""
-        n_layer, n_head, _ = SIZES[self.model_type]
+        n_layer, n_head, _ = SIZES[self.model_type]  # (12, 12, 768): layers, heads, channels
         return GPTConfig(
             block_size=self.resolved_block_size,
             vocab_size=vocab_size,
@@ -199,7 +200,7 @@ class ModelOptions:
             n_head=self.n_head or n_head,
             n_embd=self.width,
             dropout=self.dropout,
-            **recipe.model_fields(self.width),
+            **recipe.model_fields(self.width),  # {"norm": "rms", "n_inner": 2048, ...}
         )
 
 
@@ -352,6 +353,7 @@ class TrainOptions(
         tokens_together = self.sequences_per_pass * self.resolved_block_size * data_parallel
         assert self.total_batch_size is not None  # called on resolved options
         if self.total_batch_size % tokens_together:
+            # the multiple of tokens_together that is nearest to --total_batch_size
             nearest = max(1, round(self.total_batch_size / tokens_together)) * tokens_together
             raise UserError(
                 f"--total_batch_size {self.total_batch_size:,} does not divide by the micro-batch, "
@@ -409,7 +411,7 @@ def resolve_from_recipe(options: TrainOptions, recipe: Recipe) -> ResolvedTrainO
     """Return the options with values for each None of DERIVED and for block_size: learning rates,
     schedule, folder of the log and others follow from the recipe and from other options."""
     assert options.max_steps is not None  # its default is a number
-    adamw_lr, total_batch_size = rate_and_batch(options.width)
+    adamw_lr, total_batch_size = rate_and_batch(options.width)  # 6e-4, 524_288 for 768 channels
     # `is None`, not `or`: --max_lr 0 is a valid learning rate
     max_lr = adamw_lr if recipe.max_lr is None else recipe.max_lr
     if options.max_lr is not None:

@@ -67,22 +67,22 @@ METHODS: dict[str, type[Method]] = {
 
 
 def main() -> None:
-    # derived: names of the options to compute below; checkpoint: of --resume, None for a new run
+    # derived: ["max_lr", ...], options to compute below; checkpoint: a dict, None for a new run
     given_options, derived, checkpoint = read_options(FinetuneOptions, "finetune.py", sys.argv[1:])
     process = start_process(given_options)  # catches signals from here on
     device_options = resolve_on_device(given_options, derived, process)  # dtype, use_torch_compile
     # `initial` has the architecture, weights and tokenizer of the resumed checkpoint, or of the
     # model of --init_from.
-    initial = open_initial(device_options, checkpoint, process)
+    initial = open_initial(device_options, checkpoint, process)  # an InitialModel
     assert initial is not None  # --init_from is required
-    weights_checksum = init_checksum(device_options, checkpoint, initial, process)
+    weights_checksum = init_checksum(device_options, checkpoint, initial, process)  # of --init_from
     # model on "meta"; weights: {"transformer.wte.weight": Rows (50304, 768), ...}, mapped from
     # a checkpoint, or whole in memory (InitialModel.weights)
     model, weights = build_model(device_options, initial)
     # The numbers of data rows and of parameters set the defaults of --batch_size, --max_steps and
     # --max_lr.
     assert device_options.data is not None  # FinetuneOptions refuses a run without --data
-    num_rows = len(read_lines(device_options.data))
+    num_rows = len(read_lines(device_options.data))  # lines that are not empty
     num_parameters = model.num_parameters()
     # UserError if a step does not divide into micro-batches of all processes
     options = resolve_options(device_options, num_rows, num_parameters, process.data_parallel)
@@ -90,7 +90,7 @@ def main() -> None:
     run = Run.start(options, checkpoint, process, entries)  # locks the folders of the run
     progress = run.progress  # step, tokens, ...
 
-    method = open_data(run, model, weights, checkpoint)  # encodes all rows
+    method = open_data(run, model, weights, checkpoint)  # a Method; encodes all rows
     # Fills the weights into `model`, on the device. Recipe() trains all of them with AdamW, even if
     # Muon pre-trained the model. The loop trains `wrapped` (`model` or DDP around it), which shares
     # the weights; saving, evaluation and sampling use `model`.
@@ -99,9 +99,9 @@ def main() -> None:
 
     # The log opens last: an error above then leaves the files of an earlier run unchanged.
     with run.open_log(model.config):  # closes the log however the run ends
-        saver = Saver(run, model, optimizers)
+        saver = Saver(run, model, optimizers)  # for model_last.pt and model_best.pt
         print_summary(run, num_rows)
-        timer = StepTimer(model.flops_per_token(), process)
+        timer = StepTimer(model.flops_per_token(), process)  # for tokens/s and MFU
 
         try:
             while True:
@@ -111,7 +111,7 @@ def main() -> None:
                     saver.save_last()
                 # `held_out` is empty without --eval_data
                 if method.held_out and (run.ended or is_due(options.eval_every, step)):
-                    evaluate(run, method, model, saver)
+                    evaluate(run, method, model, saver)  # logs; saves if the loss is the lowest
                 if run.ended:  # the last step is done, saved and evaluated
                     break
 
@@ -120,7 +120,7 @@ def main() -> None:
                 # row indices (batch_size,), a pure function of seed and step
                 example_ids = sequence_ids_of_step(step, options.batch_size, num_rows, options.seed)
                 prepared = method.prepare(model, step, example_ids)  # batches and their divisor
-                result = train_step(run, wrapped, optimizers, method, prepared)
+                result = train_step(run, wrapped, optimizers, method, prepared)  # a StepResult
                 progress.advance(result)  # counts the step, even if it was skipped
                 if result.skip_reason is None:
                     speed = timer.stop(result.num_tokens)  # tokens_per_s, mfu, ms
@@ -191,7 +191,7 @@ def resolve_on_device(
     # completions of grpo have too many lengths: the model would be compiled for each of them
     if options.method == "grpo":
         options = replace(options, use_torch_compile=False)
-    options = compile_if_all_can(options, process)
+    options = compile_if_all_can(options, process)  # off without a working compiler
     assert options.init_from is not None  # FinetuneOptions requires --init_from
     # Checkpoints of this run record a file, not its folder: a resumed run must read the same file
     # again, although the folder may have a newer one. find_checkpoint returns None for a model of
@@ -216,7 +216,7 @@ def train_step(
     options = run.options
     process = run.process
     progress = run.progress
-    lr = set_learning_rates(optimizers, options, progress.step)
+    lr = set_learning_rates(optimizers, options, progress.step)  # warmup and decay
     seed_step(options.seed, progress.step, process.rank)  # for dropout
 
     # gradient accumulation: each micro-batch adds its gradients to those before
@@ -238,37 +238,37 @@ def train_step(
             run.scaler.scale(loss * process.data_parallel).backward()
         for name, value in sums.items():
             addend = value.detach() / prepared.divisor
-            addends[name] = addends.get(name, 0.0) + addend.float()  # no host sync
+            addends[name] = addends.get(name, 0.0) + addend.float()  # without a host sync
         # padding counts as tokens, because it takes the same time
         num_local_tokens += batch.idx.numel()
 
     # clip the gradient; in float16 first divide it by the scale of the loss
     for optimizer in optimizers:
         run.scaler.unscale_(optimizer)  # also records infinities, for scaler.update below
-    grad_norm = clip_grad_norm(wrapped, options.grad_clip)  # norm before clipping
+    grad_norm = clip_grad_norm(wrapped, options.grad_clip)  # (), the norm before clipping
     # Every process has the norm of the whole gradient. Divide it, because the sum below adds it up.
     addends["grad_norm"] = grad_norm / process.data_parallel
 
     # One all-reduce sums all numbers. full_like creates a tensor on the device, without a copy from
     # the host.
     addends["tokens"] = torch.full_like(grad_norm, num_local_tokens)
-    addends["signals"] = torch.full_like(grad_norm, process.signal != 0)
+    addends["signals"] = torch.full_like(grad_norm, process.signal != 0)  # 1.0: told to stop
     # tolist waits for the GPU, and so does get_scale in float16
     totals = process.sum(torch.stack(list(addends.values()))).tolist()
     metrics = dict(zip(addends, totals, strict=True))  # the same on every process
     got_signal = metrics.pop("signals") > 0  # some process got a signal: main raises Stopped
 
     # update the weights, unless the loss or gradient is not finite: then no process updates
-    skip_reason = reason_to_skip(metrics["loss"], metrics["grad_norm"])
+    skip_reason = reason_to_skip(metrics["loss"], metrics["grad_norm"])  # None if both are finite
     metrics |= prepared.metrics  # grpo: reward, equal_rewards, completion_tokens, cut, rollout_ms
     metrics["lr"] = lr
     if run.scaler.is_enabled():
-        metrics["scale"] = run.scaler.get_scale()
+        metrics["scale"] = run.scaler.get_scale()  # before `update` changes it
     for optimizer in optimizers:
         if skip_reason is None:
             optimizer.step()  # not scaler.step: the check for infinities is done
     wrapped.zero_grad(set_to_none=True)
-    run.scaler.update()
+    run.scaler.update()  # float16: a lower scale after infinities
     num_tokens = round(metrics["tokens"])  # of this step on all processes; the sum is a float
     metrics["tokens"] = progress.tokens + num_tokens  # replaced for the log: of all steps so far
     return StepResult(metrics, skip_reason, got_signal, num_tokens)
@@ -283,7 +283,7 @@ def build_model(options: FinetuneOptions, initial: InitialModel) -> tuple[GPT, d
     # options.resumed is the Path of the checkpoint of --resume, None for a new run;
     # options.weights_from is that path, or else --init_from.
     if options.resumed is not None:
-        check_head(options.resumed, initial.checkpoint, is_reward)
+        check_head(options.resumed, initial.checkpoint, is_reward)  # UserError for another head
     initial_block_size = initial.model_config.block_size
     block_size = options.block_size or initial_block_size  # None: the model's own context
     is_shorter = block_size < initial_block_size
@@ -311,12 +311,13 @@ def build_model(options: FinetuneOptions, initial: InitialModel) -> tuple[GPT, d
     model_class: type[GPT] = GPT
     if is_reward:
         model_class = RewardModel
-        # A resumed reward model has a head. A new head is zero, so all rewards begin at 0.
+        # REWARD_HEAD is "reward_head.weight", which a resumed reward model has. A new head is zero,
+        # so all rewards begin at 0.
         weights.setdefault(REWARD_HEAD, torch.zeros(1, model_config.n_embd))
         # Rewards need no logits: drop the lm_head of an untied model, which nothing would train.
         weights.pop("lm_head.weight", None)
-        model_config = replace(model_config, tied=True)
-    model = build_without_weights(model_class, model_config)
+        model_config = replace(model_config, tied=True)  # RewardModel needs it
+    model = build_without_weights(model_class, model_config)  # on the device "meta"
     # in place: choose activation checkpointing, and mark the blocks for torch.compile
     execute(model, Execution(options.activation_checkpointing, options.use_torch_compile))
     return model, weights
@@ -341,7 +342,7 @@ def checkpoint_entries(
         "checksum of --data": zlib.crc32(options.data.read_bytes()),
     }
     if options.method == "grpo" and options.reward is not None:  # never None for grpo
-        data_order["checksum of --reward"] = reward_checksum(options.reward)
+        data_order["checksum of --reward"] = reward_checksum(options.reward)  # 0 for "exact"
     return {
         "script": "finetune.py",
         "command": sys.argv,
@@ -368,7 +369,7 @@ def open_data(
     """
     options = run.options
     process = run.process
-    tokenizer = load_tokenizer(run.entries["tokenizer"])
+    tokenizer = load_tokenizer(run.entries["tokenizer"])  # from its spec, such as "gpt2"
     block_size = model.config.block_size
     # In a vocabulary of characters end of text is a line break, which answers have, too.
     if not options.plain and not tokenizer.end_ids:
@@ -386,7 +387,7 @@ def open_data(
         # executed like `model`, because both must round alike
         reference = build_without_weights(GPT, model.config)
         execute(reference, Execution(options.activation_checkpointing, options.use_torch_compile))
-        # Every process holds the whole reference, even if --sharding divides `model`.
+        # Allocates `reference`, too: whole on every process, even if --sharding divides `model`.
         fill_model(reference, weights, process.device)
         reference.eval().requires_grad_(False)
 
@@ -394,7 +395,7 @@ def open_data(
     if options.method == "grpo":
         assert options.reward is not None  # FinetuneOptions requires --reward for grpo
         reward_function = load_reward_function(options.reward, encoder, process)
-    method_class = METHODS[options.method]
+    method_class = METHODS[options.method]  # DirectPreference for "dpo"
     # The constructor reads and encodes the rows. For dpo it also computes the log-probabilities
     # under the reference, and frees the reference.
     method = method_class(options, process, encoder, reference, reward_function)

@@ -45,7 +45,7 @@ def rate_and_batch(n_embd: int) -> tuple[float, int]:
     if n_embd in RATE_AND_BATCH:
         return RATE_AND_BATCH[n_embd]
     log_widths = np.log(list(RATE_AND_BATCH))  # rising, as np.interp needs
-    logs = np.log(list(RATE_AND_BATCH.values())).T  # (2, widths)
+    logs = np.log(list(RATE_AND_BATCH.values())).T  # (2, widths): learning rates, tokens
     log_rate, log_batch = (np.interp(math.log(n_embd), log_widths, row) for row in logs)
     # three digits; a power of two divides among 2, 4, 8, ... processes
     return float(f"{math.exp(log_rate):.3g}"), 2 ** round(log_batch / math.log(2))
@@ -126,8 +126,8 @@ def parse_recipe(text: str) -> Recipe:
     if name not in RECIPES:
         raise UserError(f"there is no recipe {name!r}; there are {', '.join(RECIPES)}")
     recipe = RECIPES[name]
-    # The default of each field that a change may name; parse_value converts to its type. `model` is
-    # not one: a change names GPTConfig's fields one by one.
+    # {"optimizer": "adamw", ...}: the default of each field that a change may name; parse_value
+    # converts to its type. `model` is not one: a change names GPTConfig's fields one by one.
     recipe_defaults = {f.name: f.default for f in fields(Recipe) if f.name != "model"}
     # SIZED: the fields of GPTConfig that options or the tokenizer set, such as n_layer
     model_defaults = {f.name: f.default for f in fields(GPTConfig) if f.name not in SIZED}
@@ -136,8 +136,9 @@ def parse_recipe(text: str) -> Recipe:
     for change in changes:
         field_name, _, value_text = change.strip().partition("=")  # "qk_norm", "=", "False"
         try:
-            value = parse_value(value_text, defaults[field_name])
+            value = parse_value(value_text, defaults[field_name])  # the bool False
         except (KeyError, ValueError) as error:
+            # "mlp_ratio=4.0, optimizer=adamw, ..."
             of_gpt2 = ", ".join(f"{name}={default}" for name, default in defaults.items())
             raise UserError(
                 f"a recipe has no {change.strip()!r}; its fields, as in the recipe gpt2: {of_gpt2}"

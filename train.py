@@ -62,7 +62,7 @@ def main() -> None:
     process = start_process(options)  # from here on a signal ends the loop, which saves
     options = compile_if_all_can(options, process)  # off without a working compiler
     if options.minutes is not None and checkpoint is None:  # a resumed run keeps its options
-        options, derived = choose_for_minutes(options, recipe, process)
+        options, derived = choose_for_minutes(options, recipe, process)  # times steps of models
 
     # data: shards cut into sequences, in an order that is a pure function of the seed
     train_data = Mixture(options.data_dir, "train", options.block_size)
@@ -76,7 +76,7 @@ def main() -> None:
     if initial is not None:
         train_data.stream.tokenizer_spec = initial.tokenizer_spec  # may add a chat template
     options = resolve_on_device(options, recipe, model.config, process)  # dtype, micro_batch_size
-    weights_checksum = init_checksum(options, checkpoint, initial, process)
+    weights_checksum = init_checksum(options, checkpoint, initial, process)  # of --init_from
     entries = checkpoint_entries(options, derived, recipe, train_data, val_data, weights_checksum)
     run = Run.start(options, checkpoint, process, entries)  # locks the run's folders
     progress = run.progress  # a Progress: step, tokens, ...; advanced in the loop below
@@ -85,12 +85,12 @@ def main() -> None:
     run.options = options = halve_until_it_fits(run, wrapped)  # on GPUs, if no flag sets the size
     del initial, weights, checkpoint  # closes the file that their tensors are mapped from
 
-    batches = open_batches(run, train_data)
+    batches = open_batches(run, train_data)  # TrainBatches, without end
     micro_steps = options.micro_steps(process.data_parallel)  # of each step
-    evaluator = Evaluator(options, model, val_data, process)
-    timer = StepTimer(model.flops_per_token(), process)
+    evaluator = Evaluator(options, model, val_data, process)  # validation, benchmarks, samples
+    timer = StepTimer(model.flops_per_token(), process)  # for tokens/s and MFU
     with run.open_log(model.config):  # closes the log after an error, too
-        saver = Saver(run, model, optimizers)
+        saver = Saver(run, model, optimizers)  # for model_last.pt and model_best.pt
         print_summary(run, model, train_data, micro_steps)  # and warnings
 
         try:
@@ -113,13 +113,13 @@ def main() -> None:
 
                 # one step, then its log
                 timer.start()
-                result = train_step(run, wrapped, optimizers, batches, micro_steps)
+                result = train_step(run, wrapped, optimizers, batches, micro_steps)  # StepResult
                 progress.advance(result)  # now progress.step == step + 1, also if it was skipped
                 if result.skip_reason is None:
                     speed = timer.stop(result.num_tokens)  # tokens_per_s, mfu, ms
                     run.logger.log_train(result.metrics | speed, progress.step)
                 else:
-                    ids = train_data.sequence_ids_at(result.positions, options.seed)
+                    ids = train_data.sequence_ids_at(result.positions, options.seed)  # int64 (N,)
                     run.logger.log_skip(result.skip_reason, ids.tolist(), progress.step)
                 # UserError: a checkpoint would lose optimizer state, or 5 skipped steps in a row
                 saver.check_step()
@@ -220,7 +220,7 @@ def build_model(
     weights of `initial`, or random ones from the seed. Raises UserError if `initial` has another
     architecture or tokenizer than the run."""
     model_config = agreed_model_config(options, recipe, stream, initial)
-    # random numbers are drawn when their rows are read
+    # a model on "meta", and Rows by name, whose random numbers are drawn when rows are read
     model, weights = new_model(GPT, model_config, options.seed)
     # activation checkpointing and torch.compile, applied to the blocks in place
     execute(model, Execution(options.activation_checkpointing, options.use_torch_compile))

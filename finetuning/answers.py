@@ -27,23 +27,26 @@ def score_questions(
     sampling = SamplingConfig(max_new_tokens, temperature=0)  # greedy
 
     def answer(question_batch: list[Question]) -> list[Completion]:
+        # the encoder has the tokenizer, and says whether answers are turns of a chat
         return complete_questions(scorer.model, question_batch, encoder, sampling, scorer.process)
 
-    # one list of Completions per batch, of all processes, in the order of the questions
+    # Each process answers some batches, and gets the Completions of all: one list per batch, in the
+    # order of the questions.
     completions_of_batches = scorer.process.map(answer, batched(questions, scorer.batch_size))
     # part of the protocol's name, because a model answers differently in a chat and in plain text
     text_format = "chat" if encoder.chat else "plain text"
     dump_rows: list[dict] = []
     for index, completion in enumerate(chain.from_iterable(completions_of_batches)):
         dump_row = {
-            "task": name,
+            "task": name,  # of the file of questions
             "index": index,
-            "prompt": completion.row["prompt"],
+            "prompt": completion.row["prompt"],  # a text, or messages of a chat
             "answer": completion.row["answer"],
             "completion": completion.text,
-            "cut": completion.is_cut,
-            "exact": is_exact(completion),  # False if the completion was cut at max_new_tokens
+            "cut": completion.is_cut,  # True: max_new_tokens came before an end
+            "exact": is_exact(completion),  # False if the completion is cut
         }
         dump_rows.append(dump_row)
-    are_exact = [dump_row["exact"] for dump_row in dump_rows]  # their mean is the share
+    are_exact = [dump_row["exact"] for dump_row in dump_rows]  # True or False each
+    # a Result: the share of True, with its standard error
     return [mean_result(name, f"greedy, {text_format}", "exact match", are_exact)], dump_rows

@@ -39,14 +39,16 @@ def encode_dialog(
     """Return the token ids of a dialog. With `open_turn` they end where the assistant's next answer
     begins, as a prompt for sampling. Only a chat template writes `tools`."""
     if isinstance(tokenizer, FileTokenizer) and tokenizer.chat_template:
-        # `render` writes one text, "<|im_start|>user\n2+3?<|im_end|>\n...". It is encoded as a
-        # whole, like in transformers: many tokenizers encode the beginning of a text differently.
-        return tokenizer.encode_with_special_tokens(tokenizer.render(messages, open_turn, tools))
+        # "<|im_start|>user\n2+3?<|im_end|>\n..."; UserError if the template fails
+        text = tokenizer.render(messages, open_turn, tools)
+        # Encoded as a whole, like in transformers: many tokenizers encode the beginning of a text
+        # differently. Names of special tokens, such as <|im_end|>, become the tokens.
+        return tokenizer.encode_with_special_tokens(text)
     ids = list(tokenizer.start_ids)  # BOS, or end of text if there is no BOS: [50256] of GPT-2
     for message in messages:
         # Encode role and content separately. Sampling continues after the ":", so training must
         # not merge the ":" with the letters that follow it into one token.
-        ids += tokenizer.encode(f"{ROLES[message['role']]}:").tolist()
+        ids += tokenizer.encode(f"{ROLES[message['role']]}:").tolist()  # "User:"
         # `follows`: some tokenizers would put a second space before the text
         ids += encode_text(f" {message['content']}", tokenizer, follows=True)
         ids.append(tokenizer.eot)  # closes the turn
@@ -58,7 +60,8 @@ def encode_dialog(
 def encode_text(text: str, tokenizer: Tokenizer, *, follows: bool = False) -> list[int]:
     """Return the ids of a text of a prompt or an answer. Names of the model's own added tokens
     become these tokens. That of end of text stays text, because the token would end the prompt."""
-    if tokenizer.end_ids and tokenizer.end_of_text in text:  # not in a vocabulary of characters
+    # in a vocabulary of characters end_ids are empty: end of text is an ordinary character
+    if tokenizer.end_ids and tokenizer.end_of_text in text:
         note_name_as_text(tokenizer.end_of_text)
     return tokenizer.encode_with_added_tokens(text, follows=follows).tolist()
 
@@ -67,6 +70,7 @@ def encode_text(text: str, tokenizer: Tokenizer, *, follows: bool = False) -> li
 def note_name_as_text(token: str) -> None:
     """Print a note that the name of end of text, <|endoftext|>, is read as text. Other programs
     would read the token instead."""
+    # distributed.start silences this logger on all processes but the main one
     logging.getLogger("notes").warning(
         "note: %s within a text is read as text, not as the end of the text", token
     )
@@ -81,9 +85,12 @@ def encode_prompt(
     if not chat:
         assert isinstance(prompt, str)  # TextEncoder.get_text_or_messages refuses messages
         prompt_ids = encode_text(prompt, tokenizer)  # without BOS
-        if prompt and not tokenizer.end_ids:  # vocabulary of characters, without end of text
+        # A vocabulary of characters has no end_ids. An empty prompt gets start_ids nevertheless,
+        # because a model needs at least one token.
+        if prompt and not tokenizer.end_ids:
             return prompt_ids
-        return [*tokenizer.start_ids, *prompt_ids]
+        return [*tokenizer.start_ids, *prompt_ids]  # [50256, ...] of GPT-2
+    # as_messages makes a text one turn of the user
     return encode_dialog(as_messages(prompt), tokenizer, open_turn=True, tools=tools)
 
 
@@ -92,8 +99,8 @@ def texts_of(message: Message) -> list[str]:
     text, or for chat templates a list of entries such as {"type": "text", "text": "Hi"}. Raise
     ValueError for an entry without text, such as an image."""
     if message.get("content") is None and message.get("tool_calls"):
-        return []
-    content = get_field(message, "content", str, list)
+        return []  # an answer that only calls functions
+    content = get_field(message, "content", str, list)  # ValueError for another type
     if isinstance(content, list):
         return [get_field(entry, "text", str) for entry in content]
     return [content]
@@ -128,5 +135,6 @@ def is_chat(checkpoint: Checkpoint, tokenizer_spec: str) -> bool:
     options = checkpoint.get("config", {})  # by the names of their flags: {"plain": False, ...}
     if "plain" in options:  # only finetune.py has this option
         return not options["plain"]
-    # Tokenizers in TOKENIZERS have no template. Do not load them: "gpt2" could need a download.
+    # is_of_chats: it has a chat template. Those in TOKENIZERS ("gpt2", "bytes") have none, and
+    # loading "gpt2" could need a download.
     return tokenizer_spec not in TOKENIZERS and load_tokenizer(tokenizer_spec).is_of_chats

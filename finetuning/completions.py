@@ -34,7 +34,7 @@ class Completion:
 def is_exact(completion: Completion) -> bool:
     """Return True if a completion equals the row's answer, apart from white space at both ends. A
     cut completion is never exact, because it may begin another answer."""
-    answer = str(completion.row["answer"])  # a JSON string or number
+    answer = str(completion.row["answer"])  # a str or number, which TextEncoder.question checks
     return not completion.is_cut and completion.text.strip() == answer.strip()
 
 
@@ -52,13 +52,13 @@ def complete_questions(
     Stopped after a signal."""
     tokenizer = encoder.tokenizer
     prompts = [question.prompt_ids for question in questions]
-    model.eval()
-    # Every TOKENS_PER_CHECK tokens, all_done asks all processes whether they are done. It raises
-    # Stopped after a signal, so a run ends within seconds.
+    model.eval()  # no dropout
     with process.autocast():
-        end_ids = tokenizer.end_ids
+        end_ids = tokenizer.end_ids  # {50256} of GPT-2
         # [GeneratedTokens(tokens=[20], end_id=50256), ...]: the tokens before the end, and the end
-        # (None if max_new_tokens came first)
+        # (None if max_new_tokens came first). Every TOKENS_PER_CHECK tokens, all_done asks all
+        # processes whether they are done. It raises Stopped after a signal, so a run ends within
+        # seconds.
         generated = complete(model, prompts, end_ids, sampling, process.all_done, first_index)
     model.train()  # a training step may follow
     completions: list[Completion] = []
@@ -68,6 +68,7 @@ def complete_questions(
         # The end token is learned, too: GRPO teaches when to end. A cut completion has none.
         if answer.end_id is not None:
             completion_ids = completion_ids + [answer.end_id]
+        # prompt and completion as one sequence; only the completion counts in the loss
         example = Example.of_completion(question.prompt_ids, completion_ids)
         # without the end token, such as <|im_end|>
         text = decode_completion(answer.tokens, tokenizer, encoder.chat)
@@ -86,10 +87,10 @@ def decode_completion(
     `chat` has no special tokens, and loses the space after "Assistant:". Sampling, rewards and
     evaluate.py share this function. If the ids end within a character, the text ends in U+FFFD with
     `keep_cut`, else before that character."""
-    if chat:
+    if chat:  # without <|im_start|> and the like
         ids = [token_id for token_id in ids if token_id not in tokenizer.special_ids]
     # The third argument is `final`: if True, an incomplete last character is an error, which
-    # "replace" turns into U+FFFD.
+    # "replace" turns into U+FFFD; if False, its bytes are left out.
     text, _ = codecs.utf_8_decode(tokenizer.decode_bytes(ids), "replace", keep_cut)
     # The project's own format writes "Assistant: 5"; the prompt ends with the colon.
     if chat and is_start and not tokenizer.chat_template:

@@ -62,7 +62,7 @@ def encode_messages(messages: Messages, tokenizer: Tokenizer, tools: Tools = Non
     ids = encode_dialog(messages, tokenizer, tools=tools)  # T token ids
     loss_mask = np.zeros(len(ids), bool)
     for i, message in enumerate(messages):
-        if is_learned(message):
+        if is_learned(message):  # a turn of the assistant, unless its "weight" is 0
             # find_answer returns the slice of the turn's token ids, with the token that ends it
             loss_mask[find_answer(messages, i, ids, tokenizer, tools)] = True
     return Example(np.array(ids, np.uint32), loss_mask)
@@ -82,13 +82,14 @@ def encode_completion(
         # Encode the completion separately, so that no token spans prompt and completion, as in
         # sampling. After an empty prompt the completion begins the text.
         completion_ids = encode_text(completion, tokenizer, follows=bool(prompt))
-        completion_ids.append(tokenizer.eot)
+        completion_ids.append(tokenizer.eot)  # ends the completion, and is learned, too
         return Example.of_completion(prompt_ids, completion_ids)
     # Answers of earlier turns belong to the prompt here: they do not count in the loss.
     dialog = [*as_messages(prompt), {"role": "assistant", "content": completion}]
     ids = encode_dialog(dialog, tokenizer, tools=tools)
-    answer = find_answer(dialog, len(dialog) - 1, ids, tokenizer, tools)
-    return Example.of_completion(ids[: answer.start], ids[answer])
+    # slice of `ids` that holds the last turn, with the token that ends it
+    answer_slice = find_answer(dialog, len(dialog) - 1, ids, tokenizer, tools)
+    return Example.of_completion(ids[: answer_slice.start], ids[answer_slice])
 
 
 def read_lines(path: Path) -> list[tuple[int, str]]:
@@ -109,7 +110,7 @@ def read_examples(path: Path, to_example: Callable[[dict], Any]) -> list:
         row = None
         try:
             row = json.loads(line)
-            examples.append(to_example(row))
+            examples.append(to_example(row))  # Example, Pair or Question
         except Exception as error:  # a row of a user can be wrong in any way
             reason = str(error)
             if not isinstance(row, dict):
@@ -119,8 +120,9 @@ def read_examples(path: Path, to_example: Callable[[dict], Any]) -> list:
         first, *others = reason_by_line  # numbers of lines
         message = f"{path}, line {first}: {reason_by_line[first]}"
         if others:
-            lines = textwrap.shorten(", ".join(map(str, others)), 60, placeholder=" ...")
-            message += f"; and {len(others):,} more rows cannot be used: lines {lines}"
+            # "4, 7, 9", at most 60 characters
+            numbers = textwrap.shorten(", ".join(map(str, others)), 60, placeholder=" ...")
+            message += f"; and {len(others):,} more rows cannot be used: lines {numbers}"
         raise UserError(message)
     if not examples:
         raise UserError(f"{path} holds no rows; give one JSON object per line")
@@ -161,21 +163,22 @@ class TextEncoder:
         # plain text has no turns, so its rows need a prompt in place of messages
         if self.chat and "messages" in row:
             messages = as_messages(self.get_text_or_messages(row, "messages"))
+            # cut to the context; the assistant's turns count in the loss
             return self.cut(encode_messages(messages, self.tokenizer, row.get("tools")))
         # Alpaca's names; "input", the text that the instruction is about, is often empty
         if "instruction" in row and "prompt" not in row:
             prompt = get_field(row, "instruction", str)
             if row.get("input"):
                 prompt += "\n\n" + get_field(row, "input", str)
-            return self.completion({**row, "prompt": prompt}, "output")
+            return self.completion({**row, "prompt": prompt}, "output")  # which holds the answer
         return self.completion(row, "completion")
 
     def completion(self, row: dict, name: str) -> Example:
         """Encode the "prompt" of a row and the completion in the field `name`: completion, output,
         chosen or rejected."""
-        prompt = self.get_text_or_messages(row, "prompt")  # messages of earlier turns
-        completion = get_field(row, name, str)
-        tools = row.get("tools")
+        prompt = self.get_text_or_messages(row, "prompt")  # a text, or messages of earlier turns
+        completion = get_field(row, name, str)  # ValueError without it
+        tools = row.get("tools")  # JSON schemas of functions, or None
         return self.cut(encode_completion(prompt, completion, self.tokenizer, self.chat, tools))
 
     def cut(self, example: Example) -> Example:
@@ -212,8 +215,8 @@ class TextEncoder:
             if row.get(field) and not (field == "tools" and has_template):
                 raise ValueError(f'"{field}" is not supported, and would change what the row means')
         if not self.chat:  # plain text has no turns for messages
-            return get_field(row, name, str)
-        value = get_field(row, name, str, list)
+            return get_field(row, name, str)  # ValueError for messages
+        value = get_field(row, name, str, list)  # a text, or messages
         if isinstance(value, list):
             for message in value:
                 role = get_field(message, "role", str)  # raises ValueError without it
@@ -270,7 +273,7 @@ def collate_padded(
     T = min(T, block_size)  # the model has no further positions
     # Padding is token 0. It needs no mask: attention is causal, so no token sees the padding on its
     # right, and padding has no targets.
-    idx = np.zeros((len(examples), T), np.int64)
+    idx = np.zeros((len(examples), T), np.int64)  # (B, T)
     targets = np.full((len(examples), T), NO_TARGET)
     for b, example in enumerate(examples):
         # with the last token, which predicts nothing: a reward model reads the reward there

@@ -37,11 +37,11 @@ class GroupRelativePolicy(Method):
         # Trial call: a reward function that fails must end the run here, before --overwrite removes
         # the checkpoints of another run. The first question's right answer serves as a completion's
         # text; a reward model reads token ids instead, here only those of the prompt.
-        question = self.examples[0]
+        question = self.examples[0]  # exists: read_examples refuses a file without rows
         example = Example.of_completion(question.prompt_ids, [])
         answer = str(question.row.get("answer", ""))  # a row may have a number there
         completion = Completion(question.row, answer, example, is_cut=False)
-        # one for each process, because the function may fail on one machine alone
+        # a micro-batch for each process, because the function may fail on one machine alone
         self.set_rewards([[completion]] * self.process.data_parallel)
 
     def to_example(self, row: dict) -> Question:
@@ -59,11 +59,13 @@ class GroupRelativePolicy(Method):
         # The random numbers of a completion depend only on seed, step and index, so that any number
         # of processes samples the same completions.
         seed = hash_seed(f"{self.options.seed} {step}")
+        # temperature 1: the policy that learns is the one that samples, as policy_losses assumes
         sampling = SamplingConfig(self.options.max_new_tokens, temperature=1.0, seed=seed)
-        # one Question per completion: the completions of a group have the same
+        # one Question per completion: 7, 7, 2, 2 for the examples 7 and 2 in groups of two
         questions = [self.examples[i] for i in np.repeat(example_ids, group_size)]
         start_seconds = time.perf_counter()
-        # raises Stopped after a signal; a resumed run samples the same completions again
+        # [[Completion, ...], ...] of all processes. Raises Stopped after a signal; a resumed run
+        # samples the same completions again.
         micro_batches = self.complete_and_reward(model, questions, sampling)
         rollout_seconds = time.perf_counter() - start_seconds
         completions = list(chain.from_iterable(micro_batches))  # in the order of indices
@@ -76,6 +78,7 @@ class GroupRelativePolicy(Method):
         advantages = group_advantages(group_rewards).flatten().tolist()
         for completion, advantage in zip(completions, advantages, strict=True):
             completion.advantage = advantage  # make_batch copies it into Batch.advantages
+        # of_process returns this process's share of the micro-batches
         batches = [self.make_batch(micro_batch) for micro_batch in self.of_process(micro_batches)]
 
         # text for samples.txt: the first group's prompt, then reward and text of each completion
@@ -93,7 +96,7 @@ class GroupRelativePolicy(Method):
             "cut": float(np.mean([completion.is_cut for completion in completions])),  # share
             "rollout_ms": 1000 * rollout_seconds,  # part of the step's "ms"
         }
-        return PreparedStep(batches, len(completions), metrics, sample)
+        return PreparedStep(batches, divisor=len(completions), metrics=metrics, sample=sample)
 
     def complete_and_reward(
         self, model: GPT, questions: list[Question], sampling: SamplingConfig
@@ -109,9 +112,10 @@ class GroupRelativePolicy(Method):
                 model, questions_here, self.encoder, sampling, self.process, first_index=indices[0]
             )
 
-        indices = list(range(len(questions)))
+        indices = list(range(len(questions)))  # of the completions
+        # each process completes some micro-batches, and gets the completions of all
         micro_batches = self.process.map(complete_micro_batch, self.to_micro_batches(indices))
-        self.set_rewards(micro_batches)
+        self.set_rewards(micro_batches)  # in place
         return micro_batches
 
     def set_rewards(self, micro_batches: list[list[Completion]]) -> None:
@@ -126,7 +130,7 @@ class GroupRelativePolicy(Method):
                 for index in self.of_process(list(range(len(micro_batches)))):
                     rewards_by_index[index] = self.reward_function(micro_batches[index])
         except UserError as error:
-            raise RewardError(str(error)) from error
+            raise RewardError(str(error)) from error  # finetune.py's loop then saves
         for index, rewards in self.process.merge(rewards_by_index).items():  # of all processes
             for completion, reward in zip(micro_batches[index], rewards, strict=True):
                 completion.reward = reward
@@ -140,7 +144,7 @@ class GroupRelativePolicy(Method):
         batch.advantages = self.process.copy_to_device(advantages)  # (N,), float32
         if self.reference is not None:  # it is None with --kl 0
             with self.process.autocast(keep_weights=False):
-                batch.ref_logprobs = token_logprobs(self.reference, batch)
+                batch.ref_logprobs = token_logprobs(self.reference, batch)  # (N, T)
         return batch
 
     def metric_sums(self, model: nn.Module, batch: Batch) -> Sums:
@@ -152,7 +156,7 @@ class GroupRelativePolicy(Method):
         sums: Sums = {}
         if batch.ref_logprobs is not None:
             kl = kl_estimate(logprobs, batch.ref_logprobs)  # (N, T), in nats
-            sums["kl"] = mean_over_tokens(kl, is_target).sum()
+            sums["kl"] = mean_over_tokens(kl, is_target).sum()  # (N,) -> ()
             losses = losses + self.options.kl * kl
         sums["loss"] = mean_over_tokens(losses, is_target).sum()
         return sums
@@ -161,7 +165,7 @@ class GroupRelativePolicy(Method):
         """Return the mean reward of greedy completions, one per held-out question. There is no
         "loss", because GRPO's loss does not measure how good completions are."""
         sampling = SamplingConfig(self.options.max_new_tokens, temperature=0)  # greedy
-        micro_batches = self.complete_and_reward(model, self.held_out, sampling)
+        micro_batches = self.complete_and_reward(model, self.held_out, sampling)  # of all processes
         rewards = [completion.reward for completion in chain.from_iterable(micro_batches)]
         return {"reward": float(np.mean(rewards))}
 

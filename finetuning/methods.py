@@ -65,7 +65,7 @@ class Method(ABC):
         # One example per row, in the order of the file: an example's id is the index of its row.
         # UserError for a row that to_example refuses.
         self.examples = read_examples(self.options.data, self.to_example)
-        eval_data = self.options.eval_data
+        eval_data = self.options.eval_data  # Path of a .jsonl file, or None
         # examples of --eval_data; finetune.py evaluates them, unless the list is empty
         self.held_out = read_examples(eval_data, self.to_example) if eval_data else []
 
@@ -91,6 +91,7 @@ class Method(ABC):
         examples = [self.examples[i] for i in example_ids]  # Example or Pair objects
         micro_batches = self.of_process(self.to_micro_batches(examples))
         batches = [self.make_batch(micro_batch) for micro_batch in micro_batches]
+        # the divisor: the number of examples, for sft of targets
         return PreparedStep(batches, self.divisor(examples))
 
     def to_micro_batches(self, examples: list) -> list[list]:
@@ -108,7 +109,10 @@ class Method(ABC):
         """Return examples as a batch on the device. Methods with another class than Example
         override this."""
         return collate_padded(
-            examples, self.encoder.block_size, self.process, self.options.use_torch_compile
+            examples,
+            self.encoder.block_size,
+            self.process,
+            compiled=self.options.use_torch_compile,
         )
 
     @torch.no_grad()
@@ -126,8 +130,8 @@ class Method(ABC):
                 sums = self.metric_sums(model, self.make_batch(micro_batch))
             return {name: (value / held_out_divisor).item() for name, value in sums.items()}
 
-        # Every process gets the addends of all micro-batches in the same order, and so adds up the
-        # same means.
+        # Every process gets the addends of all micro-batches, [{"loss": 0.21}, ...], in the same
+        # order, and so adds up the same means.
         addends = self.process.map(addends_of, self.to_micro_batches(self.held_out))
         model.train()
         means: dict[str, float] = {}
@@ -227,12 +231,12 @@ class DirectPreference(RewardModeling):
     @torch.no_grad()
     def __post_init__(self) -> None:
         super().__post_init__()  # reads the pairs
-        # stop=None: a signal must not raise Stopped here, before the loop that catches it.
+        # stop=None: after a signal `map` would raise Stopped, which only main's loop catches.
         process = replace(self.process, stop=None)
         pairs: list[Pair] = self.examples + self.held_out
-        # Every process gets the log-probabilities of all pairs: a step may give it any pair.
+        # [(N, 2), ...] of all micro-batches, on every process: a step may give it any pair
         logprobs = process.map(self.reference_logprobs, self.to_micro_batches(pairs))
-        # cat joins the (N, 2) of all micro-batches to one row (2,) per pair
+        # cat joins them to one row (2,) per pair
         for pair, ref_logprobs in zip(pairs, torch.cat(logprobs), strict=True):
             pair.ref_logprobs = ref_logprobs
         self.reference = None  # frees its memory

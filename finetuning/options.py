@@ -116,7 +116,7 @@ class FinetuneOptions(MachineOptions, SaveOptions, MethodOptions, BatchOptions, 
         """Return the --checkpoint_dir of a command line; by default runs/METHOD/checkpoints."""
         # called before the flags are parsed, because --resume auto looks for a checkpoint there
         # `flags` are ["--method", "sft", "--data", "chat.jsonl", ...]
-        default = f"runs/{flag_value(flags, 'method')}/checkpoints"
+        default = f"runs/{flag_value(flags, 'method')}/checkpoints"  # "runs/sft/checkpoints"
         return Path(flag_value(flags, "checkpoint_dir") or default)
 
 
@@ -149,7 +149,7 @@ def resolve_options(
     power_of_2 = 32  # divides among 2, 4 or 8 processes
     while power_of_2 > max(4, data_parallel, num_rows // 16):
         power_of_2 //= 2
-    # 3 processes: 30, not 32
+    # a multiple of the processes: 30 for 3 of them, not 32
     default_batch_size = max(1, power_of_2 // data_parallel) * data_parallel
     batch_size = options.batch_size or default_batch_size  # rows per step of all processes
 

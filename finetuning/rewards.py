@@ -68,7 +68,7 @@ def import_file(path: Path) -> ModuleType:
     spec = spec_from_file_location(path.stem, path)
     # The caller passes the name of a .py file, for which importlib always has a loader.
     assert spec is not None and spec.loader is not None
-    module = module_from_spec(spec)
+    module = module_from_spec(spec)  # empty until exec_module below
     folder = str(path.resolve().parent)
     module_names = {info.name for info in iter_modules([folder])}  # in the folder: {"utils"}
     # already loaded modules with these names, such as this project's; restored below
@@ -82,12 +82,12 @@ def import_file(path: Path) -> ModuleType:
     sys.modules[path.stem] = module
     sys.path.insert(0, folder)
     try:
-        spec.loader.exec_module(module)
+        spec.loader.exec_module(module)  # runs the file
     finally:
         # Keep the folder for later imports of the file, but last: this project's own come first.
         sys.path.remove(folder)
         sys.path.append(folder)
-        sys.modules.update(shadowed)
+        sys.modules.update(shadowed)  # this project's modules again
     return module
 
 
@@ -117,6 +117,7 @@ def reward_checksum(name: str) -> int:
         return 0
     if path.suffix == ".py":
         _, _, function_name = name.rpartition(":")
+        # of the file, then of the name: another function of the file is another reward
         return zlib.crc32(function_name.encode(), zlib.crc32(path.read_bytes()))
     return crc32_of(load_checkpoint(path)["checksums"])
 
@@ -134,13 +135,13 @@ def load_reward_function(name: str, encoder: TextEncoder, process: Process) -> R
     if path.suffix == ".py":
         _, _, function_name = name.rpartition(":")
         try:
-            function = getattr(import_file(path), function_name)
+            function = getattr(import_file(path), function_name)  # runs the file
         except Exception as error:
             raise UserError(f"the reward {name} cannot be loaded: {error!r}") from error
         return partial(rewards_of_function, name, function)  # takes completions
 
-    # The reward model stays in memory beside the trained model. load_model raises UserError for a
-    # checkpoint without a reward head.
+    # The reward model stays in memory beside the trained model, in float32 like the weights that
+    # were trained. load_model raises UserError for a checkpoint without a reward head.
     model, checkpoint = load_model(path, RewardModel, float32=True)
     tokenizer_spec = checkpoint["tokenizer"]
     # The reward model must read the sampled token ids as the same text, and know the same format:

@@ -31,7 +31,8 @@ def find_answer(
     ends it. `dialog_ids` are the token ids of all `messages`. Raise ValueError if the chat template
     writes the answer in a way that cannot be learned."""
     if not (isinstance(tokenizer, FileTokenizer) and tokenizer.chat_template):
-        # The project's own format: end of text closes the answer, and is learned, too.
+        # The project's own format: the answer follows "Assistant:". End of text closes it, and is
+        # learned, too.
         start = len(encode_dialog(messages[:index], tokenizer, open_turn=True))
         return slice(start, dialog_ids.index(tokenizer.eot, start) + 1)
 
@@ -56,6 +57,7 @@ def find_answer(
     content_texts = texts_of(messages[index])  # [] if the answer has only "tool_calls"
     for name in ANSWER_FIELDS:
         if messages[index].get(name):
+            # the dialog without the field: if its text is the same, the template drops the field
             without_field = [*messages[:index], {**messages[index], name: None}]
             if tokenizer.render(without_field, tools=tools) == until_answer:
                 raise ValueError(f'the chat template leaves out "{name}" of an answer')
@@ -71,4 +73,4 @@ def find_answer(
             f"ends where sampling would begin it, after {prompt[-40:]!r}; "
             'leave it out of the loss by "weight": 0'
         )
-    return slice(start, dialog_ids.index(tokenizer.turn_end, start) + 1)
+    return slice(start, dialog_ids.index(tokenizer.turn_end, start) + 1)  # with <|im_end|>
