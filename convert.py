@@ -21,7 +21,7 @@ from data.export_tokenizer import save_tokenizer
 from data.open_model import open_model
 from data.tokenizer import CHAT_TEMPLATE, load_tokenizer
 from finetuning.chat import is_chat
-from model.config import SIZED
+from model.config import NOT_IN_RECIPES
 from model.formats.checkpoint import find_checkpoint
 from model.formats.huggingface import refuse_another_architecture, save_pretrained
 from model.formats.huggingface_weights import (
@@ -139,8 +139,8 @@ def to_nanogpt(model: GPT) -> dict:
     # Drop the padding of the vocabulary: nanoGPT would sample these ids.
     weights[EMBEDDING] = weights[EMBEDDING][: model_config.vocab_size]
     weights[HEAD] = weights[EMBEDDING]  # tied: one tensor under both names
-    # the fields of nanoGPT's GPTConfig: SIZED (block_size, n_layer, n_embd, ...) and bias
-    model_args = {name: getattr(model_config, name) for name in (*SIZED, "bias")}
+    # the fields of nanoGPT's GPTConfig: NOT_IN_RECIPES (block_size, n_layer, n_embd, ...) and bias
+    model_args = {name: getattr(model_config, name) for name in (*NOT_IN_RECIPES, "bias")}
     return {"model": weights, "model_args": model_args}
 
 

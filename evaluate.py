@@ -35,8 +35,8 @@ from evaluation.tasks import (
     Result,
     ScoreBenchmark,
     TaskScores,
-    evenly_spread,
     exponential,
+    spread_evenly,
 )
 from evaluation.validation import Scorer
 from finetuning.answers import score_questions
@@ -187,7 +187,7 @@ def open_questions(path: Path, options: EvalOptions, encoder: TextEncoder) -> li
     # `to_question` turns a row into a Question, whose prompt is ids. read_examples raises UserError
     # for a row without an answer, and for a prompt that leaves no room for max_new_tokens.
     to_question = partial(encoder.question, max_new_tokens=options.max_new_tokens, has_answer=True)
-    return evenly_spread(read_examples(path, to_question), options.limit)
+    return spread_evenly(read_examples(path, to_question), options.limit)
 
 
 def open_task(

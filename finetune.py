@@ -90,7 +90,7 @@ def main() -> None:
     run = Run.start(options, checkpoint, process, entries)  # locks the folders of the run
     progress = run.progress  # step, tokens, ...
 
-    method = open_data(run, model, weights, checkpoint)  # a Method; encodes all rows
+    method = open_method(run, model, weights, checkpoint)  # a Method; encodes all rows
     # Fills the weights into `model`, on the device. Recipe() trains all of them with AdamW, even if
     # Muon pre-trained the model. The loop trains `wrapped` (`model` or DDP around it), which shares
     # the weights; saving, evaluation and sampling use `model`.
@@ -136,10 +136,10 @@ def main() -> None:
                     raise Stopped
         except Stopped:
             # A resumed run repeats the evaluation or the sampling that the signal interrupted.
-            run.stopping = True  # run.finish then prints how to continue
+            run.ended_early = True  # run.finish then prints how to continue
             saver.save_last()
         except RewardError:  # on all processes: save first
-            run.stopping = True  # the run ends
+            run.ended_early = True  # the run ends
             saver.save_last()
             saver.finish()
             raise
@@ -354,7 +354,7 @@ def checkpoint_entries(
     }
 
 
-def open_data(
+def open_method(
     run: Run[ResolvedFinetuneOptions],
     model: GPT,
     weights: Mapping[str, Rows],

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from model.config import SIZED, GPTConfig
+from model.config import NOT_IN_RECIPES, GPTConfig
 from utils.errors import UserError
 from utils.ranges import BelowOne, NonNegative, check_ranges
 
@@ -87,7 +87,7 @@ class Recipe:
 
     def model_fields(self, n_embd: int) -> dict:
         """Return the fields of GPTConfig that the recipe sets, by name, for a model of n_embd
-        channels. The caller adds the fields of SIZED."""
+        channels. The caller adds the fields of NOT_IN_RECIPES."""
         # GPTConfig's default width is 4 x n_embd. Other widths are rounded up to a multiple of 64,
         # because matmuls of odd widths are slow.
         model_fields = {}
@@ -120,8 +120,8 @@ RECIPES = {
 
 def parse_recipe(text: str) -> Recipe:
     """Return the recipe of a --recipe, NAME or NAME,FIELD=VALUE,... A FIELD is a field of Recipe
-    other than `model`, or a field of GPTConfig outside of SIZED. Raises UserError for an unknown
-    name, a value of another type, or one out of the range of a field of Recipe."""
+    other than `model`, or a field of GPTConfig outside of NOT_IN_RECIPES. Raises UserError for an
+    unknown name, a value of another type, or one out of the range of a field of Recipe."""
     name, *changes = text.split(",")  # "modern,qk_norm=False"
     if name not in RECIPES:
         raise UserError(f"there is no recipe {name!r}; there are {', '.join(RECIPES)}")
@@ -129,8 +129,8 @@ def parse_recipe(text: str) -> Recipe:
     # {"optimizer": "adamw", ...}: the default of each field that a change may name; parse_value
     # converts to its type. `model` is not one: a change names GPTConfig's fields one by one.
     recipe_defaults = {f.name: f.default for f in fields(Recipe) if f.name != "model"}
-    # SIZED: the fields of GPTConfig that options or the tokenizer set, such as n_layer
-    model_defaults = {f.name: f.default for f in fields(GPTConfig) if f.name not in SIZED}
+    # NOT_IN_RECIPES: the fields of GPTConfig that options or the tokenizer set, such as n_layer
+    model_defaults = {f.name: f.default for f in fields(GPTConfig) if f.name not in NOT_IN_RECIPES}
     defaults: dict[str, Any] = recipe_defaults | model_defaults
     defaults["max_lr"], _ = rate_and_batch(GPTConfig.n_embd)  # the number behind its default None
     for change in changes:

@@ -127,7 +127,7 @@ def main() -> None:
                     raise Stopped
         except Stopped:
             # If the signal interrupted an evaluation, the resumed run repeats it.
-            run.stopping = True  # run.finish below then prints how to continue
+            run.ended_early = True  # run.finish below then prints how to continue
             saver.save_last()
         saver.finish()  # waits for the last write
 

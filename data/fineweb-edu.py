@@ -48,7 +48,7 @@ from data.source import (
     pieces_of,
     size_of,
 )
-from data.tokenizer import FileTokenizer, load_tokenizer, read_tokenizer
+from data.tokenizer import FileTokenizer, load_tokenizer, read_tokenizer_spec
 from utils.cli import start_script
 from utils.errors import UserError
 from utils.files import atomic_write, lock_folder, printable
@@ -64,8 +64,8 @@ PLACES_TO_CUT = (
     re.compile(r"(?<=[^\W_])[!-&(-/:-@\[-^`{-~，。、；：！？]"),
 )
 # memory to tokenize a byte of a text at once, by tiktoken and by the library `tokenizers`
-BYTES_PER_BYTE_GPT2 = 55
-BYTES_PER_BYTE = 120
+MEMORY_PER_BYTE_GPT2 = 55
+MEMORY_PER_BYTE = 120
 PENDING_BYTES = 2**27  # of text per thread, read but not yet written
 
 
@@ -143,9 +143,9 @@ def find_cut(tokenizer: Tokenizer, piece: str) -> int | None:
 
 def print_memory(tokenizer: Tokenizer, text: str | LongText) -> None:
     """Say how much memory a text takes that may have to be tokenized at once."""
-    memory_per_byte = BYTES_PER_BYTE_GPT2  # bytes of memory for each byte of the text
+    memory_per_byte = MEMORY_PER_BYTE_GPT2  # bytes of memory for each byte of the text
     if isinstance(tokenizer, FileTokenizer):
-        memory_per_byte = BYTES_PER_BYTE
+        memory_per_byte = MEMORY_PER_BYTE
     print(
         f"note: {MANY_CHUNKS * CHUNK:,} characters of a text have no place where {tokenizer.name} "
         "can begin anew, such as the space before a word; without one, the text takes up to "
@@ -315,7 +315,8 @@ def continue_sharding(options: ShardOptions, folder: Path) -> tuple[Manifest, in
                 f"--tokenizer {path} is neither {' nor '.join(TOKENIZERS)}, nor a file: "
                 "data/train_tokenizer.py makes a tokenizer.json for your text"
             )
-        tokenizer_spec = read_tokenizer(path, options.end_of_text)  # JSON, or "gpt2" or "bytes"
+        # JSON, or "gpt2" or "bytes"
+        tokenizer_spec = read_tokenizer_spec(path, options.end_of_text)
     tokenizer = load_tokenizer(tokenizer_spec)
     # the tokens depend on these: Sharder refuses a folder with shards of other settings
     settings = Settings(

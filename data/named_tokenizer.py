@@ -41,7 +41,7 @@ class Tokenizer(ABC):
     bos_ids: tuple[int, ...] = ()
     """Ids that the tokenizer itself writes before a text, such as LLaMA's BOS; () for GPT-2.
     Benchmarks other than CORE put bos_ids before a context. All other code uses start_ids."""
-    is_of_chats: bool = False
+    is_of_chat_model: bool = False
     """True for the tokenizer of a Hugging Face model with a chat template: the model has learned
     chats, and finetuning/chat.py treats it as a chat model."""
     chat_template: ChatTemplate | None = None

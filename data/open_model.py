@@ -7,7 +7,7 @@ the two, because model/ does not know tokenizers.
 from dataclasses import replace
 from pathlib import Path
 
-from data.tokenizer import count_tokens, pretrained_tokenizer, read_tokenizer
+from data.tokenizer import pretrained_tokenizer_spec, read_tokenizer_spec, vocab_size_of
 from model.formats.checkpoint import Checkpoint, find_checkpoint, load_model
 from model.formats.huggingface import load_pretrained
 from model.formats.huggingface_weights import find_or_download
@@ -29,11 +29,11 @@ def open_pretrained(name: str | Path) -> tuple[GPT, str]:
     # tokenizer.json or meta.pkl beside the file, or nanoGPT's data/DATASET/meta.pkl; else None
     tokenizer_path = find_tokenizer(path) if path.is_file() else None
     if tokenizer_path is not None:
-        tokenizer_spec = read_tokenizer(tokenizer_path)
+        tokenizer_spec = read_tokenizer_spec(tokenizer_path)
     else:
         # by the files of the folder; without any, by the size: "gpt2" for 50257 and 50304
-        tokenizer_spec = pretrained_tokenizer(path, declared_vocab_size)
-    num_tokens = count_tokens(tokenizer_spec)
+        tokenizer_spec = pretrained_tokenizer_spec(path, declared_vocab_size)
+    num_tokens = vocab_size_of(tokenizer_spec)
     # nanoGPT does not pad a vocabulary of characters. Fewer characters mean that its prepare.py has
     # read another text since the training.
     may_be_padded = tokenizer_path is None or tokenizer_path.suffix != ".pkl"

@@ -30,9 +30,9 @@ import numpy as np
 
 from data.manifest import MANIFEST, Manifest, read_manifest
 from data.named_tokenizer import TOKENIZER_FILE, TOKENIZERS
-from data.tokenizer import count_tokens, load_tokenizer, read_tokenizer, tokenizer_identity
+from data.tokenizer import load_tokenizer, read_tokenizer_spec, tokenizer_identity, vocab_size_of
 from utils.errors import UserError, reading
-from utils.files import searched_place
+from utils.files import describe_searched_place
 
 SUFFIXES = (".npy", ".bin", ".ds")  # other files of a folder are ignored
 # magic, version, token count, and zeros up to 1,024 bytes
@@ -50,7 +50,7 @@ class MissingShards(UserError):
 class Layout(NamedTuple):
     """Where the tokens of a file are, by its header, which agrees with the size of the file."""
 
-    offset: int
+    header_bytes: int
     """Bytes before the first token."""
     num_tokens: int
     dtype: np.dtype
@@ -65,13 +65,13 @@ def inspect_shard(path: Path) -> Layout:
             array = np.load(path, mmap_mode="r")  # an np.memmap: only the header is read
             if array.dtype.str not in ("<u2", "<u4") or array.ndim != 1:
                 raise ValueError(f"{array.dtype} {array.shape} instead of 1-D uint16 or uint32")
-            layout = Layout(array.offset, len(array), array.dtype)  # offset: size of the header
+            layout = Layout(array.offset, len(array), array.dtype)
         elif path.suffix == ".bin":
             layout = inspect_bin(path)
         else:
             layout = inspect_datatrove(path)
         # in bytes; a truncated copy has fewer
-        expected_size = layout.offset + layout.num_tokens * layout.dtype.itemsize
+        expected_size = layout.header_bytes + layout.num_tokens * layout.dtype.itemsize
         size = path.stat().st_size
         if size != expected_size:
             raise ValueError(f"{size:,} bytes instead of {expected_size:,}")
@@ -146,7 +146,7 @@ class Shard:
         # While sharding goes on, the file may have more tokens than the manifest lists. In a stream
         # they would take the places of the next shard's tokens.
         count = min(count, self.num_tokens - start)
-        offset = self.layout.offset + start * self.layout.dtype.itemsize  # in bytes
+        offset = self.layout.header_bytes + start * self.layout.dtype.itemsize  # in bytes
         return np.fromfile(self.path, self.layout.dtype, count, offset=offset)
 
     @property
@@ -226,7 +226,7 @@ def open_folders(paths: list[Path], split: str) -> list[ShardFolder]:
         if split == "val":
             problem += " with a val_fraction above 0"
         if not missing[0].is_dir():
-            problem = f"is no folder{searched_place(missing[0])}; to make it of your text"
+            problem = f"is no folder{describe_searched_place(missing[0])}; to make it of your text"
         raise MissingShards(
             f"data_dir {' '.join(map(str, missing))} {problem}: "
             f"python data/fineweb-edu.py --input YOUR_TEXT --local_dir {missing[0]}"
@@ -240,7 +240,7 @@ def find_tokenizer_spec(folder: Path, manifest: Manifest | None, shards: list[Sh
     path = folder / TOKENIZER_FILE
     if manifest is None:  # made by another project
         if path.exists():
-            return read_tokenizer(path)
+            return read_tokenizer_spec(path)
         # In practice 1,000 tokens of GPT-2 hold an id of 2**15 or above. Training would accept ids
         # of a smaller vocabulary, such as characters, but the tokens would mean another text.
         first_ids = shards[0].read(0, 100_000) if shards else np.zeros(0)  # [] without the split
@@ -253,7 +253,7 @@ def find_tokenizer_spec(folder: Path, manifest: Manifest | None, shards: list[Sh
     if manifest.tokenizer in TOKENIZERS:  # "gpt2" or "bytes", which is also the spec
         return manifest.tokenizer
     # else "tokenizer-" and a checksum of the tokenizer.json that data/fineweb-edu.py copied here
-    spec = read_tokenizer(path, manifest.end_of_text)  # FileNotFoundError if it is missing
+    spec = read_tokenizer_spec(path, manifest.end_of_text)  # FileNotFoundError if it is missing
     # Compare the checksum in FileTokenizer.name: with another file, the ids would be other tokens.
     # Manifests of earlier versions have a checksum of the whole file instead.
     content = json.dumps(json.loads(path.read_text(encoding="utf-8")), sort_keys=True)
@@ -279,7 +279,7 @@ class TokenStream:
         """Spec of the tokenizer. main of train.py replaces it, for the train split, by the spec of
         a pre-trained or resumed model, which has the same tokens and may have a chat template."""
         # without the model's padding: `read` refuses ids from this one on
-        self.vocab_size = count_tokens(self.tokenizer_spec)
+        self.vocab_size = vocab_size_of(self.tokenizer_spec)
         self.shards: list[Shard] = []
         for folder in folders:
             self.shards += folder.shards

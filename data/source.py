@@ -36,8 +36,8 @@ from utils.errors import UserError
 from utils.network import DOWNLOAD_SECONDS, HUB, ask
 
 ROWS_PER_BATCH = 100  # at most
-LONG = 2**20  # characters; a longer text of a file is kept on disk
-PIECE = 2**18  # characters; a text file is read, and a long text written, in such pieces
+LONG_CHARACTERS = 2**20  # a longer text of a file is kept on disk
+PIECE_CHARACTERS = 2**18  # a text file is read, and a long text written, in such pieces
 # Usual marks between texts: <|endoftext|> anywhere, and lines such as [SEP], --- and * * *. A text
 # file with MANY_MARKS of one kind may hold several texts.
 BRACKETS = re.compile(r"<[^<>\s]{1,30}>|\[[A-Z]{2,9}\]")
@@ -296,7 +296,7 @@ def join_pieces(pieces: Iterable[str], folder: Path) -> Row:
     for piece in pieces:
         beginning.append(piece)
         num_characters += len(piece)
-        if num_characters > LONG:
+        if num_characters > LONG_CHARACTERS:
             break
     else:
         return as_text("".join(beginning))
@@ -399,7 +399,7 @@ def read_csv(file: IO[str], delimiter: str = ",") -> Iterator[object]:
         try:
             cells = next(make_reader(lines), None)  # ["1", "Hello"]; None at the end
         except csv.Error as error:
-            yield Skipped(f"not CSV {quote(error)}")  # "(Error: unexpected end of data)"
+            yield Skipped(f"not CSV {describe_error(error)}")  # "(Error: unexpected end of data)"
             # Skip only its first line: an unclosed quote has taken the lines of other rows, too.
             next(lines_again)
             lines = lines_again
@@ -468,7 +468,7 @@ def as_text(value: object, errors: str = SURROGATES) -> Row:
     return value
 
 
-def quote(error: Exception) -> str:
+def describe_error(error: Exception) -> str:
     """Return class and first line of an error, for the end of a message or reason."""
     first_line = str(error).partition("\n")[0]
     return f"({type(error).__name__}: {first_line:.200})"
@@ -477,17 +477,17 @@ def quote(error: Exception) -> str:
 # The source
 
 
-def divide(rows: Iterator[Row]) -> Iterator[list[Row]]:
-    """Yield up to ROWS_PER_BATCH consecutive rows at a time, no more once they have over PIECE
-    characters: a hundred long texts are too much for memory, and for a disk."""
+def make_row_batches(rows: Iterator[Row]) -> Iterator[list[Row]]:
+    """Yield up to ROWS_PER_BATCH consecutive rows at a time, no more once they have over
+    PIECE_CHARACTERS: a hundred long texts are too much for memory, and for a disk."""
     batch: list[Row] = []
     num_characters = 0
     for row in rows:
         batch.append(row)
         if not isinstance(row, Skipped):
-            # LONG is above PIECE: a text on disk ends its batch
-            num_characters += LONG if isinstance(row, LongText) else len(row)
-        if num_characters > PIECE or len(batch) == ROWS_PER_BATCH:
+            # LONG_CHARACTERS is above PIECE_CHARACTERS: a text on disk ends its batch
+            num_characters += LONG_CHARACTERS if isinstance(row, LongText) else len(row)
+        if num_characters > PIECE_CHARACTERS or len(batch) == ROWS_PER_BATCH:
             yield batch
             batch, num_characters = [], 0
     if batch:
@@ -533,7 +533,7 @@ def encoding_advice(name: str, counts: FileCounts) -> str:
     # bytes before the first bad one; open_text drops the 3 of a byte order mark
     num_before = 3 if beginning.startswith(codecs.BOM_UTF8) else 0
     with open_text(UntilDamage(name)) as file:
-        for piece in iter(partial(file.read, PIECE), ""):
+        for piece in iter(partial(file.read, PIECE_CHARACTERS), ""):
             bad_byte = BAD_BYTES.search(piece)  # open_text decodes such a byte to a surrogate
             if bad_byte:
                 break
@@ -646,7 +646,8 @@ class Source:
                 advice = ""
                 if not self.settings.files:
                     advice = "; check name and network, or shard files of your own"
-                message = f"{name:.300} cannot be read {quote(error)}{advice}"  # "(OSError: ...)"
+                reason = describe_error(error)  # "(OSError: ...)"
+                message = f"{name:.300} cannot be read {reason}{advice}"
                 raise UserError(message) from error
             warn_if_suspect(name, counts)
             position = SourcePosition()  # the next file is read from its beginning
@@ -671,7 +672,7 @@ class Source:
         # Most formats have no index of rows: earlier rows are read again and dropped.
         first_row = position.counts.get("rows", 0)  # number of rows that earlier runs have sharded
         rows_left = islice(self.read_texts(name), first_row, None)
-        for rows in divide(rows_left):
+        for rows in make_row_batches(rows_left):
             yield RowBatch(SourcePosition(), rows)
 
     def read_texts(self, name: str) -> Iterator[Row]:
@@ -691,13 +692,13 @@ class Source:
                             skipped_without_column = without_column(column, row)
                         value = skipped_without_column
                 # a long text waits on disk for the tokenizer: a LongText, or Skipped
-                if isinstance(value, str) and len(value) > LONG:
-                    value = join_pieces(pieces_of(value, PIECE), self.folder)
+                if isinstance(value, str) and len(value) > LONG_CHARACTERS:
+                    value = join_pieces(pieces_of(value, PIECE_CHARACTERS), self.folder)
                 yield as_text(value, self.decoding_errors)  # Skipped if it is no usable text
         except Exception as error:
             if not is_damage(error):
                 raise
-            yield Skipped(f"damaged from here on {quote(error)}")  # "(EOFError: ...)"
+            yield Skipped(f"damaged from here on {describe_error(error)}")  # "(EOFError: ...)"
 
     def read_rows(self, name: str) -> Iterator[object]:
         """Yield the rows of a file: dicts by column, texts, or Skipped. For a damaged file, raises
@@ -718,7 +719,7 @@ class Source:
         """Split a text file at the separator and yield its texts; without a separator, yield the
         whole file as one text. An empty text (many __init__.py, two separators in a row) is no row.
         """
-        pieces = iter(partial(file.read, PIECE), "")  # until read returns ""
+        pieces = iter(partial(file.read, PIECE_CHARACTERS), "")  # until read returns ""
         if self.settings.separator is not None:
             numbered = number_pieces(pieces, self.settings.separator)
         else:
@@ -733,7 +734,7 @@ class Source:
         for row in rows:
             if self.has_warned_of_controls or isinstance(row, Skipped):
                 continue
-            for piece in pieces_of(row, LONG):
+            for piece in pieces_of(row, LONG_CHARACTERS):
                 # a match of one of U+0080 to U+009F, or None
                 control = None if piece.isascii() else C1_CONTROLS.search(piece)
                 if control:

@@ -132,7 +132,7 @@ class FileTokenizer(Tokenizer):
         self.special_ids = frozenset(i for i, token in added_tokens.items() if token.special)
 
         template: ChatTemplate | None = spec_fields["chat_template"]  # Jinja, or None
-        self.is_of_chats = template is not None
+        self.is_of_chat_model = template is not None
         # finetuning/chat.py writes CHAT_TEMPLATE's format without a template
         self.chat_template = None if template == CHAT_TEMPLATE else template
         self.template_tokens: dict[str, str] = spec_fields["template_tokens"]
@@ -141,17 +141,18 @@ class FileTokenizer(Tokenizer):
         """Id of the token that ends an answer of a chat."""
         # start_ids[0]: the model has learned that a document ends where the next document begins
         end_ids = [self.eot, self.turn_end, self.start_ids[0]]
-        self.text_ids = {self.eot} if has_characters_alone(backend) else set()
+        self.end_ids_that_are_text = {self.eot} if has_characters_alone(backend) else set()
         """Only in a vocabulary of characters: the id of end of text, a character. It separates
         documents, but it is also text, and so does not end a generated text."""
         # those of the spec are the model's eos_token_id: [128001, 128009] of Llama 3
-        self.end_ids = frozenset(end_ids + spec_fields["end_ids"]) - self.text_ids
+        self.end_ids = frozenset(end_ids + spec_fields["end_ids"]) - self.end_ids_that_are_text
 
         # With a pre-tokenizer or decoder of type ByteLevel, tokens are bytes. No token can contain
         # this string, because json.dumps writes \" for a quote within a token.
         is_byte_level = '"type": "ByteLevel"' in self.tokenizer_json
         self.bytes_of_id = self.find_bytes(vocab, is_byte_level)
-        """Bytes that each id decodes to; b"" for end of text and BOS, unless they are text_ids."""
+        """Bytes that each id decodes to; b"" for BOS, and for end of text unless it is in
+        end_ids_that_are_text."""
 
     def find_bytes(self, vocab: dict[str, int], is_byte_level: bool) -> dict[int, bytes]:
         """Return the bytes of each id, given `vocab`, the ids by token.
@@ -177,8 +178,8 @@ class FileTokenizer(Tokenizer):
                 token_bytes = token.replace(SPACE, " ").encode()
             bytes_of_id[token_id] = token_bytes
         # A decoded document shows no "<|endoftext|>" or "<s>". The line break that ends documents
-        # in a vocabulary of characters (text_ids) is text, and stays.
-        for token_id in {self.eot, *self.start_ids} - self.text_ids:
+        # in a vocabulary of characters (end_ids_that_are_text) is text, and stays.
+        for token_id in {self.eot, *self.start_ids} - self.end_ids_that_are_text:
             bytes_of_id[token_id] = b""
         return bytes_of_id
 
@@ -296,7 +297,7 @@ def tokenizer_identity(spec: str) -> str:
     return spec if spec in TOKENIZERS else load_tokenizer(spec).identity
 
 
-def count_tokens(spec: str) -> int:
+def vocab_size_of(spec: str) -> int:
     """Return Tokenizer.vocab_size of a spec, without a download."""
     # for "gpt2" and "bytes" a class, which has vocab_size without an instance
     tokenizer = TOKENIZERS[spec] if spec in TOKENIZERS else load_tokenizer(spec)
@@ -486,7 +487,7 @@ def character_backend(path: Path) -> Backend:
     return backend
 
 
-def read_tokenizer(path: Path, end_of_text: str | None = None) -> str:
+def read_tokenizer_spec(path: Path, end_of_text: str | None = None) -> str:
     """Return the spec of a tokenizer.json, or of nanoGPT's meta.pkl. Raise UserError if the file
     cannot be used, or lacks the token `end_of_text` or, if `end_of_text` is None, all of
     usual_ends."""
@@ -503,7 +504,7 @@ def read_tokenizer(path: Path, end_of_text: str | None = None) -> str:
         return make_spec(backend, find_end_of_text(path, backend, candidates), ModelTokens())
 
 
-def pretrained_tokenizer(folder: Path, declared_vocab_size: int) -> str:
+def pretrained_tokenizer_spec(folder: Path, declared_vocab_size: int) -> str:
     """Return the spec of the tokenizer of a Hugging Face model, or of a file with only weights.
     `declared_vocab_size` is what the model's own config says. Raise UserError if the tokenizer is
     missing or cannot be used."""

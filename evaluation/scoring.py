@@ -176,7 +176,7 @@ def packing_agrees(model: GPT) -> bool:
     )
 
 
-def shares_rows(model: GPT) -> bool:
+def may_share_rows(model: GPT) -> bool:
     """Return whether continuations of one context may share a row."""
     # calls packing_agrees once for a class and config; prints a note if it returns False
     return is_proven("scoring several continuations in one row", packing_agrees, model)
@@ -221,7 +221,7 @@ def score_batch(
     # V / C times the memory of the hidden states, 65 times in GPT-2 124M.
     # One forward pass: cached casts of the weights would only take memory.
     with scorer.process.autocast(keep_weights=False):
-        x = targets_hidden(scorer.model, batch, shares_rows(scorer.model))  # (N, C)
+        x = targets_hidden(scorer.model, batch, may_share_rows(scorer.model))  # (N, C)
     outputs = score_targets(scorer.model, x, batch.target_ids, banned_ids)
     # (N,) each, copied to the CPU at once: reading single elements would copy each one alone
     logprobs, is_argmax, is_allowed_argmax = [values.cpu() for values in outputs]
@@ -267,9 +267,9 @@ def score_items(
     block_size = scorer.model.config.block_size
     # for each item a list of Continuations, one for each choice
     continuations_of_items = [task.continuations(item, tokenizer, block_size) for item in items]
-    # shares_rows compares on each process. All must make equally many batches, as a process with
+    # may_share_rows compares on each process. All must make equally many batches, as a process with
     # fewer would leave the others waiting in Process.map below.
-    share_rows = scorer.process.all_agree(shares_rows(scorer.model))
+    share_rows = scorer.process.all_agree(may_share_rows(scorer.model))
     packed_items = pack_items(continuations_of_items, share_rows)
     packed_items.sort(key=lambda packed_item: packed_item.length, reverse=True)
     batches: list[list[PackedItem]] = []

@@ -77,7 +77,7 @@ def openai_model_type(model_config: GPTConfig) -> str:
     return "gpt2"
 
 
-def listed(by_model_type: dict[str, float]) -> str:
+def format_values(by_model_type: dict[str, float]) -> str:
     """Return values by model type as one line of text: "gpt2 0.1139, gpt2-medium 0.1849"."""
     return ", ".join(f"{model_type} {value}" for model_type, value in by_model_type.items())
 
@@ -127,6 +127,6 @@ def format_table(results: list[Result], model_type: str) -> str:
         lines.append(line.rstrip())
     lines += [f"{mark} {citation}" for citation, mark in mark_by_citation.items()]
     if results and results[-1].task == "core":  # the last result of CORE is the mean of its tasks
-        lines.append(f"CORE of GPT-2, all 22 tasks: {listed(CORE_OF_GPT2)} ({NANOCHAT})")
-        lines.append(f"CORE of GPT-3, estimated there: {listed(CORE_OF_GPT3)}")
+        lines.append(f"CORE of GPT-2, all 22 tasks: {format_values(CORE_OF_GPT2)} ({NANOCHAT})")
+        lines.append(f"CORE of GPT-3, estimated there: {format_values(CORE_OF_GPT3)}")
     return "\n".join(lines)

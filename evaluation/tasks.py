@@ -149,7 +149,7 @@ def get_label(row: dict, name: str, num_choices: int) -> int:
     return int(label)
 
 
-def evenly_spread(rows: list, limit: int | None) -> list:
+def spread_evenly(rows: list, limit: int | None) -> list:
     """Return `limit` rows (of any type), spread evenly over the whole list. Return all rows if the
     limit is None or larger. Files are often sorted, so their first rows are no fair sample:
     HellaSwag begins with ActivityNet."""
@@ -280,7 +280,7 @@ class Task(Benchmark):
 
     def select(self, rows: list[dict], limit: int | None) -> list[dict]:
         """Return the rows to score: `limit` of them, or all if it is None."""
-        return evenly_spread(rows, limit)
+        return spread_evenly(rows, limit)
 
     def load(
         self, path: Path | None, limit: int | None, tokenizer: Tokenizer, block_size: int

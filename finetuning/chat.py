@@ -135,6 +135,6 @@ def is_chat(checkpoint: Checkpoint, tokenizer_spec: str) -> bool:
     options = checkpoint.get("config", {})  # by the names of their flags: {"plain": False, ...}
     if "plain" in options:  # only finetune.py has this option
         return not options["plain"]
-    # is_of_chats: it has a chat template. Those in TOKENIZERS ("gpt2", "bytes") have none, and
+    # is_of_chat_model: it has a chat template. Those in TOKENIZERS ("gpt2", "bytes") have none, and
     # loading "gpt2" could need a download.
-    return tokenizer_spec not in TOKENIZERS and load_tokenizer(tokenizer_spec).is_of_chats
+    return tokenizer_spec not in TOKENIZERS and load_tokenizer(tokenizer_spec).is_of_chat_model

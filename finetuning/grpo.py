@@ -78,8 +78,10 @@ class GroupRelativePolicy(Method):
         advantages = group_advantages(group_rewards).flatten().tolist()
         for completion, advantage in zip(completions, advantages, strict=True):
             completion.advantage = advantage  # make_batch copies it into Batch.advantages
-        # of_process returns this process's share of the micro-batches
-        batches = [self.make_batch(micro_batch) for micro_batch in self.of_process(micro_batches)]
+        # own_micro_batches returns this process's share of the micro-batches
+        batches = [
+            self.make_batch(micro_batch) for micro_batch in self.own_micro_batches(micro_batches)
+        ]
 
         # text for samples.txt: the first group's prompt, then reward and text of each completion
         sample = f"prompt: {completions[0].row['prompt']!r}"
@@ -127,7 +129,7 @@ class GroupRelativePolicy(Method):
             # `together`: if a function fails on one process, all raise. `meeting`: none waits in a
             # collective for a slow function of another process.
             with self.process.together(), self.process.meeting():
-                for index in self.of_process(list(range(len(micro_batches)))):
+                for index in self.own_micro_batches(list(range(len(micro_batches)))):
                     rewards_by_index[index] = self.reward_function(micro_batches[index])
         except UserError as error:
             raise RewardError(str(error)) from error  # finetune.py's loop then saves

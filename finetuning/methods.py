@@ -89,7 +89,7 @@ class Method(ABC):
         # Every process collects the examples of the whole step, because the divisor counts them,
         # but makes batches only of its own micro-batches.
         examples = [self.examples[i] for i in example_ids]  # Example or Pair objects
-        micro_batches = self.of_process(self.to_micro_batches(examples))
+        micro_batches = self.own_micro_batches(self.to_micro_batches(examples))
         batches = [self.make_batch(micro_batch) for micro_batch in micro_batches]
         # the divisor: the number of examples, for sft of targets
         return PreparedStep(batches, self.divisor(examples))
@@ -100,7 +100,7 @@ class Method(ABC):
         completions), all held-out ones, or for dpo's reference all pairs."""
         return batched(examples, self.options.micro_batch_size)
 
-    def of_process(self, micro_batches: list) -> list:
+    def own_micro_batches(self, micro_batches: list) -> list:
         """Return this process's share of a list of micro-batches, or of their indices."""
         # Micro-step i takes consecutive micro-batches, one per process, as in pre-training.
         return micro_batches[self.process.data_rank :: self.process.data_parallel]
@@ -244,7 +244,7 @@ class DirectPreference(RewardModeling):
     def reference_logprobs(self, pairs: list[Pair]) -> Tensor:
         """Return the log-probabilities (N, 2) of the chosen and the rejected completions of N pairs
         under the reference model, in nats, summed over tokens, on the CPU."""
-        assert self.reference  # open_data in finetune.py opens one for dpo
+        assert self.reference  # open_method in finetune.py opens one for dpo
         batch = self.make_batch(pairs)
         with self.process.autocast(keep_weights=False):
             logprobs = token_logprobs(self.reference, batch).sum(1)  # (2 N,)

@@ -33,7 +33,7 @@ GPT3_SIZES = {
 }
 SIZES = GPT2_SIZES | GPT3_SIZES  # the choices of --model_type
 # Fields of GPTConfig that no recipe sets. Options, the tokenizer and --model_type set them.
-SIZED = ("block_size", "vocab_size", "n_layer", "n_head", "n_embd", "dropout")
+NOT_IN_RECIPES = ("block_size", "vocab_size", "n_layer", "n_head", "n_embd", "dropout")
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class GPTConfig:
             raise UserError(
                 f"n_embd {self.n_embd} does not divide by n_head {self.n_head}; give another n_head"
             )
-        if self.n_head % self.kv_heads:
+        if self.n_head % self.num_kv_heads:
             raise UserError(f"n_head {self.n_head} does not divide by n_kv_head {self.n_kv_head}")
         # RoPE rotates pairs of channels
         if self.position == "rotary" and self.head_size % 2:
@@ -107,7 +107,7 @@ class GPTConfig:
         return self.activation == "swiglu"
 
     @property
-    def kv_heads(self) -> int:
+    def num_kv_heads(self) -> int:
         """Number of key/value heads, K: n_kv_head, or n_head if n_kv_head is None."""
         return self.n_kv_head or self.n_head
 

@@ -59,10 +59,10 @@ class Attention(nn.Module):
         self.layer = layer  # index of the block, 0 to L - 1, for the names in a KVCache
         # Tensor parallelism divides both: each process has some of the heads.
         self.num_heads = config.n_head
-        self.num_kv_heads = config.kv_heads  # n_kv_head, or n_head if that is None
+        self.num_kv_heads = config.num_kv_heads  # n_kv_head, or n_head if that is None
         # One layer computes queries, keys and values, D channels for each head: 768 + 768 + 768
         # rows for GPT-2. FusedLinear keeps the three numbers, for tensor parallelism and Muon.
-        kv_rows = config.kv_heads * config.head_size
+        kv_rows = config.num_kv_heads * config.head_size
         self.c_attn = FusedLinear(config.n_embd, (config.n_embd, kv_rows, kv_rows), config.bias)
         self.qk_norm: nn.RMSNorm | None = None
         if config.qk_norm:

@@ -49,9 +49,9 @@ def narrow_config(config: GPTConfig, max_kv_heads: int) -> GPTConfig:
     # The context stays, because a window that is nearly as wide has to show, and attention to it
     # takes most of the time. So there are few heads, and in a long context only two layers. Four
     # layers still show a change of only some layers, such as of every fourth one.
-    kv_heads = min(config.kv_heads, max_kv_heads)  # max_kv_heads is 2, or --tensor_parallel
-    queries_per_key = min(config.n_head // config.kv_heads, 2)
-    n_head = kv_heads * queries_per_key
+    num_kv_heads = min(config.num_kv_heads, max_kv_heads)  # max_kv_heads is 2, or --tensor_parallel
+    queries_per_key = min(config.n_head // config.num_kv_heads, 2)
+    n_head = num_kv_heads * queries_per_key
     num_layers = max(2, min(4, 2**22 // config.block_size**2))  # 4 up to 1,024 tokens
     # A head has an even number of channels, for rotary positions. All heads together have 24 or
     # more, because an edited model may divide them.
@@ -61,7 +61,7 @@ def narrow_config(config: GPTConfig, max_kv_heads: int) -> GPTConfig:
         n_embd=n_embd,
         n_inner=None if config.n_inner is None else n_embd,  # another width than 4 n_embd
         n_head=n_head,
-        n_kv_head=kv_heads,
+        n_kv_head=num_kv_heads,
         n_layer=min(config.n_layer, num_layers),
         vocab_size=min(config.vocab_size, 509),  # padded to 512
     )

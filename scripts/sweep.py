@@ -127,7 +127,7 @@ def plan(options: SweepOptions, run_name: str) -> None:
     """Print the forecast of a run in one line. Raise UserError for wrong flags."""
     command = command_of(options, run_name) + ["--dry_run"]
     finished = subprocess.run(command, stdout=subprocess.PIPE, text=True)
-    refuse_failure(run_name, finished.returncode)
+    check_exit_code(run_name, finished.returncode)
     # "3.54e+08 FLOPs for 2,560 tokens: about 0.1 minutes on this processor", or that it has ended
     forecast_lines = re.findall(".* FLOPs for .*|the run is at its last step.*", finished.stdout)
     print(f"{run_name}: {' '.join(forecast_lines)}", flush=True)
@@ -143,10 +143,10 @@ def train(options: SweepOptions, run_name: str) -> None:
         process.wait()
     finally:
         process.wait()  # after Ctrl-C, too
-    refuse_failure(run_name, process.returncode)
+    check_exit_code(run_name, process.returncode)
 
 
-def refuse_failure(run_name: str, exit_code: int) -> None:
+def check_exit_code(run_name: str, exit_code: int) -> None:
     """Raise UserError if train.py has failed for a run; it has printed why."""
     if exit_code != 0:
         raise UserError(

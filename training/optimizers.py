@@ -21,7 +21,7 @@ from model.gpt import GPT
 from recipes import Recipe
 from training.muon import Muon, matrix_groups
 from training.optimizer_state import groups_of, remember_groups
-from training.parallel.tensor_parallel import by_mesh
+from training.parallel.tensor_parallel import group_by_mesh
 from utils.errors import UserError
 
 
@@ -85,7 +85,7 @@ def make_optimizers(
         ("others", 1.0, adamw_decay),
     ]:
         # With tensor parallelism, biases of linear layers are on another mesh than gains of norms.
-        for parameters in by_mesh(parameters_by_role[role]):
+        for parameters in group_by_mesh(parameters_by_role[role]):
             # set_learning_rates makes its "lr" lr_scale times the learning rate of each step
             group = {"params": parameters, "lr_scale": lr_scale, "weight_decay": weight_decay}
             optimizers.append(torch.optim.AdamW([group], betas=betas, fused=True))

@@ -272,7 +272,7 @@ class Run(Generic[Options]):
     entries: Checkpoint
     """Entries of checkpoints and config.json that do not change from step to step: see
     checkpoint_entries in train.py and finetune.py. Saver adds options, model and progress."""
-    stopping: bool = False
+    ended_early: bool = False
     """True once a signal or an error has ended the loop. `finish` then says how to continue."""
     logger: Logger = field(init=False)
     """Log of the run, set by open_log. It writes and prints on the main process only."""
@@ -403,7 +403,7 @@ class Run(Generic[Options]):
         folder = shlex.quote(str(self.options.checkpoint_dir))
         # a demo or a sweep, which sets the variable, says itself what to type
         is_part = "RUN_IS_PART" in os.environ
-        if self.stopping:
+        if self.ended_early:
             line = f"stopped; saved at step {self.progress.step}"
             if not is_part:
                 line += f": continue with {resume_command(self.options.checkpoint_dir)}"
@@ -424,7 +424,7 @@ class Run(Generic[Options]):
                     print(f"  python {command} {folder}")
                 print(f"  python plot.py --log {shlex.quote(str(self.options.log_dir))}")
         distributed.stop()  # leaves the process group; NCCL waits for the other processes
-        if self.stopping:
+        if self.ended_early:
             # `signal` is 0 on a process that stops because another one got a signal
             sys.exit(128 + (self.process.signal or signal.SIGTERM))
 

@@ -233,7 +233,7 @@ class Saver:
                 self.error = error
             line = str(error)
             # after the first and the last save `finish` ends the run with this error
-            if not (self.is_first_save or self.run.ended or self.run.stopping):
+            if not (self.is_first_save or self.run.ended or self.run.ended_early):
                 line += "; the run continues, and the next save tries again"
             self.run.logger.print(line)  # on the main process only
 
@@ -255,7 +255,7 @@ class Saver:
         if progress.bad_steps < PATIENCE:  # the same on every process
             return
         progress.bad_steps = 0  # saved, so that a resumed run can skip PATIENCE steps again
-        self.run.stopping = True  # the run ends
+        self.run.ended_early = True  # the run ends
         self.save_last()
         self.wait()
         with self.run.process.together():  # the others may lack the folder

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import NoReturn, TypeVar
 
 from utils.errors import Disconnected, UserError, check_text, is_out_of_memory
-from utils.files import remove_unused_folders, searched_place
+from utils.files import describe_searched_place, remove_unused_folders
 from utils.launch import is_main_process, read_launch
 from utils.ranges import Dataclass, check_ranges
 
@@ -145,14 +145,16 @@ def find_mistakes(options_class: type[Options], args: list[str], may_repeat: boo
         is_repeated = not may_repeat and name in given_names
         if type_texts.get(name, "").startswith("tuple") and (value is None or is_repeated):
             corrections.append(f"give --{name} once, with all of its values behind it")
-        expected = missed_value(type_texts.get(name, ""), value)  # "INT", "zero1 or zero2" or None
+        expected = accepted_values(
+            type_texts.get(name, ""), value
+        )  # "INT", "zero1 or zero2" or None
         if expected is not None:
             corrections.append(f"--{name} takes {expected}, not {value}")
         given_names.add(name)
     return corrections
 
 
-def missed_value(option_type: str, value: str | None) -> str | None:
+def accepted_values(option_type: str, value: str | None) -> str | None:
     """Return what an option takes, "INT", "FLOAT" or "sft or dpo", if the value is nothing of that;
     else None. tyro's own message would quote typing.Annotated[int, ...], or offer 'None', too."""
     # Skip a flag without a value, which tyro names, and types of several numbers or also "auto".
@@ -360,7 +362,9 @@ def user_message(error: Exception) -> str | None:
             return error.strerror
         message = f"{error.filename}: {error.strerror}"
         if isinstance(error, FileNotFoundError):
-            message += searched_place(os.fsdecode(error.filename))  # " in /tmp, but there is ..."
+            message += describe_searched_place(
+                os.fsdecode(error.filename)
+            )  # " in /tmp, but there is ..."
         return message
     if is_out_of_memory(error):  # .200, because PyTorch's text may have many lines
         return f"out of memory: take smaller batches, or fewer samples at a time ({error!s:.200})"

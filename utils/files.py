@@ -45,7 +45,7 @@ def printable(path: Path) -> str:
     return os.fsencode(path).decode("utf-8", "backslashreplace")
 
 
-def searched_place(path: Path | str) -> str:
+def describe_searched_place(path: Path | str) -> str:
     """Return where a path that does not exist was looked for, to append to a message. If a script
     was started in /tmp, and the project's folder has runs/demo: " in /tmp, but there is
     /home/me/clone/runs/demo"; "" for an absolute path."""

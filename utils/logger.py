@@ -17,7 +17,7 @@ from typing import Any
 from tqdm import tqdm
 
 from utils.errors import UserError, reading
-from utils.files import searched_place, to_json
+from utils.files import describe_searched_place, to_json
 
 # names of the files in the folder of a log
 METRICS = "metrics.jsonl"
@@ -230,7 +230,9 @@ def find_metrics(path: Path | str) -> Path:
     for metrics_path in (Path(path), Path(path, METRICS), Path(path, "logs", METRICS)):
         if metrics_path.is_file():
             return metrics_path
-    place = "" if Path(path).exists() else searched_place(path)  # " in /tmp" for a relative path
+    place = (
+        "" if Path(path).exists() else describe_searched_place(path)
+    )  # " in /tmp" for a relative path
     raise UserError(f"{path} holds no {METRICS} of a run{place}; give that file, or its folder")
 
 

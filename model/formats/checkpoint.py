@@ -30,7 +30,7 @@ from model.initial_weights import build_without_weights
 from model.rows import RowIndex, Rows, is_vector
 from utils.distributed import ALONE, Process
 from utils.errors import UserError, reading
-from utils.files import searched_place
+from utils.files import describe_searched_place
 from utils.launch import is_main_process
 
 FORMAT_VERSION = 7
@@ -350,8 +350,8 @@ def find_checkpoint(model_name: str | Path) -> Path | None:
         return path if is_own_checkpoint(path) else None
     if not path.is_dir():
         if isinstance(model_name, Path):
-            # searched_place: " in /tmp, but there is /clone/runs/demo"
-            raise UserError(f"there is no {path}{searched_place(path)}")
+            # describe_searched_place: " in /tmp, but there is /clone/runs/demo"
+            raise UserError(f"there is no {path}{describe_searched_place(path)}")
         # A missing .pt is a misspelled checkpoint and not a name of the hub: load_checkpoint will
         # raise OSError for it.
         return path if path.suffix == ".pt" else None

@@ -18,10 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from model.config import SIZED, GPTConfig
+from model.config import NOT_IN_RECIPES, GPTConfig
 from model.initial_weights import Model, build_without_weights
 from utils.errors import UserError, reading
-from utils.files import PROJECT, searched_place
+from utils.files import PROJECT, describe_searched_place
 from utils.network import HUB, ask
 
 # Names of the fields of a config.json, by the names of the same fields in GPTConfig.
@@ -104,7 +104,7 @@ def differing_fields(config: GPTConfig, other: GPTConfig) -> dict:
     as {"norm": "rms", "qk_norm": True}. Sizes and dropout are not compared."""
     differing = {}
     for name, field in vars(config).items():
-        if name not in SIZED and field != getattr(other, name):
+        if name not in NOT_IN_RECIPES and field != getattr(other, name):
             differing[name] = field
     return differing
 
@@ -157,7 +157,7 @@ def config_from_hf(hf_config: dict) -> GPTConfig:
             hf_config[hf_name] = aliases[hf_config[hf_name]]  # "gelu_fast" -> "gelu_new"
     # A missing num_key_value_heads gives None, which is also the default of n_kv_head.
     fields: dict = {name: hf_config.get(hf_name) for name, hf_name in hf_names.items()}
-    for name in SIZED:  # block_size, vocab_size, n_layer, n_head, n_embd, dropout
+    for name in NOT_IN_RECIPES:  # block_size, vocab_size, n_layer, n_head, n_embd, dropout
         if name != "dropout":  # which is for training
             assert fields[name] is not None, f"config.json has no {hf_names[name]}"
     try:
@@ -221,7 +221,7 @@ def config_to_hf(config: GPTConfig) -> dict:
         "model_type": class_name.lower(),
         # resolved numbers, because n_inner and n_kv_head may be None
         "intermediate_size": config.inner,
-        "num_key_value_heads": config.kv_heads,
+        "num_key_value_heads": config.num_kv_heads,
         "head_dim": config.head_size,
         "attention_dropout": config.dropout,
         **LLAMA_CONSTANTS,
@@ -312,7 +312,7 @@ def weight_to_hf(
         prefix = f"model.layers.{layer}."
     fused_rows = [len(x)]  # number of rows of each fused weight
     if module == "attn.c_attn":
-        kv_rows = config.kv_heads * config.head_size
+        kv_rows = config.num_kv_heads * config.head_size
         fused_rows = [config.n_embd, kv_rows, kv_rows]  # queries, keys, values
     elif module == "mlp.c_fc":
         fused_rows = [config.inner, config.inner]  # gate, input
@@ -369,7 +369,7 @@ def find_or_download(model_name: str) -> Path:
     path = Path(model_name)
     if path.exists():
         return path
-    place = searched_place(path)  # " in /tmp, but there is /clone/runs/demo"
+    place = describe_searched_place(path)  # " in /tmp, but there is /clone/runs/demo"
     parent = path.parent  # "runs" of runs/demo; Path() of gpt2
     # a folder here, or of the project when a script is started elsewhere, and no OWNER of the hub
     if parent != Path() and (parent.is_dir() or (PROJECT / parent).is_dir()):

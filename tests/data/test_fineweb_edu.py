@@ -23,7 +23,7 @@ from data import sharder, verify
 from data import source as data_source
 from data.manifest import read_manifest, write_manifest
 from data.shards import TokenStream, open_folder
-from data.tokenizer import load_tokenizer, read_tokenizer
+from data.tokenizer import load_tokenizer, read_tokenizer_spec
 from utils.errors import UserError
 from utils.files import lock_folder
 
@@ -406,8 +406,8 @@ def test_each_row_is_in_the_shards_or_counted_under_its_file_and_reason(tmp_path
 def small_pieces(monkeypatch, factor=1):
     """Make a text of 2,000 characters a long one, or of `factor` times as many."""
     for module, name, value in (
-        (data_source, "LONG", 2_000),
-        (data_source, "PIECE", 500),
+        (data_source, "LONG_CHARACTERS", 2_000),
+        (data_source, "PIECE_CHARACTERS", 500),
         (fineweb_edu, "CHUNK", 500),
         (fineweb_edu, "MARGIN", 50),
         (fineweb_edu, "MANY_CHUNKS", 9),
@@ -480,7 +480,7 @@ def test_chunks_of_a_long_text_have_the_ids_of_the_whole(tmp_path, monkeypatch, 
         )
         backend.train_from_iterator(documents()[:10], trainer)
         backend.save(str(tmp_path / "tokenizer.json"))
-        tokenizer = load_tokenizer(read_tokenizer(tmp_path / "tokenizer.json"))
+        tokenizer = load_tokenizer(read_tokenizer_spec(tmp_path / "tokenizer.json"))
         num_chunks.append(len(list(fineweb_edu.split_text(tokenizer, text))))
         document = fineweb_edu.tokenize(tokenizer, 0.5, text, tmp_path)
         assert (

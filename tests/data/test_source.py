@@ -207,7 +207,7 @@ def test_text_of_windows_that_was_read_as_latin1_gets_one_warning(tmp_path, caps
 def test_a_separator_cuts_a_text_file_wherever_its_pieces_end(
     tmp_path, monkeypatch, capsys, separator, content, rows, piece
 ):
-    monkeypatch.setattr(source, "PIECE", piece)
+    monkeypatch.setattr(source, "PIECE_CHARACTERS", piece)
     (tmp_path / "a.txt").write_bytes(content.encode())
     texts = open_source(tmp_path / "a.txt", separator=separator)
     assert [row for batch in texts.batches() for row in batch.rows] == rows

@@ -28,8 +28,8 @@ from data.tokenizer import (
     CHAT_TEMPLATE,
     byte_characters,
     load_tokenizer,
-    pretrained_tokenizer,
-    read_tokenizer,
+    pretrained_tokenizer_spec,
+    read_tokenizer_spec,
 )
 from evaluation.benchmarks import BENCHMARKS
 from evaluation.scoring import pack_items
@@ -68,9 +68,9 @@ def test_any_text_is_restored_and_an_exported_tokenizer_is_read_as_itself(tmp_pa
         pytest.skip(str(error))
     assert_restores_texts(tokenizer)
     path = tmp_path / "tokenizer.json"
-    assert read_tokenizer(path) == name
+    assert read_tokenizer_spec(path) == name
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')  # whose tokenizers are others
-    assert pretrained_tokenizer(tmp_path, tokenizer.vocab_size) == name
+    assert pretrained_tokenizer_spec(tmp_path, tokenizer.vocab_size) == name
     theirs = AutoTokenizer.from_pretrained(tmp_path)
     for text in ("Hello, I'm a language model,", " naïve  café\n\n\t— 中文 🙂 x=1;", "don't 12345"):
         ids = theirs.encode(text)
@@ -78,13 +78,13 @@ def test_any_text_is_restored_and_an_exported_tokenizer_is_read_as_itself(tmp_pa
     assert (theirs.eos_token_id, len(theirs)) == (tokenizer.eot, tokenizer.vocab_size)
     assert theirs.model_max_length == 1024
     # with another end of text it is another tokenizer
-    assert load_tokenizer(read_tokenizer(path, "!")).identity.endswith(" with !")
+    assert load_tokenizer(read_tokenizer_spec(path, "!")).identity.endswith(" with !")
     content = json.loads(path.read_text(encoding="utf-8"))
     path.write_text(json.dumps({**content, "added_tokens": []}))
     with user_error("has no token that ends a text"):
-        read_tokenizer(path)
+        read_tokenizer_spec(path)
     with user_error(r"has no token that ends a text \(<stop>\)"):
-        read_tokenizer(path, "<stop>")
+        read_tokenizer_spec(path, "<stop>")
 
 
 @pytest.mark.parametrize("split", ["unicode", "gpt2"])
@@ -95,7 +95,7 @@ def test_an_own_tokenizer_is_the_same_each_time_restores_texts_and_saves_tokens(
         config = train_tokenizer.TokenizerOptions((str(tmp_path / "all.txt"),), path, 600, split)
         train_tokenizer.main(config)
     assert paths[0].read_bytes() == paths[1].read_bytes()
-    tokenizer = load_tokenizer(read_tokenizer(paths[0]))
+    tokenizer = load_tokenizer(read_tokenizer_spec(paths[0]))
     assert tokenizer.eot == tokenizer.vocab_size - 1 < 600
     assert_restores_texts(tokenizer)
     for text in TEXTS.values():
@@ -160,7 +160,7 @@ def trained(name, folder):
 )
 def test_text_is_lost_only_where_that_is_asked_for(tmp_path, capsys, name, decoded, lost):
     path = trained(name, tmp_path)
-    tokenizer = load_tokenizer(read_tokenizer(path))
+    tokenizer = load_tokenizer(read_tokenizer_spec(path))
     ids = tokenizer.encode(MIXED)
     assert tokenizer.decode_bytes(ids.tolist()).decode() == decoded
     assert sorted(tokenizer.lost_text(MIXED, ids)) == sorted(lost)
@@ -200,7 +200,7 @@ def test_what_a_tokenizer_writes_before_a_text_stands_there_for_all_and_in_expor
     backend.post_processor = template
     path = folder / "tokenizer.json"
     backend.save(str(path))
-    tokenizer = load_tokenizer(read_tokenizer(path))
+    tokenizer = load_tokenizer(read_tokenizer_spec(path))
     bos = [backend.token_to_id(token) for token in before]
     start, ids = bos or [tokenizer.eot], tokenizer.encode(text).tolist()
     document = fineweb_edu.tokenize(tokenizer, 0, text, folder)
@@ -219,10 +219,10 @@ def test_what_a_tokenizer_writes_before_a_text_stands_there_for_all_and_in_expor
     save_tokenizer(tokenizer, folder, 8, CHAT_TEMPLATE)
     if kind == "words":  # without spaces
         with user_error("loses characters of a text, such as '.* '"):
-            pretrained_tokenizer(folder, 700)
+            pretrained_tokenizer_spec(folder, 700)
         return
-    again = load_tokenizer(pretrained_tokenizer(folder, 700))
-    assert again.identity == tokenizer.identity and again.is_of_chats
+    again = load_tokenizer(pretrained_tokenizer_spec(folder, 700))
+    assert again.identity == tokenizer.identity and again.is_of_chat_model
     assert again.chat_template is None  # as the project writes it by itself
     theirs = AutoTokenizer.from_pretrained(folder)
     assert theirs(text).input_ids == [*bos, *ids]
@@ -253,7 +253,7 @@ def test_a_continuation_has_the_tokens_after_its_context_as_in_the_harness(
         single=[*before, "$A"], special_tokens=[("!", 0)]
     )
     backend.save(str(tmp_path / "t.json"))
-    tokenizer = load_tokenizer(read_tokenizer(tmp_path / "t.json"))
+    tokenizer = load_tokenizer(read_tokenizer_spec(tmp_path / "t.json"))
     encode = BENCHMARKS["hellaswag"].continuations
     (packed,) = pack_items([encode(Item(context, choices), tokenizer, 32)], share_rows=True)
     assert (packed.context, packed.choices) == row
@@ -292,15 +292,15 @@ def test_a_vocabulary_of_the_size_of_a_known_one_is_read_as_itself(tmp_path):
     (tmp_path / "merges.txt").write_text("#version: 0.2\n")
     config = {"model_type": "gpt2", "eos_token_id": 256}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    tokenizer = load_tokenizer(pretrained_tokenizer(tmp_path, 257))
+    tokenizer = load_tokenizer(pretrained_tokenizer_spec(tmp_path, 257))
     assert (tokenizer.eot, tokenizer.end_of_text) == (256, "</s>") and tokenizer.name != "bytes"
     assert tokenizer.encode("t").tolist() == [255 - ord("t")]
     for name in ("merges.txt", "vocab.json"):
         (tmp_path / name).unlink()
     # without any file, the size tells
-    assert pretrained_tokenizer(tmp_path, 50_257) == "gpt2"
+    assert pretrained_tokenizer_spec(tmp_path, 50_257) == "gpt2"
     with user_error("has no tokenizer.json for its 50,000 tokens"):
-        pretrained_tokenizer(tmp_path, 50_000)
+        pretrained_tokenizer_spec(tmp_path, 50_000)
 
 
 def test_ids_above_16_bits_pass_from_shards_to_training_and_fine_tuning(tmp_path, corpus):
@@ -310,7 +310,7 @@ def test_ids_above_16_bits_pass_from_shards_to_training_and_fine_tuning(tmp_path
     ids = {token: 70_000 + i for token, i in content["model"]["vocab"].items()}
     content["model"]["vocab"] = {**ids, "<|endoftext|>": 70_256}
     path.write_text(json.dumps(content), encoding="utf-8")
-    tokenizer = load_tokenizer(read_tokenizer(path))
+    tokenizer = load_tokenizer(read_tokenizer_spec(path))
     for max_shards in (1, None):  # the second run continues a shard
         manifest = shard(corpus, tmp_path / "out", tokenizer=str(path), max_shards=max_shards)
     assert manifest.vocab_size == 70_257
@@ -360,12 +360,12 @@ def test_only_the_whole_definition_gives_a_tokenizer_its_name(tmp_path_factory, 
     folder = tmp_path_factory.mktemp("x")
     path = folder / "tokenizer.json"
     path.write_text(json.dumps(content), encoding="utf-8")
-    spec = read_tokenizer(path)
+    spec = read_tokenizer_spec(path)
     assert (spec == "bytes") == (not real)
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     tokenizer = load_tokenizer(spec)
-    assert load_tokenizer(pretrained_tokenizer(folder, 258)).identity == tokenizer.identity
+    assert load_tokenizer(pretrained_tokenizer_spec(folder, 258)).identity == tokenizer.identity
     text = "e\u0301 12\r\nab 🙂"
     ids = tokenizer.encode(text).tolist()
     assert ids == AutoTokenizer.from_pretrained(folder)(text, add_special_tokens=False).input_ids
@@ -379,28 +379,28 @@ def test_a_folder_says_what_transformers_says_of_it(tmp_path):
     (tmp_path / "added_tokens.json").write_text('{"<|im_start|>": 257, "<|im_end|>": 258}')
     template = "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
     (tmp_path / "chat_template.jinja").write_text(template)
-    tokenizer = load_tokenizer(pretrained_tokenizer(tmp_path, 259))
+    tokenizer = load_tokenizer(pretrained_tokenizer_spec(tmp_path, 259))
     assert (tokenizer.vocab_size, tokenizer.turn_end) == (259, 258)
-    assert tokenizer.is_of_chats and tokenizer.end_ids == {256, 258}
+    assert tokenizer.is_of_chat_model and tokenizer.end_ids == {256, 258}
     # the model has rows for 257 ids: the other tokens are not its own
-    assert load_tokenizer(pretrained_tokenizer(tmp_path, 257)).vocab_size == 257
+    assert load_tokenizer(pretrained_tokenizer_spec(tmp_path, 257)).vocab_size == 257
 
     (tmp_path / "words").mkdir()
     trained("byte-level", tmp_path / "words")
     (tmp_path / "words/config.json").write_text('{"model_type": "gpt2", "eos_token_id": 600}')
-    tokenizer = load_tokenizer(pretrained_tokenizer(tmp_path / "words", 700))
+    tokenizer = load_tokenizer(pretrained_tokenizer_spec(tmp_path / "words", 700))
     assert tokenizer.end_of_text == "</s>" and tokenizer.end_ids == {0}
 
 
 def test_transformers_is_not_imported_where_a_folder_says_nothing_more(tmp_path, monkeypatch):
     save_tokenizer(load_tokenizer("bytes"), tmp_path, 8)
     monkeypatch.setitem(sys.modules, "transformers", None)  # an import raises
-    assert pretrained_tokenizer(tmp_path, 257) == "bytes"
+    assert pretrained_tokenizer_spec(tmp_path, 257) == "bytes"
     for name in ("chat_template.jinja", "added_tokens.json", "generation_config.json"):
         path = tmp_path / name
         path.write_text('{"eos_token_id": 0}')
         with pytest.raises(ImportError):
-            pretrained_tokenizer(tmp_path, 257)
+            pretrained_tokenizer_spec(tmp_path, 257)
         path.unlink()
 
 
@@ -408,14 +408,14 @@ def test_a_tokenizer_that_no_tokenizer_json_can_hold_is_refused(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "t5"}')
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "ByT5Tokenizer"}')
     with user_error("is not a folder with a tokenizer .*ByT5Tokenizer has no attribute"):
-        pretrained_tokenizer(tmp_path, 384)
+        pretrained_tokenizer_spec(tmp_path, 384)
 
 
 def test_dropout_is_left_out_with_a_note(tmp_path, caplog):
     path = tmp_path / "tokenizer.json"
     model = MODEL | {"vocab": MERGED, "merges": [["a", "b"]], "dropout": 0.5}
     path.write_text(json.dumps(DEFINITION | {"model": model}), encoding="utf-8")
-    specs = read_tokenizer(path), pretrained_tokenizer(tmp_path, 257)
+    specs = read_tokenizer_spec(path), pretrained_tokenizer_spec(tmp_path, 257)
     assert "note: the tokenizer's dropout would" in caplog.text
     for spec in specs:
         assert set(load_tokenizer(spec).encode("ab" * 99)) == {MERGED["ab"]}
@@ -427,7 +427,7 @@ def test_a_token_that_no_text_has_is_read_as_the_library_reads_it(tmp_path, toke
     backend = Backend(models.BPE({**vocab, "</s>": 256, token: 257}, []))
     backend.pre_tokenizer, backend.decoder = BYTE_LEVEL, decoders.ByteLevel()
     backend.save(str(tmp_path / "tokenizer.json"))
-    tokenizer = load_tokenizer(read_tokenizer(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(read_tokenizer_spec(tmp_path / "tokenizer.json"))
     assert tokenizer.decode_bytes([257]).decode() == backend.decode([257]) == token
 
 
@@ -441,7 +441,7 @@ def test_a_token_that_no_text_has_is_read_as_the_library_reads_it(tmp_path, toke
 def test_only_a_file_that_the_library_does_not_read_is_called_damaged(tmp_path, content, problem):
     (tmp_path / "x.model").write_text(json.dumps(content))
     with user_error(problem):
-        read_tokenizer(tmp_path / "x.model")
+        read_tokenizer_spec(tmp_path / "x.model")
 
 
 def test_a_file_that_transformers_reads_otherwise_is_named(tmp_path, caplog):
@@ -449,5 +449,5 @@ def test_a_file_that_transformers_reads_otherwise_is_named(tmp_path, caplog):
     definition = DEFINITION | {"pre_tokenizer": PREFIX}
     (tmp_path / "tokenizer.json").write_text(json.dumps(definition), encoding="utf-8")
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
-    assert pretrained_tokenizer(tmp_path, 257) == "bytes"
+    assert pretrained_tokenizer_spec(tmp_path, 257) == "bytes"
     assert "transformers gives a text other ids than" in caplog.text

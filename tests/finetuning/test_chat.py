@@ -16,7 +16,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from data.export_tokenizer import byte_level, save_tokenizer, to_backend
 from data.named_tokenizer import ByteTokenizer
-from data.tokenizer import SPACE, byte_characters, load_tokenizer, pretrained_tokenizer
+from data.tokenizer import SPACE, byte_characters, load_tokenizer, pretrained_tokenizer_spec
 from finetuning.chat import encode_prompt, fit_history, is_chat, note_name_as_text
 from finetuning.completions import decode_completion
 from finetuning.examples import (
@@ -130,7 +130,7 @@ def folder_with_tokenizer(folder, backend, template, **config):
     options["tokenizer_class"] = "PreTrainedTokenizerFast"
     (folder / "tokenizer_config.json").write_text(json.dumps(options))
     (folder / "config.json").write_text(json.dumps({"model_type": "gpt2", **config}))
-    return load_tokenizer(pretrained_tokenizer(folder, backend.get_vocab_size()))
+    return load_tokenizer(pretrained_tokenizer_spec(folder, backend.get_vocab_size()))
 
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<s>", "</s>", "<|im_start|>", "<|im_end|>"]
@@ -308,7 +308,7 @@ def test_an_answer_of_a_chat_shows_no_special_tokens(tmp_path):
 def test_a_token_without_a_row_of_the_embedding_is_named(tmp_path, caplog):
     backend = byte_level_backend()
     folder_with_tokenizer(tmp_path, backend, None)
-    tokenizer = load_tokenizer(pretrained_tokenizer(tmp_path, backend.get_vocab_size() - 2))
+    tokenizer = load_tokenizer(pretrained_tokenizer_spec(tmp_path, backend.get_vocab_size() - 2))
     assert "no row of its embedding for <|im_start|>, <|im_end|>: read as text" in caplog.text
     assert max(encode_prompt("<|im_start|>a<s>", tokenizer, chat=False)) < tokenizer.vocab_size
 
@@ -328,7 +328,7 @@ def test_what_ends_an_answer_is_read_off_the_template(tmp_path, template, end):
     assert tokenizer.end_of_text == "</s>"
     assert tokenizer.end_ids == {256, tokenizer.eot, backend.token_to_id(end)}
     assert len(tokenizer.encode(end)) == len(end)  # in a document it is text
-    assert is_chat({}, pretrained_tokenizer(tmp_path, 261)) and not is_chat({}, "gpt2")
+    assert is_chat({}, pretrained_tokenizer_spec(tmp_path, 261)) and not is_chat({}, "gpt2")
 
 
 @pytest.mark.parametrize(
@@ -346,7 +346,7 @@ def test_every_eos_of_a_folder_ends_a_text(tmp_path):
     tokenizer = folder_with_tokenizer(tmp_path, to_backend(BYTES), None, eos_token_id=[256, 10])
     save_pretrained(GPT(GPTConfig(8, 257, 1, 1, 8)), tmp_path, tokenizer.eot, tokenizer.end_ids)
     save_tokenizer(tokenizer, tmp_path, 8)
-    exported = load_tokenizer(pretrained_tokenizer(tmp_path, 257))
+    exported = load_tokenizer(pretrained_tokenizer_spec(tmp_path, 257))
     for x in (tokenizer, exported):
         assert (x.eot, x.end_ids, x.name) == (256, {256, 10, 13}, "bytes")
 

@@ -19,7 +19,7 @@ from tokenizers import processors
 
 from convert import ConvertOptions, main, to_nanogpt
 from data.export_tokenizer import to_backend
-from data.tokenizer import load_tokenizer, read_tokenizer
+from data.tokenizer import load_tokenizer, read_tokenizer_spec
 from model.config import GPTConfig
 from model.formats.checkpoint import join_float32, load_checkpoint, load_model
 from model.formats.huggingface import load_pretrained
@@ -91,7 +91,7 @@ def test_the_example_of_a_model_card_runs(trained, tmp_path, is_chat):
         backend = to_backend(load_tokenizer("bytes"))  # with a BOS token
         backend.post_processor = processors.BertProcessing(("#", ord("#")), ("!", ord("!")))
         backend.save(str(tmp_path / "tokenizer.json"))
-        checkpoint["tokenizer"] = read_tokenizer(tmp_path / "tokenizer.json")
+        checkpoint["tokenizer"] = read_tokenizer_spec(tmp_path / "tokenizer.json")
     torch.save(checkpoint, tmp_path / "model_best.pt")
     hf = tmp_path / "hf"
     main(ConvertOptions(out=hf, checkpoint=tmp_path / "model_best.pt"))

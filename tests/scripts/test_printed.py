@@ -26,7 +26,7 @@ from conftest import (
 
 from recipes import Recipe
 from training.forecast.advice import advise
-from training.forecast.memory import USABLE, Hardware, forecast_memory
+from training.forecast.memory import USABLE_SHARE, Hardware, forecast_memory
 from utils.cli import to_flags
 from utils.logger import read_metrics
 
@@ -115,7 +115,7 @@ def test_what_the_forecast_recommends_trains(shards, tmp_path, processes, given)
     def hardware(free):
         return Hardware(torch.device("cpu"), torch.float32, int(free), processes, processes)
 
-    needed = sum(forecast_memory(options, Recipe(), shape, hardware(0)).values()) / USABLE
+    needed = sum(forecast_memory(options, Recipe(), shape, hardware(0)).values()) / USABLE_SHARE
     texts = [advise(options, Recipe(), shape, hardware(needed * n / 20)) for n in range(1, 22)]
     assert "no flags make it fit" in texts[0]
     advice = next(text for text in texts if text.startswith("what fits is "))

@@ -14,7 +14,7 @@ from model.gpt import GPT
 from model.layers import rotary_angles
 from recipes import parse_recipe
 from training.forecast.blocks import measure_blocks
-from training.forecast.memory import Hardware, head_memory
+from training.forecast.memory import Hardware, head_bytes
 from training.forecast.step_time import step_flops
 from utils.devices import autocast
 
@@ -159,5 +159,5 @@ def test_the_loss_holds_the_bytes_that_are_forecast(monkeypatch, dtype):
     with memory, autocast(CPU, dtype, keep_weights=False):
         model.loss(model, hidden, targets)
     peak = memory.get_tracker_snapshot("peak")[CPU]["Total"] - weight.nbytes - targets.nbytes
-    forecast = head_memory(config, 2048, Hardware(CPU, dtype, 0), compiled=False)
+    forecast = head_bytes(config, 2048, Hardware(CPU, dtype, 0), compiled=False)
     assert forecast == pytest.approx(peak, rel=0.02)

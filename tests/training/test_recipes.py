@@ -19,7 +19,7 @@ from conftest import (
 )
 
 from config import TrainOptions
-from model.config import SIZED, GPTConfig
+from model.config import NOT_IN_RECIPES, GPTConfig
 from recipes import RECIPES, Recipe, parse_recipe
 from training.optimizers import MATRIX_OPTIMIZERS, matrix_optimizer
 from utils.cli import parse
@@ -102,7 +102,7 @@ def test_help_lists_the_fields_of_a_recipe_and_their_values(capsys):
     text = capsys.readouterr().out.partition("--recipe")[2].partition("--model_type")[0]
     words = set(re.findall(r"\w+", text))
     for field in (*fields(Recipe), *fields(GPTConfig)):
-        if field.name not in ("model", *SIZED):
+        if field.name not in ("model", *NOT_IN_RECIPES):
             assert field.name in words
             choices = get_args(field.type) if get_origin(field.type) is Literal else ()
             assert words.issuperset(choices), field.name

@@ -238,7 +238,7 @@ def test_a_failed_write_leaves_the_run_and_the_file_before_it(saver, tmp_path, c
 
 def test_a_failed_last_save_does_not_say_that_the_run_continues(saver, tmp_path, capsys):
     (tmp_path / f"{LAST}.tmp").mkdir()  # in the way of the next file
-    saver.run.stopping = True  # a signal has ended the run
+    saver.run.ended_early = True  # a signal has ended the run
     save(saver, 6)
     with user_error("could not be written"):
         saver.finish()

@@ -7,7 +7,7 @@ from dataclasses import replace
 from config import ResolvedTrainOptions
 from model.config import GPTConfig
 from recipes import Recipe
-from training.forecast.memory import USABLE, Hardware, forecast_memory
+from training.forecast.memory import USABLE_SHARE, Hardware, forecast_memory
 from training.forecast.step_time import forecast_step
 from training.parallel.tensor_parallel import check_divides
 from utils.cli import to_flags
@@ -42,9 +42,10 @@ def choose_micro_batch(
         raise UserError(f"{error}; {advice}") from error
     free_text = f"{hardware.free_bytes / 1e9:.2f} GB free"
     if micro_batch_size == 0:
+        advice = advise(options, recipe, model_config, hardware)
         raise UserError(
             f"one sequence needs {needed_bytes / 1e9:.2f} GB, but a process has {free_text}, of "
-            f"which {USABLE:.0%} may be filled: {advise(options, recipe, model_config, hardware)}"
+            f"which {USABLE_SHARE:.0%} may be filled: {advice}"
         )
     forecast_text = f"by forecast {needed_bytes / 1e9:.2f} GB of {free_text}"
     return micro_batch_size, f"micro-batch {micro_batch_size}, {forecast_text}"
@@ -56,8 +57,8 @@ def largest_micro_batch(
     """Return the largest micro-batch that fits, in sequences, and the forecast of its memory in
     bytes. If not even one sequence fits, return 0 and the bytes of one sequence.
 
-    A micro-batch fits if its forecast is at most USABLE of the free memory. Its size divides the
-    sequences of a process in a step.
+    A micro-batch fits if its forecast is at most USABLE_SHARE of the free memory. Its size divides
+    the sequences of a process in a step.
     """
     # With micro-batches of one sequence, the micro-steps of a process count its sequences.
     num_sequences = hardware.count_micro_steps(replace(options, micro_batch_size=1))
@@ -67,7 +68,7 @@ def largest_micro_batch(
             trial = replace(options, micro_batch_size=micro_batch_size)
             # forecast_memory returns the bytes of a process by use
             needed_bytes = sum(forecast_memory(trial, recipe, model_config, hardware).values())
-            if needed_bytes <= USABLE * hardware.free_bytes:
+            if needed_bytes <= USABLE_SHARE * hardware.free_bytes:
                 return micro_batch_size, needed_bytes
     return 0, needed_bytes  # of the last trial, one sequence
 

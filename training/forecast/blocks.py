@@ -74,7 +74,7 @@ def measure_blocks(
     return [cost_by_kind[kind] for kind in kinds]
 
 
-class Reached(Exception):
+class ReachedFirstBlock(Exception):
     """A forward pass reached the first block; `args` has its arguments, and those with names."""
 
 
@@ -83,13 +83,13 @@ def first_inputs(model: GPT, num_sequences: int) -> tuple:
     pass of full contexts: a tuple, x (B, T, C) first, and a dict of those with names."""
 
     def stop(block: nn.Module, args: tuple, kwargs: dict) -> None:
-        raise Reached(args, kwargs)
+        raise ReachedFirstBlock(args, kwargs)
 
     idx = torch.zeros(num_sequences, model.config.block_size, dtype=torch.long, device="meta")
     with model.transformer.h[0].register_forward_pre_hook(stop, with_kwargs=True):
         try:
             model.transformer(idx)
-        except Reached as reached:
+        except ReachedFirstBlock as reached:
             return reached.args
     raise AssertionError("the model does not call its first block")
 

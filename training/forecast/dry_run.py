@@ -13,7 +13,7 @@ from recipes import Recipe
 from training.evaluator import Evaluator
 from training.forecast.advice import advise, choose_micro_batch
 from training.forecast.loss import describe_loss
-from training.forecast.memory import USABLE, Hardware, forecast_memory
+from training.forecast.memory import USABLE_SHARE, Hardware, forecast_memory
 from training.forecast.step_time import ASSUMED_UTILIZATION, StepForecast, forecast_step, step_flops
 from training.minutes import plan_for_minutes
 from training.run import check_space, refuse_overwriting
@@ -72,7 +72,7 @@ def print_forecast(
     print(f"{model.num_parameters():,} parameters; {steps_text} on {device_name}, {hardware.dtype}")
 
     bytes_by_use = forecast_memory(options, recipe, model_config, hardware)  # of one process
-    fits = sum(bytes_by_use.values()) <= USABLE * hardware.free_bytes  # 90 % of it
+    fits = sum(bytes_by_use.values()) <= USABLE_SHARE * hardware.free_bytes  # 90 % of it
     print_memory(bytes_by_use, fits, hardware)
 
     # communication, and advice; the forecast is None if the speed of the device is not known
@@ -187,12 +187,13 @@ def print_memory(bytes_by_use: dict[str, int], fits: bool, hardware: Hardware) -
     print("peak memory of one process in GB, without Python, CUDA's context and dropout's masks:")
     for name, num_bytes in bytes_by_use.items():
         print(f"  {num_bytes / 1e9:8.2f}  {name}")
-    needed = sum(bytes_by_use.values())
+    needed_bytes = sum(bytes_by_use.values())
     fits_text = "fits" if fits else "does not fit"
-    # only USABLE of the free memory, because the forecast is not exact
+    # only USABLE_SHARE of the free memory, because the forecast is not exact
+    usable_bytes = USABLE_SHARE * hardware.free_bytes
     print(
-        f"  {needed / 1e9:8.2f}  in all: {fits_text} {USABLE * hardware.free_bytes / 1e9:.2f} GB, "
-        f"{USABLE:.0%} of {hardware.free_bytes / 1e9:.2f} GB free"
+        f"  {needed_bytes / 1e9:8.2f}  in all: {fits_text} {usable_bytes / 1e9:.2f} GB, "
+        f"{USABLE_SHARE:.0%} of {hardware.free_bytes / 1e9:.2f} GB free"
     )
 
 

@@ -30,7 +30,7 @@ from utils.throughput import GPU, gpu_of, plan_gpus
 
 FLOAT32_BYTES = 4
 # Fraction of the free memory that the forecast of a run may fill, because it is not exact.
-USABLE = 0.9
+USABLE_SHARE = 0.9
 
 
 @dataclass(frozen=True)
@@ -143,9 +143,7 @@ def sequence_bytes(
     return sum(block.activation_bytes for block in kept), recomputed_bytes
 
 
-def head_memory(
-    model_config: GPTConfig, num_tokens: int, hardware: Hardware, compiled: bool
-) -> int:
+def head_bytes(model_config: GPTConfig, num_tokens: int, hardware: Hardware, compiled: bool) -> int:
     """Return the bytes that the head and the loss (model/chunked_loss.py) hold at their peak, for a
     micro-batch of `num_tokens` tokens. The output of the final norm is included."""
     itemsize = hardware.dtype.itemsize  # bytes of a number in matmuls
@@ -192,9 +190,7 @@ def sums_unsharded_gradients(options: ResolvedTrainOptions, hardware: Hardware) 
     return options.sharding == "zero1" and hardware.count_micro_steps(options) > 1
 
 
-def copies_memory(
-    options: ResolvedTrainOptions, model_config: GPTConfig, hardware: Hardware
-) -> int:
+def copies_bytes(options: ResolvedTrainOptions, model_config: GPTConfig, hardware: Hardware) -> int:
     """Return the bytes of the copies of weights that matmuls read."""
     itemsize = hardware.dtype.itemsize  # bytes of a number in matmuls
     # of a process before sharding: of 124M 85.0M in the blocks' matrices, and 39.5M others
@@ -212,7 +208,7 @@ def copies_memory(
     return 0
 
 
-def gradient_memory(
+def gradient_bytes(
     options: ResolvedTrainOptions, model_config: GPTConfig, hardware: Hardware
 ) -> int:
     """Return the bytes of the gradients that a process keeps from micro-step to micro-step."""
@@ -228,13 +224,13 @@ def gradient_memory(
     return num_bytes // num_shards
 
 
-def backward_memory(
+def backward_bytes(
     options: ResolvedTrainOptions,
     model_config: GPTConfig,
     hardware: Hardware,
     recomputed_bytes: int,
 ) -> int:
-    """Return the bytes that the backward pass of a block holds beside those of gradient_memory:
+    """Return the bytes that the backward pass of a block holds beside those of gradient_bytes:
     three float32 gradients of the residual stream, the gradient of the head, which is kept until
     the embedding's backward pass, `recomputed_bytes` of activations for each sequence and, with
     FSDP2, gradients of one or two blocks that are not sharded yet."""
@@ -276,14 +272,14 @@ def forecast_memory(
     final_norm_bytes = FLOAT32_BYTES * model_config.n_embd * model_config.block_size  # its input
     bytes_by_use = {
         "weights": FLOAT32_BYTES * num_weights // num_shards,
-        "weights cast or gathered for compute": copies_memory(options, model_config, hardware),
-        "gradients": gradient_memory(options, model_config, hardware),
+        "weights cast or gathered for compute": copies_bytes(options, model_config, hardware),
+        "gradients": gradient_bytes(options, model_config, hardware),
         "optimizer": FLOAT32_BYTES * num_moments // num_shards,
         "activations": num_sequences * (block_bytes + final_norm_bytes),
         # The loss ends before the backward pass of the blocks, so only the larger of both counts.
         "head and logits, or one block's backward pass": max(
-            head_memory(model_config, num_tokens, hardware, options.use_torch_compile),
-            backward_memory(options, model_config, hardware, recomputed_bytes),
+            head_bytes(model_config, num_tokens, hardware, options.use_torch_compile),
+            backward_bytes(options, model_config, hardware, recomputed_bytes),
         ),
     }
     if hardware.device.type == "cpu":

@@ -41,7 +41,7 @@ from model.initial_weights import build_without_weights
 from model.proof import agrees, on_narrow_copy
 from model.rows import Rows
 from training.parallel.own_rows import fill_model
-from training.parallel.tensor_parallel import by_mesh, check_divides, parallelize
+from training.parallel.tensor_parallel import check_divides, group_by_mesh, parallelize
 from utils.distributed import Process
 from utils.errors import UserError
 
@@ -219,7 +219,7 @@ def clip_grad_norm(wrapped: nn.Module, max_norm: float) -> Tensor:
     Return the norm before scaling, the same on every process, as a tensor on the device, because
     reading it would make the host wait. Every process must call it."""
     # One list for each device mesh: a norm cannot mix DTensors of several meshes.
-    parameter_lists = by_mesh(wrapped.parameters())
+    parameter_lists = group_by_mesh(wrapped.parameters())
     norms: list[Tensor] = []
     for parameters in parameter_lists:
         norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])

@@ -75,11 +75,11 @@ def check_divides(model_config: GPTConfig, tensor_parallel: int) -> None:
     """Raise UserError unless `tensor_parallel` processes can share the blocks of a model, each with
     equally many whole heads and channels of the MLP."""
     # Query heads are a multiple of the key/value heads, so they divide, too.
-    if model_config.kv_heads % tensor_parallel or model_config.inner % tensor_parallel:
+    if model_config.num_kv_heads % tensor_parallel or model_config.inner % tensor_parallel:
         raise UserError(
             f"{tensor_parallel} processes cannot share each block: their number must divide the "
-            f"{model_config.kv_heads} key/value heads of the model and the {model_config.inner} "
-            "channels of its MLP"
+            f"{model_config.num_kv_heads} key/value heads of the model and the "
+            f"{model_config.inner} channels of its MLP"
         )
 
 
@@ -141,7 +141,7 @@ def mesh_of(x: Tensor) -> DeviceMesh | None:
     return x.device_mesh if isinstance(x, DTensor) else None
 
 
-def by_mesh(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+def group_by_mesh(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
     """Group tensors by device mesh, because PyTorch's operations on a list of DTensors fail if they
     are on several meshes. Plain tensors are one list."""
     tensors_by_mesh: dict[DeviceMesh | None, list[Tensor]] = defaultdict(list)

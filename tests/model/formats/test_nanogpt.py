@@ -17,7 +17,7 @@ import __main__
 from convert import ConvertOptions, main, to_nanogpt
 from data.open_model import open_model
 from data.tokenizer import load_tokenizer
-from model.config import SIZED, GPTConfig
+from model.config import NOT_IN_RECIPES, GPTConfig
 from model.formats.huggingface import load_pretrained
 from model.formats.nanogpt import load_nanogpt
 from model.gpt import GPT
@@ -51,7 +51,9 @@ def write(layout, model, path):
         __main__.GPTConfig = type("GPTConfig", (), {"__module__": "__main__"})
         checkpoint["config"] = __main__.GPTConfig()
         args = checkpoint.pop("model_args")
-        vars(checkpoint["config"]).update({name: args[name] for name in SIZED if name != "dropout"})
+        vars(checkpoint["config"]).update(
+            {name: args[name] for name in NOT_IN_RECIPES if name != "dropout"}
+        )
     torch.save(checkpoint, path)
 
 
