@@ -202,7 +202,7 @@ class UntilDamage(io.RawIOBase):
 def open_text(raw: UntilDamage, errors: str = SURROGATES) -> io.TextIOWrapper:
     """Open the content of a file as text; `errors` says what becomes of bad bytes."""
     # utf-8-sig drops a byte order mark at the beginning; newline="" keeps \r\n
-    return io.TextIOWrapper(io.BufferedReader(raw, 2**20), "utf-8-sig", errors, newline="")
+    return io.TextIOWrapper(io.BufferedReader(raw), "utf-8-sig", errors, newline="")
 
 
 def is_full_disk(error: Exception) -> bool:

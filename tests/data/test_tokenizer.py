@@ -322,6 +322,13 @@ def test_ids_above_16_bits_pass_from_shards_to_training_and_fine_tuning(tmp_path
     assert example.tokens.tolist() == [70_256, 70_097, 70_098, 70_256]
 
 
+@pytest.mark.parametrize("name", ["llama", "NFKC, lower case"])
+def test_the_mark_of_a_space_is_no_loss_in_a_text(tmp_path, name):
+    tokenizer = load_tokenizer(read_tokenizer_spec(trained(name, tmp_path)))
+    text = "e\u0301 \u2581x"  # e and an accent, which NFKC composes
+    assert tokenizer.lost_text(text, tokenizer.encode(text)) == ""
+
+
 DEFINITION = json.loads(to_backend(load_tokenizer("bytes")).to_str())
 MODEL, ADDED_TOKENS = DEFINITION["model"], DEFINITION["added_tokens"]
 VOCAB = MODEL["vocab"]
