@@ -96,9 +96,14 @@ def export_checkpoint(checkpoint_path: Path, out: Path) -> None:
 
     # options of the run that wrote the checkpoint, by flag: {"init_from": "gpt2", "method": "sft"}
     options = checkpoint["config"]
-    weights_from = Path(options["init_from"] or "random weights")  # a path, or a name on the hub
-    if weights_from.parent.name == "checkpoints":  # RUN/checkpoints/model_best.pt becomes RUN
-        weights_from = weights_from.resolve().parent.parent  # `resolve` gives "." a name
+    # a path, relative to the run's working_dir, or a name on the hub
+    init_from = options["init_from"] or "random weights"
+    weights_from = Path(checkpoint.get("working_dir", "")) / init_from
+    # RUN/checkpoints/model_best.pt, or RUN/checkpoints, becomes RUN
+    if weights_from.parent.name == "checkpoints":
+        weights_from = weights_from.parent
+    if weights_from.name == "checkpoints":
+        weights_from = weights_from.parent
     # CARD is the template of README.md. It also reads fields of `model_config`, and entries of
     # `checkpoint` such as "step".
     card = CARD.read_text(encoding="utf-8").format(

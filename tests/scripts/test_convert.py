@@ -76,8 +76,11 @@ def test_a_converted_checkpoint_is_no_run(shards, exported, tmp_path):
     assert "| trained by | convert.py, not recorded |" in card and "| began from | out |" in card
 
 
-@pytest.mark.parametrize("is_chat", [False, True])
-def test_the_example_of_a_model_card_runs(trained, tmp_path, is_chat):
+@pytest.mark.parametrize(
+    "is_chat, init_from",
+    [(False, None), (True, "/home/me/base/checkpoints/model_last.pt"), (True, "checkpoints")],
+)
+def test_the_example_of_a_model_card_runs(trained, tmp_path, is_chat, init_from):
     checkpoint = load_checkpoint(trained / "checkpoints" / "model_best.pt")
     checkpoint["corpus"] = "75 % of a, 25 % of c"
     lines = ["| trained by | train.py, gpt2 |", "| began from | random weights |"]
@@ -85,8 +88,8 @@ def test_the_example_of_a_model_card_runs(trained, tmp_path, is_chat):
     if is_chat:  # as finetune.py writes it
         checkpoint["corpus"] = None
         checkpoint["config"] |= {"method": "sft", "plain": False}
-        base = "/home/me/base/checkpoints/model_last.pt"
-        checkpoint["config"] |= {"init_from": base, "data": "/home/me/chat.jsonl"}
+        checkpoint["working_dir"] = "/home/me/base"
+        checkpoint["config"] |= {"init_from": init_from, "data": "/home/me/chat.jsonl"}
         lines = ["sft |", "| began from | base |", "| data | chat.jsonl |"]
         backend = to_backend(load_tokenizer("bytes"))  # with a BOS token
         backend.post_processor = processors.BertProcessing(("#", ord("#")), ("!", ord("!")))
