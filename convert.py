@@ -142,7 +142,7 @@ def to_nanogpt(model: GPT) -> dict:
     # transformers' GPT-2 computes the same as nanoGPT's with the GELU of the model
     refuse_another_architecture(model)
     # Drop the padding of the vocabulary: nanoGPT would sample these ids.
-    weights[EMBEDDING] = weights[EMBEDDING][: model_config.vocab_size]
+    weights[EMBEDDING] = weights[EMBEDDING][: model_config.vocab_size]  # (50257, C) of GPT-2
     weights[HEAD] = weights[EMBEDDING]  # tied: one tensor under both names
     # the fields of nanoGPT's GPTConfig: NOT_IN_RECIPES (block_size, n_layer, n_embd, ...) and bias
     model_args = {name: getattr(model_config, name) for name in (*NOT_IN_RECIPES, "bias")}
@@ -163,7 +163,8 @@ def import_model(model_name: str, out: Path) -> None:
         **asdict(Progress()),
         "best_loss": math.inf,  # no validation yet
     }
-    # ALONE is a single process, so `weights` has all rows: OwnRows by parameter name.
+    # ALONE is a single process, so `weights` has copies of all rows: by parameter name an OwnRows,
+    # the rows of a tensor and their indices.
     weights, optimizer_state = copy_state(model, {}, ALONE)  # {}: no optimizer state
     save_checkpoint(out, weights, optimizer_state, entries)
 

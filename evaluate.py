@@ -110,7 +110,7 @@ def default_tasks(options: EvalOptions, checkpoint_path: Path | None) -> tuple[s
 def training_folders(checkpoint: Checkpoint) -> tuple[Path, ...]:
     """Return the folders of training shards of a checkpoint, (Path("data/edu_fineweb10B"),); () if
     finetune.py, convert.py or another project made the model."""
-    return tuple(map(Path, checkpoint.get("config", {}).get("data_dir", ())))
+    return tuple(map(Path, checkpoint.get("config", {}).get("data_dir", ())))  # config: options
 
 
 def check(options: EvalOptions) -> dict[str, Path]:
@@ -271,7 +271,7 @@ def main(options: EvalOptions) -> None:
         bar.set_description(task_name)
         try:
             path = path_by_benchmark.get(task_name)  # None: val, a path, or a download
-            score = open_task(task_name, path, options, scorer, tokenizer)
+            score = open_task(task_name, path, options, scorer, tokenizer)  # called below
         # on every process, such as a failed download or a missing file: all go on
         except (UserError, OSError) as error:
             if len(options.tasks) == 1:
@@ -289,7 +289,7 @@ def main(options: EvalOptions) -> None:
             bar.clear()  # otherwise the table would begin in the line of the bar
             # with OpenAI's values of "gpt2-xl", say; before writing, because the disk may be full
             print(format_table(task_results, openai_model_type(model.config)), flush=True)
-            # --out gets all tasks so far; without --out each task has its own file
+            # --out gets all tasks so far, else each task has a file, such as model_best_val.json
             out = options.out or Path(f"{stem}_{Path(task_name).stem}.json")
             results_to_write = results if options.out else task_results
             content = {**header, "results": [asdict(result) for result in results_to_write]}

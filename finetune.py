@@ -76,8 +76,7 @@ def main() -> None:
     initial = open_initial(device_options, checkpoint, process)  # an InitialModel
     assert initial is not None  # --init_from is required
     weights_checksum = init_checksum(device_options, checkpoint, initial, process)  # of --init_from
-    # model on "meta"; weights: {"transformer.wte.weight": Rows (50304, 768), ...}, mapped from
-    # a checkpoint, or whole in memory (InitialModel.weights)
+    # model on "meta"; weights: {"transformer.wte.weight": Rows (50304, 768), ...}, read row by row
     model, weights = build_model(device_options, initial)
     # The numbers of data rows and of parameters set the defaults of --batch_size, --max_steps and
     # --max_lr.
@@ -86,9 +85,10 @@ def main() -> None:
     num_parameters = model.num_parameters()
     # UserError if a step does not divide into micro-batches of all processes
     options = resolve_options(device_options, num_rows, num_parameters, process.data_parallel)
+    # {"tokenizer": "gpt2", "data_order": {...}, ...}, which all checkpoints of the run repeat
     entries = checkpoint_entries(options, derived, initial.tokenizer_spec, weights_checksum)
-    run = Run.start(options, checkpoint, process, entries)  # locks the folders of the run
-    progress = run.progress  # step, tokens, ...
+    run = Run.start(options, checkpoint, process, entries)  # locks folders, compares processes
+    progress = run.progress  # step, tokens, ... of `checkpoint`, or 0; advanced in the loop below
 
     method = open_method(run, model, weights, checkpoint)  # a Method; encodes all rows
     # Fills the weights into `model`, on the device. Recipe() trains all of them with AdamW, even if
@@ -151,7 +151,7 @@ def main() -> None:
 def evaluate(run: Run[ResolvedFinetuneOptions], method: Method, model: GPT, saver: Saver) -> None:
     """Log the metrics of the held-out rows, and save the model if its loss on them is the lowest so
     far. Every process must call it."""
-    # compiled, each batch shape would need its own graph for evaluation
+    # Blocks and model.loss run uncompiled: each batch shape would need a graph for evaluation.
     with uncompiled(run.options.use_torch_compile, model.loss):
         metrics = method.evaluate(model)  # {"loss": 0.29, ...}; of grpo {"reward": 0.4}
     # grpo has a mean reward and no loss, and keeps no best model
@@ -223,18 +223,18 @@ def train_step(
     # scalars, what this process adds to each mean of the step: {"loss": 0.29, "accuracy": 0.06}
     addends: dict[str, Tensor] = {}
     num_local_tokens = 0  # of this process in this step
-    for batch in prepared.batches:
+    for batch in prepared.batches:  # Batch objects: idx, targets (B, T), ...
         is_last = batch is prepared.batches[-1]
         # --sharding none and zero1 reduce gradients after the last micro-batch, others after each
         with sync_gradients(wrapped, options.sharding, is_last=is_last):
             # A forward pass casts each weight once, so cached casts would only take memory.
             with process.autocast(keep_weights=False):
-                sums = method.metric_sums(wrapped, batch)  # "loss", ... summed over the batch
-            # The divisor counts the targets, pairs or completions of the step on all processes. The
-            # sum of `loss` over micro-batches and processes is therefore the mean over the step.
+                sums = method.metric_sums(wrapped, batch)  # {"loss": Tensor (), ...}
+            # The divisor counts the targets (sft), pairs or completions (grpo) of the step on all
+            # processes. So the sum of `loss` over micro-batches and processes is the step's mean.
             loss = sums["loss"] / prepared.divisor
             # DDP and FSDP2 average gradients over processes, but this mean needs their sum: times
-            # data_parallel. In float16 `scale` applies the loss scale, which unscale_ removes.
+            # data_parallel. In float16 the GradScaler scales the loss; unscale_ removes the scale.
             run.scaler.scale(loss * process.data_parallel).backward()
         for name, value in sums.items():
             addend = value.detach() / prepared.divisor
@@ -318,7 +318,7 @@ def build_model(options: FinetuneOptions, initial: InitialModel) -> tuple[GPT, d
         weights.pop("lm_head.weight", None)
         model_config = replace(model_config, tied=True)  # RewardModel needs it
     model = build_without_weights(model_class, model_config)  # on the device "meta"
-    # in place: choose activation checkpointing, and mark the blocks for torch.compile
+    # in place: activation checkpointing ("none", "cheap" or "block") and torch.compile
     execute(model, Execution(options.activation_checkpointing, options.use_torch_compile))
     return model, weights
 
@@ -346,7 +346,7 @@ def checkpoint_entries(
     return {
         "script": "finetune.py",
         "command": sys.argv,
-        "derived": derived,  # a resumed run derives these options again
+        "derived": derived,  # ["max_lr", ...], options that a resumed run derives again
         "tokenizer": tokenizer_spec,
         "init_checksum": weights_checksum,
         "data_order": data_order,
@@ -374,7 +374,8 @@ def open_method(
     # In a vocabulary of characters end of text is a line break, which answers have, too.
     if not options.plain and not tokenizer.end_ids:
         raise UserError("a vocabulary of characters has no token that ends an answer: give --plain")
-    # with chat turns unless --plain; cuts texts longer than block_size tokens
+    # Encodes texts of rows as an Example (token ids, loss mask) or a Question (grpo), as chats
+    # unless --plain. Cuts an Example to its first block_size tokens.
     encoder = TextEncoder(tokenizer, chat=not options.plain, block_size=block_size)
 
     # the reference model of dpo and grpo: a frozen copy of the model of --init_from
@@ -391,7 +392,7 @@ def open_method(
         fill_model(reference, weights, process.device)
         reference.eval().requires_grad_(False)
 
-    reward_function = None
+    reward_function = None  # grpo: takes completions, returns their rewards
     if options.method == "grpo":
         assert options.reward is not None  # FinetuneOptions requires --reward for grpo
         reward_function = load_reward_function(options.reward, encoder, process)

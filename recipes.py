@@ -43,7 +43,7 @@ def rate_and_batch(n_embd: int) -> tuple[float, int]:
     of RATE_AND_BATCH. Between two of its widths they are a power of the width, outside of them
     those of the nearest width; then tokens are rounded to a power of two."""
     if n_embd in RATE_AND_BATCH:
-        return RATE_AND_BATCH[n_embd]
+        return RATE_AND_BATCH[n_embd]  # (6e-4, 524_288) for 768
     log_widths = np.log(list(RATE_AND_BATCH))  # rising, as np.interp needs
     logs = np.log(list(RATE_AND_BATCH.values())).T  # (2, widths): learning rates, tokens
     log_rate, log_batch = (np.interp(math.log(n_embd), log_widths, row) for row in logs)
@@ -55,7 +55,7 @@ def rate_and_batch(n_embd: int) -> tuple[float, int]:
 class Recipe:
     """A way to build and train a model: architecture, optimizer, learning rates, schedule."""
 
-    model: dict = field(default_factory=dict)
+    model: dict[str, Any] = field(default_factory=dict)
     """Fields of GPTConfig by name; those that are left out have GPT-2's values. Without n_inner,
     mlp_ratio gives it."""
     mlp_ratio: NonNegative = 4.0
@@ -85,7 +85,7 @@ class Recipe:
     def __post_init__(self) -> None:
         check_ranges(self)  # raises UserError for a value out of its field's range
 
-    def model_fields(self, n_embd: int) -> dict:
+    def model_fields(self, n_embd: int) -> dict[str, Any]:
         """Return the fields of GPTConfig that the recipe sets, by name, for a model of n_embd
         channels. The caller adds the fields of NOT_IN_RECIPES."""
         # GPTConfig's default width is 4 x n_embd. Other widths are rounded up to a multiple of 64,
@@ -132,7 +132,7 @@ def parse_recipe(text: str) -> Recipe:
     # NOT_IN_RECIPES: the fields of GPTConfig that options or the tokenizer set, such as n_layer
     model_defaults = {f.name: f.default for f in fields(GPTConfig) if f.name not in NOT_IN_RECIPES}
     defaults: dict[str, Any] = recipe_defaults | model_defaults
-    defaults["max_lr"], _ = rate_and_batch(GPTConfig.n_embd)  # the number behind its default None
+    defaults["max_lr"], _ = rate_and_batch(GPTConfig.n_embd)  # 6e-4, behind its default None
     for change in changes:
         field_name, _, value_text = change.strip().partition("=")  # "qk_norm", "=", "False"
         try:

@@ -103,7 +103,7 @@ class Writer:
             if all(has_ended):
                 break
         print_now(f"{self.decode(completions[0], num_shown)}\n")  # what is not printed yet
-        for completion in completions[1:]:
+        for completion in completions[1:]:  # heading: the prompt; "" with --chat
             print_now(f"\n{'-' * 80}\n{heading}{self.decode(completion)}\n")
         return self.decode(completions[0])
 
@@ -211,6 +211,8 @@ def load(model_name: str | Path, device: str = "auto", dtype: str = "auto") -> L
     torch_dtype = pick_dtype(dtype, torch_device)
     # bfloat16 matmuls need only the bfloat16 half of each weight: read half of the bytes.
     is_float32 = torch_dtype is not torch.bfloat16
+    # The spec of GPT-2's tokenizer is "gpt2". `checkpoint` is the content of the file, {} for a
+    # model of another project.
     model, tokenizer_spec, checkpoint = open_model(model_name, float32=is_float32)
     # Converts the weights in place to the layout or dtype that generates single tokens fastest.
     prepare_for_inference(model.to(torch_device), torch_device, torch_dtype)

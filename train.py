@@ -62,30 +62,30 @@ def main() -> None:
     process = start_process(options)  # from here on a signal ends the loop, which saves
     options = compile_if_all_can(options, process)  # off without a working compiler
     if options.minutes is not None and checkpoint is None:  # a resumed run keeps its options
-        options, derived = choose_for_minutes(options, recipe, process)  # times steps of models
+        options, derived = choose_for_minutes(options, recipe, process)  # sets size, batch, steps
 
-    # data: shards cut into sequences, in an order that is a pure function of the seed
+    # A Mixture is one split of all corpora of data_dir, Paths such as data/a:0.7, as sequences.
     train_data = Mixture(options.data_dir, "train", options.block_size)
     val_data = Mixture(options.data_dir, "val", options.block_size)
 
-    # The model is new, pre-trained or resumed. It has no memory until run.distribute fills in its
-    # weights row by row, from a file or from random numbers of the seed (model/rows.py).
+    # `model` has no memory until run.distribute fills in `weights`, Rows that it reads row by row.
     initial = open_initial(options, checkpoint, process)  # InitialModel; None: random weights
     note_recipe(options, recipe, initial, process)  # prints if the weights had another recipe
     model, weights = build_model(options, recipe, train_data.stream, initial)
     if initial is not None:
-        train_data.stream.tokenizer_spec = initial.tokenizer_spec  # may add a chat template
+        train_data.stream.tokenizer_spec = initial.tokenizer_spec  # saved; may add a chat template
     options = resolve_on_device(options, recipe, model.config, process)  # dtype, micro_batch_size
     weights_checksum = init_checksum(options, checkpoint, initial, process)  # of --init_from
+    # {"recipe": {...}, "tokenizer": "gpt2", ...}, which all checkpoints of the run repeat
     entries = checkpoint_entries(options, derived, recipe, train_data, val_data, weights_checksum)
-    run = Run.start(options, checkpoint, process, entries)  # locks the run's folders
-    progress = run.progress  # a Progress: step, tokens, ...; advanced in the loop below
+    run = Run.start(options, checkpoint, process, entries)  # locks folders, compares processes
+    progress = run.progress  # step, tokens, ... of `checkpoint`, or 0; advanced in the loop below
     # `wrapped` trains the weights of `model` and averages gradients over processes (DDP, FSDP2)
     wrapped, optimizers = run.distribute(model, weights, recipe, checkpoint)
-    run.options = options = halve_until_it_fits(run, wrapped)  # on GPUs, if no flag sets the size
+    run.options = options = halve_until_it_fits(run, wrapped)  # an automatic micro-batch, on GPUs
     del initial, weights, checkpoint  # closes the file that their tensors are mapped from
 
-    batches = open_batches(run, train_data)  # TrainBatches, without end
+    batches = open_batches(run, train_data)  # TrainBatches, endless, in an order of the seed
     micro_steps = options.micro_steps(process.data_parallel)  # of each step
     evaluator = Evaluator(options, model, val_data, process)  # validation, benchmarks, samples
     timer = StepTimer(model.flops_per_token(), process)  # for tokens/s and MFU
@@ -104,7 +104,7 @@ def main() -> None:
                     run.logger.log_evaluation("val", metrics, step)
                     saver.save_if_best(metrics["loss"])
                 for benchmark, metrics in evaluator.due_benchmarks(step):
-                    run.logger.log_evaluation(benchmark, metrics, step)
+                    run.logger.log_evaluation(benchmark, metrics, step)  # {"n": 500, "acc": 0.3}
                 text = evaluator.sample(step)  # None if no sample is due
                 if text is not None:
                     run.logger.log_sample(text, step)
@@ -174,7 +174,7 @@ def train_step(
                 # the gradients of these parts add up to the gradient of the mean loss
                 loss = wrapped(idx, targets) / micro_steps
             num_targets += targets.numel()
-            run.scaler.scale(loss).backward()  # scales in float16 only
+            run.scaler.scale(loss).backward()  # a GradScaler, which scales in float16 only
         own_loss += loss.detach()  # stays on the device, so the CPU does not wait for it
 
     # float16: undo the loss scale in the gradients before they are clipped.
@@ -209,7 +209,7 @@ def train_step(
         skip_reason,
         got_signal=share_of_signals > 0,
         num_tokens=num_tokens,
-        positions=range(first_position, batches.position),
+        positions=range(first_position, batches.position),  # in the data order, of all processes
     )
 
 
@@ -219,10 +219,10 @@ def build_model(
     """Return the model of the run, still without memory, and its first weights by name: the
     weights of `initial`, or random ones from the seed. Raises UserError if `initial` has another
     architecture or tokenizer than the run."""
-    model_config = agreed_model_config(options, recipe, stream, initial)
+    model_config = agreed_model_config(options, recipe, stream, initial)  # a GPTConfig
     # a model on "meta", and Rows by name, whose random numbers are drawn when rows are read
     model, weights = new_model(GPT, model_config, options.seed)
-    # activation checkpointing and torch.compile, applied to the blocks in place
+    # in place: activation checkpointing ("none", "cheap" or "block") and torch.compile
     execute(model, Execution(options.activation_checkpointing, options.use_torch_compile))
     return model, initial.weights if initial is not None else weights
 
@@ -255,7 +255,7 @@ def checkpoint_entries(
     return {
         "script": "train.py",
         "command": sys.argv,
-        "derived": derived,  # a resumed run derives these options again
+        "derived": derived,  # ["max_lr", ...], options that a resumed run derives again
         "recipe": asdict(recipe),
         "tokenizer": train_data.stream.tokenizer_spec,  # its spec, see data/tokenizer.py
         "corpus": train_data.title,  # "FineWeb-Edu", or "75 % of a, 25 % of b"

@@ -31,8 +31,9 @@ UNICODE_PIECES = (
 
 
 def byte_level(model: models.BPE, split: str = "gpt2") -> tokenizers.Tokenizer:
-    """Return a byte-level BPE tokenizer. `split` is "gpt2" or "unicode", the expression that cuts a
-    text into pieces; no token crosses the border of two pieces."""
+    """Return a byte-level BPE tokenizer with the tokens and merges of `model`; models.BPE() has
+    none, until the caller trains the tokenizer. `split` is "gpt2" or "unicode", the expression that
+    cuts a text into pieces; no token crosses the border of two pieces."""
     backend = tokenizers.Tokenizer(model)
     # `to_bytes` writes the bytes of a text as characters, "Ġthe" for " the". With use_regex it
     # first cuts the text by GPT-2's expression. add_prefix_space would put a space before a text.
@@ -53,14 +54,15 @@ def to_backend(tokenizer: Tokenizer) -> tokenizers.Tokenizer:
     for token_id in range(tokenizer.eot):  # end of text is the last id
         token_bytes = tokenizer.decode_bytes([token_id])  # b" the" of id 262
         vocab["".join(characters[byte] for byte in token_bytes)] = token_id
-    # [("Ġ", "t"), ("Ġ", "a"), ...]: pairs of tokens in order of priority; byte tokens have none
+    # [("Ġ", "t"), ("Ġ", "a"), ...]: pairs of tokens in order of priority
     merges: list[tuple[str, str]] = []
     if tokenizer.name == "gpt2":
         # tiktoken's encoding lacks the pairs, but its cache has OpenAI's file of merges: a line
         # with the version, then one pair a line. `ask` limits the time of a download.
         lines = ask(GPT2_MERGES, lambda: read_file_cached(GPT2_MERGES)).decode().splitlines()
         merges = [(left, right) for left, right in map(str.split, lines[1:])]  # of "Ġ t"
-    # the library's BPE, which first splits by GPT-2's expression and writes bytes as characters
+    # A tokenizers.Tokenizer, which first splits by GPT-2's expression and writes bytes as
+    # characters. Without merges, as for the tokenizer bytes, each byte is a token.
     backend = byte_level(models.BPE(vocab, merges))
     backend.add_special_tokens([END_OF_TEXT])  # gets the next id, which is tokenizer.eot
     return backend
@@ -85,7 +87,7 @@ def save_tokenizer(
         tokenizer_json = to_backend(tokenizer).to_str()  # it has no file
         # a named tokenizer, gpt2 or bytes, has one token for all of these roles
         special_tokens = dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_TEXT)
-    # a PreTrainedTokenizerFast of transformers
+    # a PreTrainedTokenizerFast of transformers, which warns of texts above `block_size` tokens
     tokenizer_hf = to_transformers(tokenizer_json, special_tokens, chat_template, block_size)
     # save_jinja_files=False writes the chat template into tokenizer_config.json, because older
     # versions of transformers do not read a separate file.

@@ -164,7 +164,8 @@ def split_text(tokenizer: Tokenizer, text: str | LongText) -> Iterator[str]:
     """
     chunk: list[str] = []  # pieces of the next chunk
     for piece in pieces_of(text, CHUNK):
-        # the last piece, and so the only one of a short text, needs no cut
+        # Index in the piece where it can be cut, or None. The last piece, and so the only one of a
+        # short text, needs no cut.
         end = find_cut(tokenizer, piece) if len(piece) == CHUNK else None
         if end is None:
             chunk.append(piece)
@@ -249,8 +250,8 @@ def read_documents(
             pending.append((workers.submit(tokenize_batch, row_batch, point), num_bytes))
             pending_bytes += num_bytes
             point = ResumePoint()  # the shards hold nothing of later batches
-            # Three batches per thread keep all threads busy, and memory small. Long texts are on
-            # disk, and so are their tokens.
+            # Three batches per thread keep all threads busy. PENDING_BYTES (128 MiB of text per
+            # thread) limits memory, and the disk, where long texts and their tokens are.
             while len(pending) > 3 * options.num_workers or (
                 len(pending) > 1 and pending_bytes > options.num_workers * PENDING_BYTES
             ):
@@ -320,7 +321,7 @@ def continue_sharding(options: ShardOptions, folder: Path) -> tuple[Manifest, in
     tokenizer = load_tokenizer(tokenizer_spec)
     # the tokens depend on these: Sharder refuses a folder with shards of other settings
     settings = Settings(
-        tokenizer=tokenizer.name,
+        tokenizer=tokenizer.name,  # "gpt2", "bytes" or "tokenizer-8f3a01c2"
         vocab_size=tokenizer.vocab_size,
         eot=tokenizer.eot,
         shard_size=options.shard_size,
@@ -337,7 +338,7 @@ def continue_sharding(options: ShardOptions, folder: Path) -> tuple[Manifest, in
         sizes=list(bytes_by_file.values()),
     )
     if isinstance(tokenizer, FileTokenizer):
-        settings.end_of_text = tokenizer.end_of_text  # read by find_tokenizer_spec
+        settings.end_of_text = tokenizer.end_of_text  # "</s>"; read by find_tokenizer_spec
     source = Source(settings, folder)  # keeps long texts in the folder
     # Two processes would overwrite each other's shards. The lock is a file descriptor. Raises
     # UserError if another process holds the lock.

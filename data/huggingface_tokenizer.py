@@ -119,7 +119,7 @@ def to_transformers(
         arguments["add_prefix_space"] = True  # else transformers 4 switches it off
     return PreTrainedTokenizerFast(
         tokenizer_object=Backend.from_str(tokenizer_json),
-        chat_template=chat_template,
+        chat_template=chat_template,  # Jinja, or several by name, or None
         model_max_length=block_size,  # in tokens
         model_input_names=MODEL_INPUTS,
         **arguments,

@@ -63,7 +63,8 @@ def permute(positions: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
     digest = hashlib.blake2b(f"{seed} {epoch}".encode(), digest_size=8 * FEISTEL_ROUNDS).digest()
     round_keys = np.frombuffer(digest, "<u8")  # (6,)
 
-    # uint64: a product wraps around, and a shift to the right fills with zeros
+    # Positions in the epoch become sequence ids. uint64: a product wraps around, and a shift to the
+    # right fills with zeros.
     sequence_ids = positions.astype(np.uint64)  # permuted in place, until all lie in [0, n)
     unfinished = np.ones(sequence_ids.shape, bool)  # not yet permuted, or permuted to n or above
     while unfinished.any():
@@ -229,7 +230,7 @@ class Mixture:
     folders that cannot be read together."""
 
     def __init__(self, data_dir: Sequence[Path | str], split: str, block_size: int) -> None:
-        corpora = parse_corpora(data_dir)
+        corpora = parse_corpora(data_dir)  # [Corpus([Path("data/a")], Fraction(3, 4)), ...]
         self.corpus_weights = [float(corpus.weight) for corpus in corpora]
         """Share of each corpus in the positions; the shares add up to 1."""
         self.corpus_sequences: list[Sequences] = []
@@ -269,9 +270,9 @@ class Mixture:
         num_periods, places = np.divmod(np.asarray(positions), self.period)  # (N,) each
         sequence_ids = np.empty_like(places)
         for i, sequences in enumerate(self.corpus_sequences):
-            in_corpus = self.corpus_of_place[places] == i  # (N,) bool
+            in_corpus = self.corpus_of_place[places] == i  # (N,) bool; corpus_of_place is (period,)
             # A position in the order of this corpus is its turn in this period, plus
-            # `places_per_period[i]` for each earlier period.
+            # `places_per_period[i]`, such as 3 of [3, 1], for each earlier period.
             turns = self.turn_of_place[places[in_corpus]]  # (k,), if k of the places are its own
             corpus_positions = num_periods[in_corpus] * self.places_per_period[i] + turns
             # each corpus is shuffled separately, with ids from 0
@@ -350,9 +351,10 @@ class Slicing:
 def train_batches(
     data: Mixture, slicing: Slicing, seed: int, position: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield this process's micro-batches, inputs and targets (B, T), from a position in the data
-    order on, without end. Together the processes read consecutive positions, so that runs with any
-    number of processes and any micro-batch read the same sequences in a step."""
+    """Yield this process's micro-batches of `data`, one split of all corpora: inputs and targets
+    (B, T), from a position in the data order on, without end. Together the processes read
+    consecutive positions, so that runs with any number of processes and any micro-batch read the
+    same sequences in a step."""
     while True:
         sequence_ids = data.sequence_ids_at(slicing.local_positions(position), seed)  # (B,)
         yield data.make_batch(sequence_ids)
@@ -383,8 +385,8 @@ def prefetch(items: Iterator) -> Iterator:
     # one thread: `items` is a generator, which two threads may not advance at once
     worker = ThreadPoolExecutor(1, thread_name_prefix="prefetch")
     try:
-        # Futures in the order of the items. Four items bridge a slow read; more only take memory.
-        # `next` returns None after the last item.
+        # Futures in the order of the items, which are the micro-batches of train_batches. Four
+        # bridge a slow read; more only take memory. `next` returns None after the last item.
         pending: deque[Future] = deque(worker.submit(next, items, None) for _ in range(4))
         while True:
             item = pending.popleft().result()  # waits for the item, and raises its error

@@ -57,7 +57,7 @@ class ResumePoint:
 
     source: dict | None = None
     """SourcePosition (data/source.py) of the document's batch, as JSON; None: the source's
-    beginning."""
+    beginning. {"file": 2, "counts": {...}, "revision": null, "stream": null}"""
     documents: int = 0
     """Rows of the batch before the document, skipped rows included; see `first_row`."""
     tokens: int = 0
@@ -186,6 +186,7 @@ def read_manifest(folder: Path) -> Manifest | None:
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Replace the manifest of a folder atomically."""
     with atomic_write(folder / MANIFEST) as file:
-        # Write one entry a line. `indent` would take five times as long, and so would asdict, which
-        # copies all entries: it matters for many files, with a save for each full shard.
+        # `vars` makes a dict of the manifest, and of each dataclass in it. Write one entry a line.
+        # `indent` would take five times as long, and so would asdict, which copies all entries: it
+        # matters for many files, with a save for each full shard.
         file.write(json.dumps(manifest, default=vars, separators=(",\n", ": ")).encode())

@@ -54,7 +54,7 @@ def open_model(name: str | Path, *, float32: bool = False) -> tuple[GPT, str, Ch
     build-nanogpt or llm.c, the folder of a run, or a Hugging Face folder or name. From a checkpoint
     of this project, read only the bfloat16 half of the weights, or with `float32` all bits.
     """
-    path = find_checkpoint(name)
+    path = find_checkpoint(name)  # None for a model of another project
     if path is not None:
         model, checkpoint = load_model(path, float32=float32)  # bfloat16 or float32
         return model, checkpoint["tokenizer"], checkpoint

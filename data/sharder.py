@@ -90,7 +90,7 @@ class Document:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens in the shards."""
+        """Number of tokens in the shards, those of all ranges; start_ids may be in several."""
         return sum(map(len, self.ranges))
 
     def read(self, first: int, last: int) -> np.ndarray:
@@ -203,7 +203,7 @@ class ShardWriter:
         self.write_header()  # with the final number of tokens
         self.sync()
         self.file.close()
-        digest = sha256(self.temporary)
+        digest = sha256(self.temporary)  # of the content, in hexadecimal
         # rename after the sync, so that a file with the final name is never a partial shard
         replace_file(self.temporary, self.path)
         return ShardEntry(self.path.name, self.split, self.num_tokens, digest)
@@ -216,7 +216,7 @@ def describe_difference(folder: Path, manifest: Manifest | None, settings: Setti
         return "without a manifest" if shard_paths(folder) else None
     if not manifest.shards:
         return None
-    for setting, value in vars(settings).items():
+    for setting, value in vars(settings).items():  # "vocab_size", 50257
         # Manifest inherits the fields of Settings
         value_of_shards = getattr(manifest, setting)
         if value_of_shards != value:
@@ -247,8 +247,8 @@ class Sharder:
         self.max_shards = max_shards  # `is_full` reads it after each shard
         self.shard_size = settings.shard_size  # tokens
         self.min_val_tokens = min(MIN_VAL_TOKENS, max(1, self.shard_size // 4))
-        """`divide_last` holds out more if validation has fewer tokens. Below the size of a shard,
-        so that a run which continues after a full validation shard never finds too few."""
+        """1 to 1,025: `divide_last` holds out more if validation has fewer tokens. Never above the
+        size of a shard, so that a run after a full validation shard never finds too few."""
         # the smallest dtype for all ids: little-endian uint16 or uint32, as the headers say
         self.dtype = np.dtype("<u2" if settings.vocab_size <= 2**16 else "<u4")
         self.writers: dict[str, ShardWriter] = {}
@@ -384,8 +384,9 @@ class Sharder:
 
     def count_held_out(self, to_divide: list[Document], num_val: int, val_fraction: float) -> int:
         """Return how many tokens of `to_divide` to hold out for validation: a tenth of them, or
-        `val_fraction` of all tokens, or min_val_tokens, whichever is most, but at most half of
-        them. Return 0 if both splits have enough: undivided, validation has `num_val` tokens."""
+        `val_fraction` of all tokens, or min_val_tokens (1 to 1,025), whichever is most, but at most
+        half of them. Return 0 if both splits have enough: undivided, validation has `num_val`
+        tokens."""
         # False if hashes put every text of the source into validation
         has_train = to_divide[0].num_train > 0 or self.tokens_by_split["train"] > 0
         if num_val >= self.min_val_tokens and has_train:
@@ -403,7 +404,7 @@ class Sharder:
         # tokens [start, num_tokens) are not written yet
         start = document.num_written  # by an earlier run (ResumePoint.tokens); usually 0
         if start == 0:  # else an earlier run has counted the document
-            self.manifest.documents += document.num_texts
+            self.manifest.documents += document.num_texts  # 1, or those that divide_last joined
             for character, count in document.lost_counts.items():  # "\t", 12
                 self.manifest.lost_bytes += count * len(character.encode())
         while start < num_tokens:
@@ -449,7 +450,7 @@ class Sharder:
             open=open_by_split,
             checksums={split: writer.checksum for split, writer in self.writers.items()},
         )
-        # up to `position`: rows that are read but not yet written do not count
+        # FileCounts by file, up to `position`: rows that are read but not yet written do not count
         self.manifest.ledger = self.source.counts_at(position)
         skipped_by_reason: Counter[str] = Counter()  # rows
         for counts in self.manifest.ledger.values():

@@ -88,7 +88,7 @@ def inspect_bin(path: Path) -> Layout:
     """Return the layout of a .bin file; raise an error if its header is not llm.c's."""
     with open(path, "rb") as file:
         magic, version, num_tokens = BIN_HEADER.unpack(file.read(BIN_HEADER.size))
-    for dtype_name, magic_and_version in BIN_VERSIONS.items():
+    for dtype_name, magic_and_version in BIN_VERSIONS.items():  # "<u2", (20240520, 1)
         if magic_and_version == (magic, version):
             return Layout(BIN_HEADER.size, num_tokens, np.dtype(dtype_name))
     raise ValueError(
@@ -197,7 +197,7 @@ def open_folder(folder: Path, split: str) -> ShardFolder:
     shards: list[Shard] = []
     if manifest:
         # not shard_paths: while sharding goes on, some files are not in the manifest yet
-        for entry in manifest.shards:
+        for entry in manifest.shards:  # ShardEntry: "train_000000.npy", 100_000_000 tokens, ...
             if entry.split == split:
                 shards.append(Shard(folder / entry.file, entry.tokens, entry.sha256))
     else:  # made by another project
@@ -344,8 +344,8 @@ class TokenStream:
             num_bytes += manifest.text_bytes_by_split[self.split]
             sizes = [shard.num_tokens for shard in folder.shards]
             if self.split in manifest.state.open:
-                # The bytes count all tokens of the open shard. While sharding goes on, it may be
-                # listed with fewer, or not yet.
+                # `open` counts the tokens of the shard that is not full, by split. The bytes count
+                # all of them. While sharding goes on, `shards` may list fewer, or not the shard.
                 sizes = [size for size in sizes if size == manifest.shard_size]  # full shards
                 sizes.append(manifest.state.open[self.split])  # tokens of the open shard
             num_tokens += sum(sizes)

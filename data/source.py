@@ -109,7 +109,7 @@ def pieces_of(text: str | LongText, size: int) -> Iterator[str]:
         for start in range(0, len(text), size):
             yield text[start : start + size]
         return
-    text.file.seek(0)  # `append` and earlier reads moved the position
+    text.file.seek(0)  # in text mode; `append` and earlier reads moved the position
     yield from iter(partial(text.file.read, size), "")  # until read returns ""
 
 
@@ -144,7 +144,8 @@ class RowBatch(NamedTuple):
 
 def open_zstd(path: str | IO[bytes], mode: str = "rb") -> io.BufferedReader:
     """Open a zstd-compressed file for reading. pyarrow reads all of its frames (pzstd writes
-    several); many readers read only the first. UntilDamage and fsspec pass `mode` to any opener."""
+    several); many readers read only the first. UntilDamage passes a name, fsspec an open file, and
+    both pass `mode` to any opener."""
     from pyarrow import CompressedInputStream  # slow to import; few files need it
 
     return io.BufferedReader(CompressedInputStream(path, "zstd"))
@@ -176,9 +177,9 @@ class UntilDamage(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
-        """Fill a buffer with the next bytes; return their number, 0 at the end."""
+        """Fill a bytearray or memoryview with the next bytes; return their number, 0 at the end."""
         try:
-            # read 1 byte at a time once the damage is known, see below
+            # once the damage is known, read 1 byte at a time, to get all bytes before it
             content = self.file.read1(1 if self.error else len(buffer))  # b"" at the end
         except Exception as error:
             if not is_damage(error):
@@ -200,7 +201,8 @@ class UntilDamage(io.RawIOBase):
 
 
 def open_text(raw: UntilDamage, errors: str = SURROGATES) -> io.TextIOWrapper:
-    """Open the content of a file as text; `errors` says what becomes of bad bytes."""
+    """Open the content of a file as text. `errors` says what becomes of bad bytes, as in
+    bytes.decode: "surrogateescape" or "replace"."""
     # utf-8-sig drops a byte order mark at the beginning; newline="" keeps \r\n
     return io.TextIOWrapper(io.BufferedReader(raw), "utf-8-sig", errors, newline="")
 
@@ -274,7 +276,7 @@ def list_files(inputs: tuple[str, ...]) -> dict[str, int]:
     # e.g. "2 .jpg, 1 without a suffix"; "" if nothing is left out
     summary = ", ".join(f"{count:,} {suffix}" for suffix, count in num_left_out.most_common(8))
     if not bytes_by_file:
-        readable = ", ".join(chain.from_iterable(SUFFIXES_IN_FOLDERS))  # suffixes of all groups
+        readable = ", ".join(chain.from_iterable(SUFFIXES_IN_FOLDERS))  # ".parquet, .jsonl, ..."
         raise UserError(
             f"{' '.join(inputs)} holds none of {readable}, but {summary or 'nothing'}; "
             f"to read other files, name them one by one, such as {Path(inputs[0], '*')}"
@@ -431,7 +433,7 @@ def read_parquet(name: str, column: str) -> Iterator[object]:
     file = ParquetFile(name)
     columns = file.schema_arrow.names  # ["id", "text"]
     if column not in columns:
-        # without reading the rows: read_texts skips all of them for one reason
+        # {"id": None, ...} for each row, unread: read_texts skips all rows for one reason
         yield from repeat(dict.fromkeys(columns), file.metadata.num_rows)
         return
     for record_batch in file.iter_batches(ROWS_PER_BATCH, columns=[column]):
@@ -450,7 +452,7 @@ def without_column(column: str, names: Iterable[str]) -> Skipped:
 
 def as_text(value: object, errors: str = SURROGATES) -> Row:
     """Return the text of a row, or Skipped if the value that its reader gave is no usable text.
-    `errors` says what becomes of bad bytes, as in Source.decoding_errors."""
+    `errors` says what becomes of bad bytes: "surrogateescape" or "replace"."""
     if isinstance(value, bytes):  # a binary column of parquet, or a string with bad bytes
         value = value.decode("utf-8", errors)
     if isinstance(value, Skipped | LongText):
@@ -478,8 +480,8 @@ def describe_error(error: Exception) -> str:
 
 
 def make_row_batches(rows: Iterator[Row]) -> Iterator[list[Row]]:
-    """Yield up to ROWS_PER_BATCH consecutive rows at a time, no more once they have over
-    PIECE_CHARACTERS: a hundred long texts are too much for memory, and for a disk."""
+    """Yield up to ROWS_PER_BATCH (100) consecutive rows at a time, no more once they have over
+    PIECE_CHARACTERS (2**18): a hundred long texts are too much for memory, and for a disk."""
     batch: list[Row] = []
     num_characters = 0
     for row in rows:
@@ -507,7 +509,7 @@ def count_rows(counts: FileCounts, rows: list[Row]) -> None:
 
 def warn_if_suspect(name: str, counts: FileCounts) -> None:
     """Print a warning if a file has rows but no text, or if rows of it were skipped for a reason
-    that no sound file has."""
+    that no sound file has: any but "empty" and "without ..."."""
     lacks_text = counts.rows > 0 and counts.texts == 0  # an empty file has no rows
     if lacks_text or any(not reason.startswith(USUAL_REASONS) for reason in counts.skipped):
         advice = ""
@@ -515,7 +517,7 @@ def warn_if_suspect(name: str, counts: FileCounts) -> None:
             advice = encoding_advice(name, counts)  # "; it is utf-16: iconv -f ...", or ""
         print(
             f"warning: {name} gave {counts.texts:,} texts in {counts.rows:,} rows; skipped: "
-            f"{join_reasons(counts.skipped)}{advice}",
+            f"{join_reasons(counts.skipped)}{advice}",  # "2 empty, 1 not JSON"
             file=sys.stderr,
         )
 
@@ -632,7 +634,7 @@ class Source:
                     # in this order: a change while the file is read is noticed by the next run
                     counts.changed = time_of_change(name)  # nanoseconds
                     counts.sha256 = sha256(name)  # of the whole file, in hexadecimal
-                for batch_position, rows in read(name, position):
+                for batch_position, rows in read(name, position):  # read_batches or read_dataset
                     # asdict copies the counts of the rows before this batch; after that,
                     # count_rows adds the rows of this batch.
                     batch_position = replace(batch_position, file=index, counts=asdict(counts))
@@ -681,7 +683,7 @@ class Source:
         # One Skipped for all rows that lack the column. Its reason lists the columns of the first
         # such row: if rows differ in their columns, the ledger still gets one key.
         skipped_without_column: Skipped | None = None
-        column = self.settings.text_column
+        column = self.settings.text_column  # "text", or that of --text_column
         try:
             for row in self.read_rows(name):
                 value = row  # a text, a JSON value, or Skipped
@@ -723,6 +725,7 @@ class Source:
         if self.settings.separator is not None:
             numbered = number_pieces(pieces, self.settings.separator)
         else:
+            # note_marks yields the same pieces, and may print a note
             numbered = ((0, piece) for piece in self.note_marks(name, pieces))
         # pairs (index of the text, piece); number_pieces also yields pieces without characters
         non_empty = (pair for pair in numbered if pair[1])
@@ -807,9 +810,10 @@ class Source:
         next_columns = partial(ask, HUB, partial(next, columns_of_batches, None), DOWNLOAD_SECONDS)
         for columns in iter(next_columns, None):
             if column not in columns:  # fail now, not after hours without a text
-                reason = without_column(column, columns).reason
+                reason = without_column(column, columns).reason  # "without a column 'text', ..."
                 raise UserError(f"{name} is {reason}; name the column of its texts")
             batch_position = SourcePosition(revision=revision, stream=stream_state)
+            # a value that is no usable text becomes Skipped
             rows = [as_text(value, self.decoding_errors) for value in columns[column]]
             yield RowBatch(batch_position, rows)
             stream_state = stream.state_dict()  # where the next batch begins

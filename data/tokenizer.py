@@ -221,7 +221,8 @@ class FileTokenizer(Tokenizer):
 
     @cached_property  # made at its first use, because the import of transformers takes seconds
     def renderer(self) -> "PreTrainedTokenizerFast":
-        """The tokenizer as a class of transformers, which renders dialogs by the chat template."""
+        """The tokenizer as a class of transformers, which renders dialogs by the chat template.
+        The template names special tokens by the keys of template_tokens, {"bos_token": "<s>"}."""
         return to_transformers(self.tokenizer_json, self.template_tokens, self.chat_template)
 
     def render(
@@ -314,7 +315,7 @@ def make_backend(tokenizer_json: str) -> Backend:
     backend.no_padding()
     if isinstance(backend.model, BPE) and backend.model.dropout:
         note = "note: the tokenizer's dropout would give a text other ids each time: left out"
-        logging.getLogger("notes").warning(note)
+        logging.getLogger("notes").warning(note)  # to stderr, on the main process only
         backend.model.dropout = None
     backend.encode_special_tokens = True  # the library's name for "as text"
     return backend
@@ -403,7 +404,7 @@ def definition_checksum(content: dict) -> str:
     text. It names a tokenizer, `tokenizer-<checksum>`, and recognizes files that hold the tokenizer
     gpt2 or bytes (CHECKSUMS). Files of one tokenizer may differ in other parts."""
     added_tokens: dict[str, dict] = {}  # entries of the file by token
-    for entry in content["added_tokens"]:
+    for entry in content["added_tokens"]:  # {"id": 50256, "content": "<|endoftext|>", ...}
         # "normalized" has no effect without a normalizer
         is_normalized = entry["normalized"] and content["normalizer"] is not None
         added_tokens[entry["content"]] = entry | {"normalized": is_normalized}
@@ -495,13 +496,14 @@ def read_tokenizer_spec(path: Path, end_of_text: str | None = None) -> str:
     # any error becomes a UserError that names the file
     with reading(path, "a tokenizer that can be used"):
         if path.suffix == ".pkl":
-            backend = character_backend(path)
+            backend = character_backend(path)  # a tokenizers.Tokenizer
         else:
             backend = make_backend(path.read_text(encoding="utf-8"))
     # the file was read without an error: an error here says "is not", not "is damaged or not"
     with reading(path, "a tokenizer that can be used", "is not"):
         # ("<|endoftext|>", "</s>", ...), or the one token that the caller asks for
         candidates = usual_ends(backend) if end_of_text is None else (end_of_text,)
+        # ModelTokens(): no chat template, no end_ids; pretrained_tokenizer_spec reads a model's
         return make_spec(backend, find_end_of_text(path, backend, candidates), ModelTokens())
 
 
@@ -526,7 +528,7 @@ def pretrained_tokenizer_spec(folder: Path, declared_vocab_size: int) -> str:
     with reading(folder, "a folder with a tokenizer that can be used", "is not"):
         probe_ids = None  # ids of PROBE by the tokenizer.json itself; None without this file
         if path.is_file():
-            backend = make_backend(path.read_text(encoding="utf-8"))
+            backend = make_backend(path.read_text(encoding="utf-8"))  # a tokenizers.Tokenizer
             probe_ids = encode_with(backend, PROBE).tolist()
             # "gpt2" or "bytes" without the import of transformers, which takes seconds; else None
             known_name = CHECKSUMS.get(definition_checksum(definition_of(backend)))

@@ -80,10 +80,10 @@ def main(options: TokenizerOptions) -> None:
     )
     source = Source(settings, options.out.parent)  # keeps long texts in that folder
     # Share of the text to train on; above 1 if the files are smaller than --sample_mb. The sizes
-    # are sizes on disk, so that compressed files give more text.
+    # are sizes on disk, so that compressed files give more text. max: pipes have size 0.
     share = options.sample_mb * 1e6 / max(1, sum(bytes_by_file.values()))
     # an untrained tokenizer: no tokens and no merges, only the rule that cuts a text into pieces
-    backend = byte_level(models.BPE(), options.split)
+    backend = byte_level(models.BPE(), options.split)  # "unicode" or "gpt2"
     trainer = trainers.BpeTrainer(
         vocab_size=options.vocab_size - 1,  # end of text is added below
         # all 256 bytes, even if they do not occur in the text

@@ -152,7 +152,7 @@ class Lambada(Task):
         """Return the accuracy, or the perplexity per word: exp of the mean nats of a word. The
         standard error of a perplexity is the error of the mean times the derivative of exp;
         lm-evaluation-harness bootstraps it."""
-        mean_result = super().result(protocol, metric, example_scores)
+        mean_result = super().result(protocol, metric, example_scores)  # with its stderr
         if metric != "perplexity":
             return mean_result
         # per word, not per token, so that models with different tokenizers can be compared

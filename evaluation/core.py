@@ -89,7 +89,8 @@ class FewShotTask(Task):
         return rows[:limit]
 
     def prompts(self, row: dict) -> list[str]:
-        """Return question, delimiter and answer as one text, for each choice of a row."""
+        """Return question, delimiter and answer as one text, for each choice of a row: with the
+        delimiter " " ["2 + 2 is 3", "2 + 2 is 4"]."""
         # get_field raises ValueError if a field is missing or has another type
         if self.type == "multiple_choice":  # one question, several answers
             question = f"{get_field(row, 'query', str)}{self.delimiter}"
@@ -141,23 +142,23 @@ class FewShotTask(Task):
         start of all choices, for language_modeling the longest common start of question and prompt.
         For schema they are the longest common end of all choices.
         """
-        # ids at the start of each document of the shards: end of text, or BOS of a LLaMA
+        # what begins each document of the shards: [50256] of GPT-2, end of text, or a LLaMA's BOS
         start_ids = list(tokenizer.start_ids)
-        whole_ids: list[list[int]] = []  # for each choice start_ids, then examples and prompt
+        whole_ids: list[list[int]] = []  # for each choice start_ids, examples, question, answer
         for choice in item.choices:
             whole_ids.append(start_ids + tokenizer.encode(item.context + choice).tolist())
         shortest = min(len(ids) for ids in whole_ids)  # in tokens
         # counted_starts[i] is the index in whole_ids[i] of the first id that counts
         if self.type == "schema":
-            # a common prefix of the reversed ids is the common end of the prompts
+            # os.path's commonprefix takes lists; of reversed ids it is the common end of prompts
             num_counted = len(commonprefix([ids[::-1] for ids in whole_ids]))
             # split_ids needs a token to score and a token before it
             num_counted = min(max(num_counted, 1), shortest - 1)
             counted_starts = [len(ids) - num_counted for ids in whole_ids]
         else:
-            compared_ids = whole_ids  # ids whose common start does not count
+            compared_ids = whole_ids  # ids of each choice, whose common start does not count
             if self.type == "language_modeling":
-                # compare the prompt with the same prompt without its answer
+                # compare the prompt with item.context, the same prompt without its answer
                 compared_ids = [*whole_ids, start_ids + tokenizer.encode(item.context).tolist()]
             num_common = len(commonprefix(compared_ids))
             # If one choice is the beginning of another one, it has no token after the common start,
@@ -193,9 +194,10 @@ class FewShotTask(Task):
 
     def result(self, protocol: str, metric: str, example_scores: list[ExampleScore]) -> Result:
         """Return the accuracy, and in Result.centered the accuracy on the scale of CORE."""
-        # the table shows the number of shots in the column of the protocol
+        # mean of the scores; the table shows the number of shots in the column of the protocol
         mean = super().result(f"{self.num_shots}-shot", metric, example_scores)
-        # 0 for guessing, 1 if all items are right, negative for less than guessing
+        # 0 for guessing (the baseline: 0.25 for four choices), 1 if all items are right, negative
+        # for less than guessing
         centered = (mean.value - self.baseline) / (1 - self.baseline)
         return replace(mean, centered=centered)
 
@@ -237,6 +239,7 @@ class FewShotTasks(Benchmark):
             # raises UserError for an unknown type, a negative num_fewshot, a baseline not in [0, 1)
             check_ranges(task, f"{folder}/core.yaml, {label}: ")
             file = folder / "eval_data" / entry["dataset_uri"]
+            # shuffles, keeps `limit` rows, and raises UserError for a row that cannot be scored
             rows = task.read(file, limit, tokenizer, block_size)  # [{"query": "2+2 is", ...}, ...]
             # without an entry, by the number of choices; language_modeling, which has none, keeps 0
             if label not in baseline_by_label and task.type != "language_modeling":
@@ -260,7 +263,7 @@ class FewShotTasks(Benchmark):
         variance_sum = 0.0
         all_have_stderr = True  # False if a task has a single item, and so no standard error
         for task, rows in loaded_tasks:
-            # one protocol with one metric: one Result
+            # `score_items` runs the model. One protocol with one metric: one Result.
             [result], task_dump_rows = task.score(rows, score_items, protocols)
             results.append(result)
             dump_rows += task_dump_rows

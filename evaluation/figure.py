@@ -157,7 +157,7 @@ def draw(paths: list[Path], out: Path, model_type: str | None = None) -> None:
         color = f"C{i}"
         draw_main(panels[top_metric], run, top_metric, color)
         for name in bottom_metrics:
-            panels[name].plot(*curve(run, "train", name), lw=1, color=color)
+            panels[name].plot(*curve(run, "train", name), lw=1, color=color)  # over tokens
     # after all runs, because a fixed limit does not grow with later curves
     for name in bottom_metrics:
         panels[name].set_ylim(0, upper_limit(panels[name]))  # None: Matplotlib chooses the end
@@ -189,11 +189,11 @@ def draw_main(axes: Axes, run: LoggedRun, metric: str, color: str) -> None:
     """Draw the loss or reward of a run: training as a thin line, validation as a thick line with
     its best value in the legend."""
     split = "val"
-    best = min  # a reward takes `max` below
+    min_or_max = min  # a reward takes `max` below
     best_label = "lowest validation loss"
     if metric == "reward":
         split = "held_out"
-        best = max
+        min_or_max = max
         best_label = "highest held-out reward"
     # arrays (x, y) each; `training` is empty for bits_per_byte, which training steps do not log
     training = curve(run, "train", metric)
@@ -213,7 +213,7 @@ def draw_main(axes: Axes, run: LoggedRun, metric: str, color: str) -> None:
     if finite_metrics:
         # only this line gets the label below: the legend names each run once
         [line] = axes.plot(*validation, lw=1.8, marker="o", ms=3, color=color)
-        best_metrics = best(finite_metrics, key=lambda metrics: metrics[metric])
+        best_metrics = min_or_max(finite_metrics, key=lambda metrics: metrics[metric])
         label += f": {best_label} {best_metrics[metric]:.3f}, at step {best_metrics['step']:,}"
     line.set_label(label)
 
@@ -248,12 +248,13 @@ def draw_accuracies(axes: Axes, runs: list[LoggedRun], model_type: str | None) -
     """Draw the accuracies of benchmarks, with the published values of `model_type`, a size of
     OpenAI's GPT-2. Each benchmark has a color, each of its runs a marker."""
     for i, benchmark in enumerate(BENCHMARKS.values(), start=1):
-        color = f"C{i}"  # Matplotlib's colors; C0 belongs to the loss of the first run
         runs_with_scores = [run for run in runs if benchmark.name in run.log]
         if not runs_with_scores:
             continue
+        color = f"C{i}"  # Matplotlib's colors; C0 belongs to the loss of the first run
         for run, marker in zip(runs_with_scores, itertools.cycle(MARKERS), strict=False):
-            # such as "hellaswag" and "acc_norm"
+            # arrays (n,): training tokens, and for HellaSwag "acc_norm", from 0 to 1. "centered"
+            # of CORE is below 0 for less than guessing.
             tokens, accuracies = curve(run, benchmark.name, benchmark.metric)
             label = f"{benchmark.name}, {run.label}: {accuracies[-1]:.3f}"
             axes.plot(tokens, accuracies, marker=marker, ms=3, color=color, label=label)
@@ -261,7 +262,7 @@ def draw_accuracies(axes: Axes, runs: list[LoggedRun], model_type: str | None) -
             axes.set_ylabel("accuracy (CORE: centered)")
         # train.py logs the first protocol only
         key = (benchmark.name, benchmark.protocols[0], benchmark.metric)
-        draw_published(axes, key, model_type, color)
+        draw_published(axes, key, model_type, color)  # nothing without a model_type ("gpt2")
 
 
 def draw_published_loss(axes: Axes, runs: list[LoggedRun], model_type: str) -> None:

@@ -168,6 +168,7 @@ def packing_agrees(model: GPT) -> bool:
     tokens = torch.randint(model.config.vocab_size, (block_size + 2 * length,)).tolist()
     context = tokens[: block_size - length + 1]  # + length - 1 inputs of a choice = block_size
     choices = [tokens[block_size : block_size + length], tokens[block_size + length :]]
+    # 0: first_index, which make_batch does not read
     packed = make_batch([PackedItem(0, context, choices)], torch.device("cpu"))
     alone = make_batch([PackedItem(0, context, [choice]) for choice in choices], packed.idx.device)
     return agrees(  # True if they differ only by rounding
@@ -192,8 +193,9 @@ def score_targets(
     the first of equal logits.
     """
     # One slice at a time, because each hidden state has V float32 logits. The logits of a slice
-    # take half of chunk_bytes: logsumexp makes a second tensor of their size.
-    # 2,656 rows of GPT-2 on a GPU, 160 on a CPU; at least 1
+    # take half of chunk_bytes (2**30 on a GPU, 2**26 on a CPU): logsumexp makes a second tensor of
+    # their size. From 32 rows on, rows_within rounds down to a multiple of 32: for GPT-2 it returns
+    # 2,656 rows on a GPU, 160 on a CPU.
     num_rows = rows_within(chunk_bytes(x.device) // 2, 4 * model.config.vocab_size)
     logprobs, is_argmax, is_allowed_argmax = [], [], []  # a tensor (n,) for each slice
     # In float32: many of V bfloat16 logits are equal, and ties would decide which id is greedy.
@@ -204,7 +206,7 @@ def score_targets(
             target_logits = logits.gather(1, chunk_target_ids[:, None]).squeeze(1)
             logprobs.append(target_logits - logits.logsumexp(-1))  # log-softmax of the targets
             is_argmax.append(logits.argmax(-1) == chunk_target_ids)
-            logits[:, banned_ids] = -torch.inf  # as if the model never wrote them
+            logits[:, banned_ids] = -torch.inf  # LAMBADA's stop words; [] of other tasks
             is_allowed_argmax.append(logits.argmax(-1) == chunk_target_ids)
     return torch.cat(logprobs), torch.cat(is_argmax), torch.cat(is_allowed_argmax)
 
@@ -262,8 +264,6 @@ def score_items(
         if len(ids) == 1:
             banned_ids += ids
 
-    # The rows of a batch have equal lengths (rounded up). The longest rows come first: if memory
-    # runs out, it does so at once and not after an hour.
     block_size = scorer.model.config.block_size
     # for each item a list of Continuations, one for each choice
     continuations_of_items = [task.continuations(item, tokenizer, block_size) for item in items]
@@ -271,6 +271,8 @@ def score_items(
     # fewer would leave the others waiting in Process.map below.
     share_rows = scorer.process.all_agree(may_share_rows(scorer.model))
     packed_items = pack_items(continuations_of_items, share_rows)
+    # The rows of a batch have equal lengths (rounded up). The longest rows come first: if memory
+    # runs out, it does so at once and not after an hour.
     packed_items.sort(key=lambda packed_item: packed_item.length, reverse=True)
     batches: list[list[PackedItem]] = []
     for _, equal_rows in groupby(packed_items, key=lambda packed_item: packed_item.length):

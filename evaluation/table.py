@@ -122,7 +122,7 @@ def format_table(results: list[Result], model_type: str) -> str:
     lines = []
     for row in rows:
         cells = zip(row, ALIGNMENT, widths, has_content, strict=True)
-        # {cell:<12} pads a cell with spaces on the right to 12 characters
+        # `side` is < or >: {cell:<12} pads a cell with spaces on the right to 12 characters
         line = "  ".join(f"{cell:{side}{width}}" for cell, side, width, kept in cells if kept)
         lines.append(line.rstrip())
     lines += [f"{mark} {citation}" for citation, mark in mark_by_citation.items()]

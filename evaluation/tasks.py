@@ -262,8 +262,8 @@ class Task(Benchmark):
         context = [*tokenizer.bos_ids, *context[:seam]] or [tokenizer.eot]
         continuations = []
         for ids in whole_ids:
-            # The last token is no input of the model, so block_size + 1 tokens fit. split_ids drops
-            # the first tokens of a longer text.
+            # All ids from `seam` on are the continuation. Its last token is no input of the model,
+            # so block_size + 1 tokens fit. split_ids drops the first tokens of a longer text.
             continuation = split_ids(context + ids[seam:], len(context), block_size + 1)
             continuations.append(continuation)
         return continuations

@@ -60,14 +60,14 @@ class Scorer:
     together: evaluate.py moves its progress bar."""
 
     def metrics_by_corpus(self, val: Mixture, num_tokens: int) -> dict[str, dict[str, float]]:
-        """Return the metrics of validation_loss for each corpus of a split, by the corpus's name.
+        """Return the metrics of validation_loss for each corpus of the split `val`, by corpus name.
         Several corpora have a last entry "weighted mean". Evaluator.validate takes the last entry.
         """
         # [{"loss": 3.29, "n": 10_485_760, "bits_per_byte": 0.98}, ...]
         corpus_metrics = [
-            self.validation_loss(corpus, num_tokens) for corpus in val.corpus_sequences
+            self.validation_loss(sequences, num_tokens) for sequences in val.corpus_sequences
         ]
-        # val.names: the names of the corpora, in the order of corpus_sequences
+        # val.names and val.corpus_weights ([0.7, 0.3]) have the order of corpus_sequences
         metrics_by_name = dict(zip(val.names, corpus_metrics, strict=True))
         if len(corpus_metrics) > 1:
             metrics_by_name["weighted mean"] = weighted_mean(corpus_metrics, val.corpus_weights)

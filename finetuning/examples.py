@@ -78,7 +78,7 @@ def encode_completion(
     """Encode a prompt and a completion. Only the completion and the token that ends it count in the
     loss. Text that a chat template writes after that token is dropped."""
     if not chat:
-        prompt_ids = encode_prompt(prompt, tokenizer, chat)
+        prompt_ids = encode_prompt(prompt, tokenizer, chat)  # [50256, ...] of GPT-2
         # Encode the completion separately, so that no token spans prompt and completion, as in
         # sampling. After an empty prompt the completion begins the text.
         completion_ids = encode_text(completion, tokenizer, follows=bool(prompt))
@@ -197,7 +197,7 @@ class TextEncoder:
         into the context and, with `has_answer`, the row has an "answer" to compare with."""
         if has_answer:
             get_field(row, "answer", str, int, float)  # ValueError without it
-        prompt = self.get_text_or_messages(row, "prompt")
+        prompt = self.get_text_or_messages(row, "prompt")  # a text, or messages of a chat
         prompt_ids = encode_prompt(prompt, self.tokenizer, self.chat, row.get("tools"))
         # if they do not fit, sampling would drop the older half of the context
         if len(prompt_ids) + max_new_tokens > self.block_size:
@@ -210,8 +210,9 @@ class TextEncoder:
     def get_text_or_messages(self, row: dict, name: str) -> str | Messages:
         """Return the field `name` of a row: a text or, in a chat, messages. Raise ValueError for a
         row or a message with an unsupported field that would change its meaning."""
-        has_template = self.chat and self.tokenizer.chat_template  # a template can write tools
-        for field in UNSUPPORTED:
+        # chat_template is Jinja, one text or several by name, or None. Only Jinja can write tools.
+        has_template = self.chat and bool(self.tokenizer.chat_template)
+        for field in UNSUPPORTED:  # "tools", "documents", "images", ...
             if row.get(field) and not (field == "tools" and has_template):
                 raise ValueError(f'"{field}" is not supported, and would change what the row means')
         if not self.chat:  # plain text has no turns for messages
@@ -222,7 +223,8 @@ class TextEncoder:
                 role = get_field(message, "role", str)  # raises ValueError without it
                 texts_of(message)  # raises ValueError for entries without text
                 is_supported = message.get("weight") in (None, 0, 1)
-                # only a chat template reads other roles, and further fields of a message
+                # Only a chat template reads roles other than system, user and assistant, and
+                # further fields of a message.
                 if not self.tokenizer.chat_template:
                     get_field(message, "content", str)
                     # {"role", "content"}, without fields that are null or []

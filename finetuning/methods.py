@@ -71,7 +71,8 @@ class Method(ABC):
 
     @abstractmethod
     def to_example(self, row: dict) -> object:
-        """Return the example of a row. Raise ValueError for a row that the method cannot use."""
+        """Return the example of a row, {"prompt": "2+3?", ...}. Raise ValueError for a row that the
+        method cannot use."""
 
     @abstractmethod
     def metric_sums(self, model: nn.Module, batch: Batch) -> Sums:
@@ -88,7 +89,7 @@ class Method(ABC):
         (batch_size,) are the indices of its rows of --data."""
         # Every process collects the examples of the whole step, because the divisor counts them,
         # but makes batches only of its own micro-batches.
-        examples = [self.examples[i] for i in example_ids]  # Example or Pair objects
+        examples = [self.examples[i] for i in example_ids]  # of a list[Example] or list[Pair]
         micro_batches = self.own_micro_batches(self.to_micro_batches(examples))
         batches = [self.make_batch(micro_batch) for micro_batch in micro_batches]
         # the divisor: the number of examples, for sft of targets
@@ -112,7 +113,7 @@ class Method(ABC):
             examples,
             self.encoder.block_size,
             self.process,
-            compiled=self.options.use_torch_compile,
+            compiled=self.options.use_torch_compile,  # T is then a power of 2 or block_size
         )
 
     @torch.no_grad()
@@ -231,7 +232,7 @@ class DirectPreference(RewardModeling):
     @torch.no_grad()
     def __post_init__(self) -> None:
         super().__post_init__()  # reads the pairs
-        # stop=None: after a signal `map` would raise Stopped, which only main's loop catches.
+        # Without its StopSignal, for which `map` would raise Stopped: only main's loop catches it.
         process = replace(self.process, stop=None)
         pairs: list[Pair] = self.examples + self.held_out
         # [(N, 2), ...] of all micro-batches, on every process: a step may give it any pair

@@ -87,7 +87,7 @@ def import_file(path: Path) -> ModuleType:
         # Keep the folder for later imports of the file, but last: this project's own come first.
         sys.path.remove(folder)
         sys.path.append(folder)
-        sys.modules.update(shadowed)  # this project's modules again
+        sys.modules.update(shadowed)  # this project's again: {"utils": ..., "utils.files": ...}
     return module
 
 

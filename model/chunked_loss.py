@@ -50,8 +50,8 @@ def tokens_per_chunk(num_tokens: int, padded_vocab_size: int, device: torch.devi
 
     A chunk is counted in float32, though 16-bit logits take half of that.
     Chunks of one size share one compiled graph, so all chunks are equal if that needs at most twice
-    the minimal number of chunks; else the last chunk is smaller. On a GPU 5,312 tokens of GPT-2's
-    padded vocabulary fit into a chunk: 16,384 tokens are 4 chunks of 4,096.
+    the minimal number of chunks; else the last chunk is smaller. On a GPU 5,312 tokens (a multiple
+    of 32) of GPT-2's padded vocabulary fit into a chunk: 16,384 tokens are 4 chunks of 4,096.
     """
     max_tokens = rows_within(chunk_bytes(device), 4 * padded_vocab_size)  # 4 bytes per logit
     min_chunks = -(-num_tokens // max_tokens)  # rounded up
@@ -95,7 +95,7 @@ def cross_entropy_by_rows_(
     at a time, in few operations, and with gather and scatter instead of a comparison of each target
     with every column. In float32 it overwrites the padded columns of the logits in any case."""
     max_bytes = SOFTMAX_BYTES_ON_CPU if logits.device.type == "cpu" else SOFTMAX_BYTES
-    num_rows = rows_within(max_bytes, 4 * logits.size(1))  # 4 bytes per float32 logit
+    num_rows = rows_within(max_bytes, 4 * logits.size(1))  # float32: 20 rows of GPT-2 on a CPU
     nats: list[Tensor] = []  # (rows,) each
     for start in range(0, len(logits), num_rows):
         rows = slice(start, start + num_rows)
@@ -158,7 +158,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
                 grad_weight = torch.zeros_like(weight, dtype=torch.float32)
             chunk_size = tokens_per_chunk(len(x), len(weight), x.device)  # such as 4,096
             # the logits of a chunk, (chunk_size, padded V), which the next chunk overwrites
-            buffer = cast_x.new_empty(chunk_size, len(weight))
+            buffer = cast_x.new_empty(chunk_size, len(weight))  # in the dtype of matmuls
             for start in range(0, len(x), chunk_size):
                 chunk = slice(start, start + chunk_size)
                 # zeros keep ignored tokens out of the gradient of the weight
@@ -167,7 +167,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
                 if device_type == "cpu":  # also when compiled
                     cross_entropy = cross_entropy_by_rows_
                 else:
-                    cross_entropy = chunk_cross_entropy_
+                    cross_entropy = chunk_cross_entropy_  # cross_entropy_ if compiled
                 nats = cross_entropy(logits, targets[chunk], vocab_size, needs_grad)  # (n,)
                 total += (nats * is_counted[chunk]).sum()
                 if needs_grad:
@@ -178,7 +178,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             grad_x.masked_fill_(is_ignored, 0)  # so far meaningless for ignored tokens
             # float32 in training, because `backward` multiplies them: 16 bits would round again
             ctx.save_for_backward(grad_x.to(x.dtype), grad_weight.to(weight.dtype))
-        return total / ctx.num_counted
+        return total / ctx.num_counted  # (), mean nats of the targets that count
 
     @staticmethod
     def backward(ctx, grad_loss: Tensor) -> tuple:

@@ -85,8 +85,8 @@ def execute(model: GPT, execution: Execution) -> None:
 
 
 def recompute_all(block: nn.Module, *inputs) -> Tensor:
-    """Return what the plain forward of a block returns. Autograd keeps only the inputs, and the
-    backward pass computes the block again."""
+    """Return what the block's own forward, which `execute` keeps as plain_forward, returns for
+    `inputs`. Autograd keeps only these, and the backward pass computes the block again."""
     # `recompute` is torch's activation checkpointing; PyTorch recommends use_reentrant=False
     return recompute(block.plain_forward, *inputs, use_reentrant=False)
 
@@ -100,7 +100,7 @@ def recompute_cheap(block: nn.Module, *inputs) -> Tensor:
 def choose_recomputation(execution: Execution, dropout: float) -> Callable[..., Tensor] | None:
     """Return the forward pass of the blocks of a model with the dropout probability `dropout`; None
     for their own."""
-    checkpointing = execution.checkpointing
+    checkpointing = execution.checkpointing  # "none", "cheap" or "block"
     # When compiled, the compiler does "cheap": configure_compiler sets its options.
     if checkpointing == "none" or (checkpointing == "cheap" and execution.compiled):
         return None
@@ -148,7 +148,8 @@ def configure_compiler(execution: Execution) -> None:
     # Batches of fine-tuning have several lengths, and each length needs a graph. The compiler
     # raises an error above this number of graphs, which is 8 by default.
     torch._dynamo.config.recompile_limit = 64
-    # The compiler chooses what the backward pass recomputes. The bans are on by default.
+    # The compiler chooses what the backward pass recomputes. The bans, three rules against slow
+    # recomputation, are on by default.
     for name in RECOMPUTATION_BANS:
         setattr(torch._functorch.config, name, execution.checkpointing != "cheap")
 

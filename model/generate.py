@@ -119,16 +119,16 @@ class Context:
 
     def append(self, tokens: Tensor) -> None:
         """Add the next token (B,) of each text."""
-        self.tokens = torch.cat([self.tokens, tokens.unsqueeze(1)], dim=1)
+        self.tokens = torch.cat([self.tokens, tokens.unsqueeze(1)], dim=1)  # (B, S)
         self.lengths = [length + 1 for length in self.lengths]
 
     def next_logits(self) -> Tensor:
         """Return the logits (B, V) of the token after each text."""
         # drop the older half of the context of each full row
         block_size = self.model.config.block_size
-        if max(self.lengths) > block_size:
+        if max(self.lengths) > block_size:  # lengths do not count padding
             self.lengths = [n if n <= block_size else block_size // 2 for n in self.lengths]
-            self.tokens = self.tokens[:, -max(self.lengths) :]  # the newest columns
+            self.tokens = self.tokens[:, -max(self.lengths) :]  # (B, S), the newest columns
             if self.cache is not None:
                 # an empty cache, because positions start again at the new beginning: the next pass
                 # reads all tokens that are left
@@ -159,9 +159,9 @@ class Context:
 
     def plain_logits(self) -> Tensor:
         """Return the logits of next_logits by a forward pass over all tokens, as in training."""
-        longest = max(self.lengths)
-        # Each row is `longest` wide. Roll the padding to the right, where causal attention does not
-        # see it: 0 0 7 8 -> 7 8 0 0.
+        longest = max(self.lengths)  # 4 of [2, 4], which do not count padding
+        # self.tokens is (B, longest). Roll the padding to the right, where causal attention does
+        # not see it: 0 0 7 8 -> 7 8 0 0.
         rows = [row.roll(n - longest) for row, n in zip(self.tokens, self.lengths, strict=True)]
         hidden = self.model.hidden(torch.stack(rows))  # (B, S, C)
         last_columns = torch.tensor(self.lengths, device=hidden.device) - 1  # (B,)
@@ -177,7 +177,8 @@ def cache_agrees(model: GPT) -> bool:
     vocab_size = model.config.vocab_size
     num_new = min(2, block_size - 1)  # tokens after a prompt
     # One text of nearly the full context needs no mask and no positions, two texts of different
-    # lengths need both. These are shorter, because attention with a mask takes most of the time.
+    # lengths need both. These are shorter, because attention with a mask takes most of the time,
+    # but never empty.
     for lengths in ([block_size - num_new], [block_size // 2, block_size // 8]):
         prompts = [torch.randint(vocab_size, (max(1, length),)).tolist() for length in lengths]
         cached = Context(model, prompts, num_new, use_cache=True)

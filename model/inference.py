@@ -112,7 +112,7 @@ def replace_head(model: GPT, fast_head: Callable[[Tensor], Tensor], dtype: torch
 @torch.no_grad()
 def prepared_agrees(prepare: Callable[[GPT], None], dtype: torch.dtype, model: GPT) -> bool:
     """Compare the logits of a narrow copy before and after `prepare`, which changes it in place."""
-    idx = torch.randint(model.config.vocab_size, (2, min(16, model.config.block_size)))
+    idx = torch.randint(model.config.vocab_size, (2, min(16, model.config.block_size)))  # (2, T)
     with autocast(torch.device("cpu"), dtype):
         plain = model(idx)
         prepare(model)

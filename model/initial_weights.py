@@ -73,7 +73,7 @@ class NormalRows:
     std: float
 
     def __getitem__(self, rows: RowIndex) -> Tensor:
-        row_shape = self.shape[1:]
+        row_shape = self.shape[1:]  # (768,) of (50304, 768); () of a vector
         # device="cpu", because torch's default device may be another
         indices = torch.arange(self.shape[0], device="cpu")[rows]  # (r,), of the rows to return
         drawn = torch.empty(indices.shape + row_shape, device="cpu")  # (r, ...)
@@ -112,7 +112,8 @@ class Fill:
         return self.function in (nn.init.kaiming_uniform_, nn.init.uniform_)
 
     def rows(self, seed: int, name: str, shape: torch.Size) -> Rows:
-        """Return what this function gives the parameter `name`."""
+        """Return what this function gives the parameter `name`: a Tensor, which has all numbers, or
+        NormalRows, which draw theirs when they are read. Both meet the protocol Rows."""
         if self.function is nn.init.normal_ and self.options["mean"] == 0 and len(shape) > 0:
             return NormalRows(seed, name, shape, self.options["std"])
         drawn_shape = shape

@@ -49,7 +49,8 @@ class ChunkedLoss(nn.Module):
             losses = self.chunked_token_losses(model, x, targets, max_bytes)
             return losses.masked_fill(targets < 0, 0)  # whatever the definition gives for -1
         all_logits_bytes = 4 * len(x) * model.config.padded_vocab_size  # in float32
-        if all_logits_bytes > PLAIN_BYTES and has_fast_loss(model):
+        # The first call of has_fast_loss compares ChunkedCrossEntropy with the model's definition.
+        if all_logits_bytes > PLAIN_BYTES and has_fast_loss(model):  # above 4 MiB
             # asked here, because gradients are always off inside an autograd.Function
             needs_grad = torch.is_grad_enabled()
             V = model.config.vocab_size

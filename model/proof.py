@@ -54,8 +54,8 @@ def narrow_config(config: GPTConfig, max_kv_heads: int) -> GPTConfig:
     n_head = num_kv_heads * queries_per_key
     num_layers = max(2, min(4, 2**22 // config.block_size**2))  # 4 up to 1,024 tokens
     # A head has an even number of channels, for rotary positions. All heads together have 24 or
-    # more, because an edited model may divide them.
-    n_embd = n_head * max(4, 2 * (16 // n_head))  # 32 for 1, 2, 4 or 8 heads
+    # more, because an edit may divide the channels, such as a convolution with groups=4.
+    n_embd = n_head * max(4, 2 * (16 // n_head))  # 32 for 1, 2, 4 or 8 heads; 24 for 6
     return replace(
         config,
         n_embd=n_embd,
@@ -78,7 +78,7 @@ def narrow_copy(model_class: type[nn.Module], config: GPTConfig, max_kv_heads: i
             # outputs of a matrix (out, in) are about as large as its inputs
             num_inputs = parameter.size(-1) if parameter.dim() > 1 else 1
             parameter.normal_(std=num_inputs**-0.5)
-        # so far logits are about 1, too small for soft-capping to show
+        # so far logits are about 1, too small for soft-capping to show; LOGITS_STD is 8
         model.head_weight.mul_(LOGITS_STD)
     return model.float().eval()
 

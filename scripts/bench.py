@@ -84,10 +84,11 @@ def build_ours(options: BenchOptions) -> Program:
     recipe = parse_recipe(options.recipe)  # a Recipe, of "gpt2" or "modern,qk_norm=False"
     if options.logits_bytes is not None:
         chunked_loss.LOGITS_BYTES = options.logits_bytes  # read at each call, in this process alone
-    execution = Execution(options.activation_checkpointing, options.use_torch_compile)
+    checkpointing = options.activation_checkpointing  # "none", "cheap" or "block"
     # Random weights: their values do not change the time of a step.
     model = GPT(options.bench_config).to(device)
-    execute(model, execution)  # in place: how the blocks run in training
+    # in place: how the blocks run in training
+    execute(model, Execution(checkpointing, options.use_torch_compile))
     # Nor do the learning rates, which stay at the optimizers' defaults. Muon multiplies in `dtype`.
     optimizer_options = OptimizerOptions(weight_decay=recipe.weight_decay)
     return model, make_optimizers(model, optimizer_options, recipe, dtype), dtype
@@ -117,7 +118,7 @@ def build_nanogpt(peer: Path, options: BenchOptions) -> Program:
     )
     torch.set_float32_matmul_precision("high")  # nanoGPT's train.py allows TF32
     device = pick_device(options.device)
-    model = nanogpt.GPT(nanogpt_config).to(device)
+    model = nanogpt.GPT(nanogpt_config).to(device)  # nanogpt: the module model.py of nanoGPT
     # weight decay, learning rate and betas of nanoGPT's train.py
     optimizer = model.configure_optimizers(0.1, 6e-4, (0.9, 0.95), device.type)
     if options.use_torch_compile:

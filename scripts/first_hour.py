@@ -117,7 +117,8 @@ def check_small(out: Path) -> list[bool]:
     run_script(f"data/fineweb-edu.py {input_flags} --local_dir {out}/shards")
     flags = f"{FLAGS_SMALL} --data_dir {out}/shards"  # --n_layer 2 --n_embd 64 ...
     return [
-        check_loss(flags, out / "run", 50, SMALL_LOSS, tolerance=0.02),  # 1.206 nats per byte
+        # Step 50 of this run must have a validation loss of 1.206 ± 0.02 nats per byte.
+        check_loss(flags, out / "run", step=50, expected=SMALL_LOSS, tolerance=0.02),
         check_resume(flags, out, tolerance=0),  # CPUs resume bit for bit
     ]
 
@@ -128,8 +129,8 @@ def check_124m(out: Path) -> list[bool]:
     run_script(f"data/fineweb-edu.py --max_shards 2 --local_dir {out}/shards")
     flags = f"{FLAGS_124M} --data_dir {out}/shards"  # the model is train.py's default, 124M
     results = [  # True for each check that passes
-        # PUBLIC_RUN[250] is 6.167. Another data order or dtype changes it by less than 0.15.
-        check_loss(flags, out / "run", 250, PUBLIC_RUN[250], tolerance=0.15),
+        # 6.167 nats per token. Another data order or dtype changes it by less than 0.15.
+        check_loss(flags, out / "run", step=250, expected=PUBLIC_RUN[250], tolerance=0.15),
         # GPU kernels do not sum in a fixed order, so two runs differ a little.
         check_resume(flags, out, tolerance=2e-3),
     ]
@@ -148,7 +149,7 @@ def check_124m(out: Path) -> list[bool]:
     peak_gb = measured["peak_bytes"] / 1e9
     results.append(print_verdict("peak GB", peak_gb, 0.85 * forecast_gb, 1.1 * forecast_gb))
 
-    # HellaSwag of OpenAI's 124M against the published score
+    # HellaSwag of OpenAI's 124M against the published score, an accuracy from 0 to 1
     run_script(f"evaluate.py --model gpt2 --tasks hellaswag --out {out}/gpt2.json")
     accuracies: dict[tuple[str, str, str], float] = {}  # (task, protocol, metric) -> value
     for entry in json.loads((out / "gpt2.json").read_text())["results"]:

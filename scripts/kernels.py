@@ -73,7 +73,7 @@ def kind_of(kernel: str) -> str:
     return next(kind for kind, words in KINDS.items() if re.search(words, kernel, re.IGNORECASE))
 
 
-def summarize(kernel_ms: dict[str, float], step_ms: float) -> dict:
+def summarize(kernel_ms: dict[str, float], step_ms: float) -> dict[str, dict[str, float]]:
     """Return milliseconds of a step by kind, and the longest kernels.
 
     "waiting" is the time of a step outside all kernels. On a CPU, which the profiler slows down, it
@@ -93,7 +93,7 @@ def print_tables(path: str) -> None:
     of kinds, then the longest kernels of each."""
     # {"variant": "baseline", "torch": "2.13.0", "measured": {"ours": {"kind_ms": {...}, ...}}}
     rows = [json.loads(line) for line in Path(path).read_text().splitlines()]
-    kinds = list(KINDS) + ["waiting"]  # waiting: see summarize
+    kinds = list(KINDS) + ["waiting"]  # ["attention", "matmul", ..., "waiting"], as in summarize
     print(f"| ms of a step | torch | all | {' | '.join(kinds)} |")
     print("|---|---" + "|---" * (1 + len(kinds)) + "|")
     for row in rows:

@@ -111,7 +111,8 @@ def command_of(options: SweepOptions, run_name: str) -> list[str]:
     logged_config = logged_run(folder / "logs")  # content of config.json; None without a log
     if logged_config:
         changes = describe_changes(logged_config["config"], flags)  # "grad_clip 1.0 (here 2.0)"
-        # config.json has --minutes only in its command; a run resumed by hand has none there
+        # config.json has --minutes only in "command", the run's sys.argv. A run resumed by hand has
+        # none there.
         minutes = flag_value(flags, "minutes")
         earlier_minutes = flag_value(logged_config.get("command", []), "minutes")
         if not changes and earlier_minutes not in (None, minutes):
@@ -158,7 +159,7 @@ def describe_changes(saved: dict, flags: list[str]) -> str:
     """Describe how the options of a new run with these flags differ from `saved`, the options in
     the config.json of an earlier run: "grad_clip 1.0 (here 2.0)", or "" if they do not differ."""
     # The recipe fills in what the flags leave open. to_dict gives plain values, as in config.json.
-    given_options, _, _ = read_options(TrainOptions, "train.py", flags)
+    given_options, _derived, _checkpoint = read_options(TrainOptions, "train.py", flags)
     options = resolve_from_recipe(given_options, parse_recipe(given_options.recipe)).to_dict()
     if options["dtype"] == "auto":  # the device decides; `saved` has its decision
         options["dtype"] = saved["dtype"]
@@ -207,7 +208,7 @@ def draw_groups(
     num_seeds = losses.shape[1]
     ddof = min(1, num_seeds - 1)  # as in the table
     picture, panels = make_panels([[metric]])  # a Figure with one panel
-    axes = panels[metric]
+    axes = panels[metric]  # of "loss" or "bits_per_byte"
     # from blue for the best group to red for the worst
     colors = colormaps["turbo"](np.linspace(0.1, 0.9, len(groups)))
     for color, i in zip(colors, losses.mean(axis=1).argsort(), strict=True):
@@ -246,7 +247,7 @@ def main(options: SweepOptions) -> None:
     # LoggedRuns in the order of `run_names`; run.log is {"train": [...], "val": [{"loss": ...}]}
     runs = [read_run(folder_of(options, run_name)) for run_name in run_names]
 
-    # nats per token, or bits per byte if the groups' tokenizers differ
+    # "loss" (nats per token), or "bits_per_byte" if the groups' tokenizers differ
     metric = comparable_loss(runs)
     # NaN if the manifest of the shards lacks the size of their text: then there is no bits_per_byte
     last_losses = [run.log["val"][-1].get(metric, np.nan) for run in runs]

@@ -52,11 +52,13 @@ class Evaluator:
         self.scorer = Scorer(model, process, options.sequences_per_pass)
         self.tokenizer: Tokenizer | None = None  # stays None if it cannot be downloaded
         self.score_benchmarks: list[tuple[str, ScoreBenchmark]] = []
-        """Name of each benchmark, and the function that scores it, always on equal examples."""
+        """Name of each benchmark, and the function that scores it, always on equal examples. It
+        returns Results (evaluation/tasks.py) and rows for --dump."""
         # GPT-2's vocabulary is downloaded once. Training itself needs only ids, so a run on a
         # machine without network goes on.
         try:
-            # The tokenizer that made the shards. An error of one process is raised on all.
+            # The tokenizer that made the shards, by its spec, such as "gpt2". An error of one
+            # process is raised on all.
             self.tokenizer = process.read_on_all(partial(load_tokenizer, val.stream.tokenizer_spec))
         except UserError as error:
             process.print(f"{error}; so there are no samples and no benchmarks")
@@ -71,9 +73,9 @@ class Evaluator:
             if self.steps_between[name] > 0:
                 benchmark = BENCHMARKS[name]  # "hellaswag" -> HellaSwag()
                 limit = None if options.eval_full else SUBSET_EXAMPLES  # None: all examples
-                first_protocol = benchmark.protocols[:1]  # one protocol is enough for a curve
+                first_protocol = benchmark.protocols[:1]  # ("build-nanogpt",): enough for a curve
                 try:
-                    score_benchmark = open_benchmark(
+                    score_benchmark = open_benchmark(  # reads or downloads the examples now
                         benchmark, path, limit, self.scorer, self.tokenizer, first_protocol
                     )
                 except UserError as error:  # its message does not name the options
@@ -129,10 +131,11 @@ class Evaluator:
         if not is_asked or tokenizer is None:
             return None
         model = scorer.model
-        max_new_tokens = min(SAMPLE_TOKENS, model.config.block_size)
-        # another seed at each step, so that samples.txt does not repeat one text
+        max_new_tokens = min(SAMPLE_TOKENS, model.config.block_size)  # at most 128
+        # Another seed at each step, so that samples.txt does not repeat one text. The temperature
+        # is the default, 0.8.
         sampling = SamplingConfig(max_new_tokens, seed=self.options.seed + step)
-        prompts = [list(tokenizer.start_ids)]  # what begins a document in the shards
+        prompts = [list(tokenizer.start_ids)]  # [[50256]]: what begins a document in the shards
         end_ids = tokenizer.end_ids
         model.eval()  # no dropout
         # All processes write the same text, because a forward pass under FSDP2 needs all of them.

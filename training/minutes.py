@@ -141,6 +141,7 @@ class Dial:
         self.data_parallel = data_parallel
         self.seconds = 60 * minutes
         try:
+            # a Mixture has the corpora of --data_dir; its `stream` has the tokens of all of them
             train_stream = Mixture(options.data_dir, "train", options.block_size).stream
             val_data = Mixture(options.data_dir, "val", options.block_size)
             self.text_tokens = len(train_stream)  # of all train shards
@@ -199,7 +200,7 @@ class Dial:
         measures a step of `first_sequences` sequences of each process."""
         # by FLOPs per token; a size that is measured again, with another batch, replaces its cost
         cost_by_flops: dict[int, StepCost] = {}
-        size = self.sizes[min(FIRST_MEASURED, len(self.sizes) - 1)]
+        size = self.sizes[min(FIRST_MEASURED, len(self.sizes) - 1)]  # the second, or the only one
         batch_tokens = first_sequences * size.model_config.block_size * self.data_parallel
         # {"n_layer": 2, "n_head": 2, "n_embd": 128, "block_size": 128, "total_batch_size": 1024}
         flags = size.flags | self.without_given({"total_batch_size": batch_tokens})
@@ -222,8 +223,9 @@ class Dial:
             costs = list(cost_by_flops.values())
             plans = [self.plan(size, costs, seconds) for size in self.sizes]  # smallest size first
             lowest = min(plan.loss for plan in plans)
-            plan = next(plan for plan in plans if plan.loss < lowest + EQUAL_LOSS)
-            # Measure this size with its planned batch next, unless that is done or the time is up.
+            plan = next(plan for plan in plans if plan.loss < lowest + EQUAL_LOSS)  # 0.005
+            # Measure this size with its planned batch next, unless that is done or a tenth of the
+            # time is over.
             size = plan.size
             flags = {name: plan.flags[name] for name in flags}
             if flags in measured or elapsed() - start_seconds > MEASURED_SHARE * self.seconds:
@@ -232,13 +234,14 @@ class Dial:
     def plan(self, size: Size, costs: list[StepCost], seconds: float) -> Plan:
         """Return the run with a model of this size that takes `seconds`, by the measured costs."""
         cost = cost_of(size, costs)  # measured, or interpolated from other sizes
-        # for steps and validations
+        # for steps and validations: without compiling, and 7 % for batches, log, other programs
         seconds = max(1.0, (1 - OTHER_SHARE) * seconds - cost.compile_seconds)
         val_tokens = self.choose_val_tokens(cost, seconds)  # of each corpus
         validation_tokens = min(self.num_val_corpora * val_tokens, self.available_val_tokens)
         # A validation has forward passes only, a third of the FLOPs of training.
         validations_seconds = NUM_VALIDATIONS * validation_tokens * cost.token_seconds / 3
-        # For the steps. The validations of a size that is too large may take all of the time.
+        # For the steps: at least 1 %, because the validations of a size that is too large may take
+        # all of the time.
         seconds = max(0.01 * seconds, seconds - validations_seconds)
 
         batch_tokens = self.choose_batch(size, cost, seconds)
@@ -256,7 +259,8 @@ class Dial:
             }
         )
         num_tokens = max_steps * batch_tokens
-        loss = compared_loss(  # by a scaling law, to compare sizes
+        # by a scaling law, to compare sizes; token_worth is about 1 for GPT-2's tokens
+        loss = compared_loss(
             size.num_parameters, self.token_worth * num_tokens, self.token_worth * self.text_tokens
         )
         return Plan(size, size.flags | flags | self.common_flags, num_tokens, loss)
@@ -293,7 +297,7 @@ class Dial:
         at most as many as repeats of the text make useful."""
         # each token also takes its share of the update that ends a step
         num_tokens = seconds / (cost.token_seconds + cost.update_seconds / batch_tokens)
-        return min(num_tokens, MOST_EPOCHS * self.text_tokens)
+        return min(num_tokens, MOST_EPOCHS * self.text_tokens)  # 47 epochs
 
 
 def cost_of(size: Size, costs: list[StepCost]) -> StepCost:
@@ -310,9 +314,9 @@ def cost_of(size: Size, costs: list[StepCost]) -> StepCost:
 
     return StepCost(
         size.flops_per_token,
-        interpolate([cost.token_seconds for cost in costs]),
-        interpolate([cost.update_seconds for cost in costs]),
-        max(cost.compile_seconds for cost in costs),
+        token_seconds=interpolate([cost.token_seconds for cost in costs]),
+        update_seconds=interpolate([cost.update_seconds for cost in costs]),
+        compile_seconds=max(cost.compile_seconds for cost in costs),
     )
 
 
@@ -324,10 +328,10 @@ def measure_step(
     does not fit into a GPU's memory."""
     model_config = size.model_config
     if options.micro_batch_size == "auto":
-        # in sequences, equal on all processes
-        micro_batch_size, _ = fit_micro_batch(options, recipe, model_config, process)
+        micro_batch_size, _ = fit_micro_batch(options, recipe, model_config, process)  # sequences
         options = replace(options, micro_batch_size=micro_batch_size)
-    model, weights = new_model(GPT, model_config, options.seed)  # on "meta", without memory
+    model, weights = new_model(GPT, model_config, options.seed)  # GPT on "meta", Rows by name
+    # activation checkpointing and torch.compile, applied to the blocks in place
     execute(model, Execution(options.activation_checkpointing, options.use_torch_compile))
     wrapped = wrap(model, weights, process, options.sharding)  # allocates and fills the model
     optimizers = make_optimizers(model, options, recipe, process.dtype)
@@ -357,16 +361,16 @@ def measure_step(
     seconds_of(1, update=True)  # creates the state of the optimizers
     assert options.minutes is not None  # Dial has checked it, and only `choose` measures
     passes_seconds = max(MIN_PASSES_SECONDS, PASSES_SHARE * 60 * options.minutes)
-    passes_seconds = min(MAX_PASSES_SECONDS, passes_seconds)
+    passes_seconds = min(MAX_PASSES_SECONDS, passes_seconds)  # 0.5 to 10 s
     num_passes = max(1, int(passes_seconds / seconds_of(1, update=False)))
     pass_seconds = seconds_of(num_passes, update=False)
     # each of these passes ends with an update; noise can make the difference negative
     update_seconds = max(0.0, seconds_of(num_passes, update=True) - pass_seconds)
     return StepCost(
         size.flops_per_token,
-        pass_seconds / (idx.numel() * process.data_parallel),
-        update_seconds,
-        first_seconds - pass_seconds if options.use_torch_compile else 0.0,
+        token_seconds=pass_seconds / (idx.numel() * process.data_parallel),
+        update_seconds=update_seconds,
+        compile_seconds=first_seconds - pass_seconds if options.use_torch_compile else 0.0,
     )
 
 

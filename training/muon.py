@@ -89,7 +89,8 @@ class Muon(torch.optim.Optimizer):
     ) -> None:
         super().__init__(groups, {"lr": 0.0, "weight_decay": weight_decay})
         self.recipe = recipe  # its momentum and normuon, in each step
-        # Momenta are cast before they are normalized: float16 would round small ones to 0.
+        # Of Newton-Schulz. Momenta are cast to it before they are normalized: float16 would round
+        # small ones to 0.
         self.dtype = torch.float32 if dtype is torch.float16 else dtype
 
     @torch.no_grad()
@@ -97,10 +98,11 @@ class Muon(torch.optim.Optimizer):
         """Update all parameters, and overwrite their gradients. Every process must call it, because
         the processes divide the matrices of a stack among them."""
         for group in self.param_groups:
-            parameters = group["params"]  # n matrices (R, C)
+            parameters = group["params"]  # n matrices (R, C) float32; DTensors if sharded
             self.add_momentum(parameters)  # overwrites p.grad with Nesterov's momentum
             momenta = torch.stack([p.grad.to(self.dtype) for p in parameters])  # (n, R, C)
-            # nearly U V^T of each momentum U S V^T, (n, R, C)
+            # (n, R, C) bfloat16 or float32: nearly U V^T of each momentum U S V^T. c_attn of 124M
+            # fuses three matrices, with the "local_fused_rows" (768, 768, 768).
             update = orthogonalize_sharded(momenta, group["local_fused_rows"])
             if self.recipe.normuon > 0:  # 0: plain Muon
                 # each row / root of the running mean of its square norm
@@ -147,13 +149,14 @@ class Muon(torch.optim.Optimizer):
         square_norms = update.float().square().sum(2, keepdim=True)  # (n, R, 1)
         # running mean = normuon * mean + (1 - normuon) * square norm, in place; normuon: 0.95
         torch._foreach_lerp_(row_squares, square_norms.unbind(), 1 - self.recipe.normuon)
-        return update * torch.stack(row_squares).rsqrt()  # (n, R, C) * (n, R, 1)
+        return update * torch.stack(row_squares).rsqrt()  # (n, R, C) * (n, R, 1), float32
 
     def update_weights(
         self, parameters: list[Tensor], update: Tensor, lr: float, weight_decay: float
     ) -> None:
-        """Decay weights, then subtract lr times the update (n, r, C), in place. The decay is
-        decoupled (Loshchilov and Hutter 2019): it subtracts lr * weight_decay of each weight."""
+        """Decay float32 weights, then subtract lr times the update, in place. The update (n, r, C),
+        bfloat16 or float32, has the r rows that this process holds of each of n matrices. The decay
+        is decoupled (Loshchilov and Hutter 2019): it subtracts lr * weight_decay of each weight."""
         weights = [local_shard(p) for p in parameters]  # (r, C) each, in the memory of p
         torch._foreach_mul_(weights, 1 - lr * weight_decay)
         torch._foreach_sub_(weights, update.unbind(), alpha=lr)
@@ -161,7 +164,8 @@ class Muon(torch.optim.Optimizer):
 
 def orthogonalize_sharded(stack: Tensor, local_fused_rows: tuple[int, ...]) -> Tensor:
     """Orthogonalize a stack, also a DTensor: every process then gathers the whole matrices. Return
-    the result sharded like the stack. `local_fused_rows` is explained in orthogonalize."""
+    the result sharded like the stack. `local_fused_rows` is (768, 768, 768) for c_attn of 124M,
+    which fuses three matrices."""
     if not isinstance(stack, DTensor):
         return orthogonalize_together(stack, local_fused_rows)
     # from the (n, r, C) of each process to the whole (n, R, C) on all of them
@@ -212,7 +216,7 @@ def orthogonalize(stack: Tensor, local_fused_rows: tuple[int, ...]) -> Tensor:
             x = newton_schulz(x.mT).mT * math.sqrt(num_rows / num_columns)
         else:
             x = newton_schulz(x)
-        orthogonalized.append(x.unflatten(1, (tensor_parallel, local_rows)))
+        orthogonalized.append(x.unflatten(1, (tensor_parallel, local_rows)))  # (n, P, rows / P, C)
     return torch.cat(orthogonalized, dim=2).flatten(1, 2)  # (n, R, C)
 
 

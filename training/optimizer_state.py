@@ -89,8 +89,9 @@ def create_state(optimizers: list[Optimizer]) -> None:
 
 
 def fill_state(model: GPT, name: str, created: dict, saved: dict) -> dict:
-    """Return the state of the parameter `name` with the content of `saved`: in place where the
-    optimizer has created a tensor of the same shape."""
+    """Return the state of the parameter `name`, such as {"momentum_buffer": (3072, 768) float32},
+    with the content of `saved`, whose tensors are whole. A tensor that the optimizer has `created`
+    in the same shape is filled in place."""
     # Leaves by path. The keys of a path lead to a leaf: "factors" and 1 to the second tensor of a
     # list of factors. [1] would be the structure.
     created_by_path = dict(tree_flatten_with_path(created)[0])
@@ -99,7 +100,7 @@ def fill_state(model: GPT, name: str, created: dict, saved: dict) -> dict:
         """Return the value of the state to which the keys of `path` lead."""
         if not isinstance(leaf, Tensor):
             return leaf
-        x = created_by_path.get(path)  # None if the optimizer has not created it
+        x = created_by_path.get(path)  # perhaps a DTensor; None if not created
         if isinstance(x, Tensor) and x.shape == leaf.shape:
             fill(model, name, x, leaf)  # in place: the rows of `leaf` that this process holds
             return x
@@ -183,10 +184,10 @@ def find_unsaved(
         for leaf in tree_leaves(state):
             if not isinstance(leaf, (Tensor, *PLAIN_VALUES)):
                 return f"the state of {name} has a {type(leaf).__name__}"
-        num_rows = model.get_parameter(name).shape[:1]  # (50304,), or () for a single number
+        rows_shape = model.get_parameter(name).shape[:1]  # (50304,), or () for a single number
         for key, x in flatten({name: state}).items():  # "lm_head.weight exp_avg", its tensor
             # own_rows.py finds the rows of a process by those of the parameter
-            if isinstance(x, DTensor) and x.shape[:1] != num_rows:
+            if isinstance(x, DTensor) and x.shape[:1] != rows_shape:
                 if any(placement.is_shard() for placement in x.placements):
                     return f"{key} is divided among processes, but has other rows than {name}"
     return None

@@ -89,7 +89,7 @@ def read_options(
     options = replace(parse(options_class, flags), resume=resume, checkpoint_dir=checkpoint_dir)
     if checkpoint is not None:
         check_inputs(options, given_flags, checkpoint)  # UserError for a missing file
-    # --overwrite removes other checkpoints from the folder when the log is opened
+    # --overwrite removes other checkpoints from the folder when the log is opened (Run.open_log)
     if options.overwrite and options.init_from:
         weights_folder = find_checkpoint_folder(Path(options.init_from)).resolve()
         if weights_folder.is_relative_to(options.checkpoint_dir.resolve()):
@@ -236,7 +236,8 @@ def newest_of_branch(path: Path, folder: Path) -> Path:
     newest = find_newest(folder)
     if newest is None or newest == path:
         return path
-    # If `folder` holds an unrelated run, refuse_overwriting of training/run.py raises UserError.
+    # "parent" is run_and_step of the checkpoint from which the run in `folder` branched. If that
+    # run is unrelated, refuse_overwriting of training/run.py raises UserError.
     if load_checkpoint(newest).get("parent") != run_and_step(load_checkpoint(path)):
         return path
     if is_main_process():
@@ -276,7 +277,7 @@ def find_recipe(options: TrainOptions, checkpoint: Checkpoint | None) -> Recipe:
             "other fields: continue with that version, or start from the weights alone with "
             "--init_from"
         ) from error
-    if options.recipe == checkpoint["config"]["recipe"]:
+    if options.recipe == checkpoint["config"]["recipe"]:  # texts, such as "modern,qk_norm=False"
         return earlier_recipe
     recipe = parse_recipe(options.recipe)
     # optimizer state is empty before the first step
@@ -350,7 +351,8 @@ def resolve_on_device(
 def fit_micro_batch(
     options: ResolvedTrainOptions, recipe: Recipe, model_config: GPTConfig, process: Process
 ) -> tuple[int, str]:
-    """Return choose_micro_batch for the process with the least memory. Every process must call
+    """Return the micro-batch in sequences, the same on all processes, and a sentence to print or
+    "": those of choose_micro_batch, for the least memory of any process. Every process must call
     it."""
     hardware = Hardware.of(options)  # of this machine: device, dtype, free memory, ...
     # All processes need equal micro-batches, so the one with the least memory decides. Machines may

@@ -257,6 +257,17 @@ def check_space(options: ResolvedOptions, recipe: Recipe, num_parameters: int) -
 # a run
 
 
+def followed_recipe(recipe: dict[str, Any], options: ResolvedOptions) -> dict[str, Any]:
+    """Return the fields of Recipe by name as the run follows them. `recipe` has them as --recipe
+    gives them, such as {"optimizer": "adamw", "max_lr": None, ...}. Options decide four of them."""
+    return recipe | {
+        "max_lr": options.max_lr,
+        "weight_decay": options.weight_decay,
+        "schedule": options.schedule,
+        "to_zero": options.min_lr == 0,
+    }
+
+
 @dataclass
 class Run(Generic[Options]):
     """State that all parts of a run share: options, this process, progress and log."""
@@ -270,7 +281,8 @@ class Run(Generic[Options]):
     progress: Progress
     """Steps, tokens, ... so far; the loop of the script advances it."""
     entries: Checkpoint
-    """Entries of checkpoints and config.json that do not change from step to step: see
+    """Entries of checkpoints and config.json that do not change from step to step: {"script":
+    "train.py", "recipe": {...}, "tokenizer": "gpt2", "data_order": {...}, ...}. See
     checkpoint_entries in train.py and finetune.py. Saver adds options, model and progress."""
     ended_early: bool = False
     """True once a signal or an error has ended the loop. `finish` then says how to continue."""
@@ -289,7 +301,7 @@ class Run(Generic[Options]):
         warn_of_order(process, checkpoint, entries["data_order"])  # prints if seed or data differ
         warn_of_log(process, options, checkpoint)  # prints if the log lies elsewhere
         in_float16 = process.dtype is torch.float16
-        scaler = GradScaler(process.device.type, FIRST_LOSS_SCALE, enabled=in_float16)
+        scaler = GradScaler(process.device.type, FIRST_LOSS_SCALE, enabled=in_float16)  # 1,024
         # the saved state is {} unless the run trained in float16
         if checkpoint is not None and checkpoint["scaler"]:
             scaler.load_state_dict(checkpoint["scaler"])
@@ -328,8 +340,9 @@ class Run(Generic[Options]):
         with self.process.together():
             if self.process.is_main:
                 check_space(self.options, recipe, model.num_parameters())
-        # Allocates `model` and fills in `weights` (Rows by parameter name). Returns DDP around the
-        # model, or the model itself under sharding (FSDP2) or with one process.
+        # Gives `model`, which is on "meta", memory, and fills in `weights`: Rows by parameter name,
+        # of which it reads or draws the rows of this process only. --sharding is "none", or "zero1"
+        # to "zero3". Returns DDP around the model; with sharding (FSDP2) or one process, the model.
         wrapped = wrap(model, weights, self.process, self.options.sharding)
         # Compare both ways to compute the loss now, and not in the first step. FSDP2 has given the
         # model another class, for which the result is kept. A reward model has no loss of tokens.
@@ -344,7 +357,8 @@ class Run(Generic[Options]):
             with reading_checkpoint(self.options.resumed):
                 # ValueError unless the CRC-32 of all rows add up to the checksum
                 verify(checkpoint, "optimizer", self.process)
-            # in place: the part of the state that this process holds, and counters of groups
+            # In place: of {"lm_head.weight": {"exp_avg": Tensor, ...}, ...} the part that this
+            # process holds, and counters of groups.
             fill_optimizers(model, optimizers, checkpoint["optimizer"], checkpoint["group_values"])
             # Again: fill_optimizers lets optimizers create their state by a step with a learning
             # rate of 0, in which some change the weights nevertheless.
@@ -360,23 +374,20 @@ class Run(Generic[Options]):
         logged_config = logged_run(options.log_dir)
         # append rows only to a log of the same run
         begins_empty = logged_config is None or logged_config.get("run_id") != run_id
-        content: dict[str, Any] = {
+        content: dict[str, Any] = {  # of the new config.json
             "run_id": run_id,
             "parent": self.progress.parent,
-            **self.entries,
+            **self.entries,  # "script", "command", "recipe", "data_order", ...
             # a short name: the spec itself may be megabytes of JSON
             "tokenizer": tokenizer_identity(self.entries["tokenizer"]),
             "config": options.to_dict(),
             "model_config": asdict(model_config),
             "versions": describe_device(self.process.device),
         }
-        # The recipe as the run follows it. Checkpoints keep the named one, from which a resumed run
-        # derives the options that no flag gives.
+        # Checkpoints keep the recipe that --recipe names, from which a resumed run derives the
+        # options that no flag gives.
         if "recipe" in self.entries:  # not in finetune.py
-            recipe = self.entries["recipe"]  # the fields of Recipe by name
-            shared_names = recipe.keys() & vars(options).keys()  # max_lr, weight_decay, schedule
-            followed = {name: vars(options)[name] for name in shared_names}  # {"max_lr": 6e-4, ...}
-            content["recipe"] = recipe | followed | {"to_zero": options.min_lr == 0}
+            content["recipe"] = followed_recipe(self.entries["recipe"], options)
         # `together`, because the others must not read checkpoints that the main process removes
         with self.process.together():
             if self.process.is_main:

@@ -61,7 +61,8 @@ class Saver:
     thread: threading.Thread = field(init=False, default_factory=threading.Thread)
     """The thread that writes or wrote last; before the first save, one that was never started."""
     error: Exception | None = None
-    """Why the last save failed; None again after a later model_last.pt."""
+    """Why the last save failed, on the main process; None again after a later model_last.pt.
+    `finish` raises it on all processes."""
     attributes_before: list[dict[str, list]] = field(init=False)
     """Attributes of each optimizer outside of its state, before the first step: [{"count": [3]}].
     No checkpoint has them: check_step ends a run that changes them."""
@@ -128,11 +129,11 @@ class Saver:
         # model_best.pt has a finite loss already
         if name == LAST and not self.gives_finite_logits():
             if process.is_main:
-                self.error = UserError(
+                self.error = UserError(  # `finish` raises it unless a later save succeeds
                     f"the weights of step {self.run.progress.step} give no finite loss, so they "
                     f"are not saved; {self.describe_last()}"
                 )
-            self.run.logger.print(str(self.error))
+            self.run.logger.print(str(self.error))  # on the main process, which alone has one
             return
         is_sharded = self.run.options.sharding != "none" and process.world_size > 1
         if not is_sharded and not process.is_main:
@@ -206,7 +207,8 @@ class Saver:
         process: Process = ALONE,
     ) -> None:
         """Write a file, then record it in last_step or best_loss. Without sharding it runs in a
-        thread of the main process, which writes ALONE; with sharding, on every process."""
+        thread of the main process, which writes ALONE; with sharding, on every process. `name` is
+        LAST or BEST, and the rest is what save_checkpoint takes."""
         folder = self.run.options.checkpoint_dir
         keep = self.run.options.keep_last  # how many numbered checkpoints to keep
         step = entries["step"]
@@ -221,7 +223,7 @@ class Saver:
             if keep > 0 and step > 0:
                 # A hard link takes no space, and keeps its content when model_last.pt is replaced.
                 # A run that is killed before this line saves the step again when it is resumed.
-                link_or_copy(folder / LAST, folder / NUMBERED.format(step))
+                link_or_copy(folder / LAST, folder / NUMBERED.format(step))  # model_step_005000.pt
                 for path in numbered_checkpoints(folder)[keep:]:  # newest first
                     path.unlink()
                 sync_folder(folder)  # makes the link survive a power cut
@@ -252,13 +254,13 @@ class Saver:
             # UserError on every process; the check needs the state that the first step has made
             check_state(self.model, self.optimizers, self.attributes_before, self.run.process)
             self.is_state_checked = True
-        if progress.bad_steps < PATIENCE:  # the same on every process
+        if progress.bad_steps < PATIENCE:  # 5; bad_steps are the same on every process
             return
         progress.bad_steps = 0  # saved, so that a resumed run can skip PATIENCE steps again
         self.run.ended_early = True  # the run ends
         self.save_last()
         self.wait()
-        with self.run.process.together():  # the others may lack the folder
+        with self.run.process.together():  # raises on all; the others may lack the folder
             if self.run.process.is_main:
                 raise UserError(
                     f"{PATIENCE} steps in a row had no finite loss and gradient, and were skipped; "

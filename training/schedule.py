@@ -51,7 +51,7 @@ def learning_rate(step: int, options: ResolvedOptions) -> float:
         # + 1: the first learning rate is not 0, and the first one after warmup is max_lr.
         return options.max_lr * (step + 1) / (warmup_steps + 1)
 
-    schedule = SCHEDULES[options.schedule]
+    schedule = SCHEDULES[options.schedule]  # such as Schedule(linear, decay_share=0.2) of "wsd"
     # At least two steps: the first one of the decay still has max_lr.
     decay_steps = max(2, round(schedule.decay_share * num_steps))
     decay_start = max(warmup_steps, num_steps - decay_steps)

@@ -53,7 +53,8 @@ class InitialModel:
     def checksum(self, process: Process) -> int:
         """Return the checksum of the weights. Every process must call it."""
         # Each process has a whole model of another project in memory, which may differ between
-        # machines. So each computes the checksum of its own, and compare_processes compares them.
+        # machines. So each computes the checksum of its own, without collectives (ALONE), and
+        # compare_processes compares them.
         return rows_checksum(self.weights, process if self.checkpoint else ALONE)
 
 
@@ -117,8 +118,8 @@ def open_init_from(model_name: str | Path, process: Process) -> InitialModel:
         checkpoint = load_checkpoint(path)
         check_head(path, checkpoint, is_reward_model=False)  # UserError for a reward model
         return open_initial_checkpoint(path, checkpoint, process)
-    model, tokenizer_spec = open_pretrained(model_name)  # model in float32 on the CPU
-    return InitialModel(model.config, model.state_dict(), tokenizer_spec, {})
+    model, tokenizer_spec = open_pretrained(model_name)  # float32 on the CPU; "gpt2", "bytes", JSON
+    return InitialModel(model.config, model.state_dict(), tokenizer_spec, {})  # no checkpoint
 
 
 def open_initial_checkpoint(path: Path, checkpoint: Checkpoint, process: Process) -> InitialModel:
@@ -127,7 +128,8 @@ def open_initial_checkpoint(path: Path, checkpoint: Checkpoint, process: Process
     # Each process reads a part of the rows below, so all must have the same file. With --resume
     # FOLDER each machine picks its own. The CRC-32 of the checksums identifies a file.
     process.check_equal(crc32_of(checkpoint["checksums"]), DIFFERENT)
-    # UserError unless the weights have their checksums
+    # Rows by parameter name, joined to float32 when they are read (model/rows.py). UserError unless
+    # they have their checksums.
     model_config, weights = open_weights(path, checkpoint, process)
     return InitialModel(model_config, weights, checkpoint["tokenizer"], checkpoint)
 
@@ -149,7 +151,7 @@ def compare_processes(options: RunOptions, entries: Checkpoint, process: Process
     # {"max_lr": 0.0006, "recipe": {...}, "tokenizer": "gpt2", ...}
     compared: dict[str, object] = {}
     for name, value in {**entries, **options.to_dict()}.items():
-        if not name.endswith(MACHINE_SUFFIXES):
+        if not name.endswith(MACHINE_SUFFIXES):  # not "data_dir", "device", ...
             compared[name] = value
     process.check_equal(crc32_of(compared), DIFFERENT)
 

@@ -46,7 +46,7 @@ def agreed_model_config(
             # "gpt2", "bytes" or "tokenizer-8f3a01c2 with <|endoftext|>"
             identity = tokenizer_identity(initial.tokenizer_spec)
             if identity != stream.tokenizer_identity:
-                raise UserError(
+                raise UserError(  # weights_from: a path, or a name such as "gpt2"
                     f"{options.weights_from} takes tokens of {identity}, the shards hold tokens of "
                     f"{stream.tokenizer_identity}"
                 )
@@ -60,7 +60,8 @@ def note_recipe(
     """Print a note if another recipe trained the weights that a run begins with."""
     # {} for a model of another project; checkpoints of finetune.py have no recipe
     checkpoint = initial.checkpoint if initial is not None else {}
-    if checkpoint.get("recipe", asdict(recipe)) != asdict(recipe):
+    if checkpoint.get("recipe", asdict(recipe)) != asdict(recipe):  # the fields of Recipe by name
+        # weights_from is a path here. Both recipes are texts of --recipe: "modern,qk_norm=False".
         process.print(
             f"note: {options.weights_from} was trained by the recipe "
             f"{checkpoint['config']['recipe']}; this run keeps its architecture and "

@@ -62,12 +62,13 @@ def has_memory(run: Run[ResolvedTrainOptions], wrapped: nn.Module, micro_batch_s
     try:
         if run.progress.step == 0:
             # The first step allocates the optimizer state. Until this function returns, `state`
-            # takes its place, with the size for AdamW, which no other optimizer exceeds.
+            # takes its place, with two numbers a weight as AdamW has; Muon has one.
             num_weights = sum(p.numel() for p in wrapped.parameters())
             state = torch.empty(ADAMW_MOMENTS, num_weights, device=device)  # noqa: F841
         for _ in range(2):  # gradients of the first micro-batch are in memory during the second
+            # is_last=False: DDP does not average the gradients yet
             with sync_gradients(wrapped, run.options.sharding, is_last=False):
-                with run.process.autocast(keep_weights=False):
+                with run.process.autocast(keep_weights=False):  # as in train_step
                     loss = wrapped(idx, idx)
                 loss.backward()
         return True

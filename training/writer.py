@@ -65,7 +65,7 @@ def save_checkpoint(
         # Here and below, if one process fails, `together` raises an error on all: the caller goes
         # on without the file, and one process alone would miss the collectives that follow.
         with process.together():
-            sections = split_weights(weights, optimizer_state)
+            sections = split_weights(weights, optimizer_state)  # model, model_low, optimizer
             own_sums = sum_own_rows(sections)  # {"model": 83, ...}
         checksums = sum_over_processes(own_sums, process)  # of all rows of the file
         plain_entries = {
@@ -106,7 +106,8 @@ def sum_own_rows(sections: Sections) -> dict[str, int]:
         own_sums[section] = 0
         # {"lm_head.weight exp_avg": OwnRows, ...} of the section "optimizer"
         for name, own_rows in flatten(own_rows_by_name).items():
-            # the CRC-32 of each row, with its name and index, added up
+            # the sum of the CRC-32 of each row, with its name and index: `rows` are [0, 1],
+            # `content` is (2, 768)
             own_sums[section] += sum_rows(name, own_rows.rows.tolist(), own_rows.content)
     return own_sums
 
@@ -122,6 +123,7 @@ def sum_over_processes(own_sums: dict[str, int], process: Process) -> dict[str, 
 def whole_tensor(leaf: object) -> object:
     """Return the whole tensor of an OwnRows, and a plain value unchanged. Call it in a process that
     writes alone, and so has all rows."""
+    # `view`, because an OwnRows has a vector (768,) as one row (1, 768)
     return leaf.content.view(leaf.shape) if isinstance(leaf, OwnRows) else leaf
 
 
@@ -229,9 +231,10 @@ def write_own_rows(path: Path, sections: Sections, offsets: Offsets) -> None:
                 # The rows 0, 1, 4, 5 break at [2], into 0, 1 and 4, 5.
                 breaks = torch.nonzero(own_rows.rows.diff() != 1).flatten() + 1
                 consecutive_rows = own_rows.rows.tensor_split(breaks)
-                consecutive_bytes = row_bytes.tensor_split(breaks)
+                consecutive_bytes = row_bytes.tensor_split(breaks)  # uint8 (rows, bytes of a row)
                 for rows, chunk in zip(consecutive_rows, consecutive_bytes, strict=True):
                     if len(rows) > 0:  # 0 if another process writes this tensor
+                        # in bytes: where the tensor begins in the file, then its earlier rows
                         file.seek(offsets[section][name] + int(rows[0]) * chunk.size(1))
                         file.write(chunk.numpy())
         file.flush()

@@ -114,7 +114,7 @@ def find_mistakes(options_class: type[Options], args: list[str], may_repeat: boo
     """Return what is wrong with a command line, and what is right, for each mistake that tyro does
     not notice, or would not explain: ["there is no --lr, but --max_lr"]. With `may_repeat` a flag
     of several values may stand twice. Raises UserError for a word that is not UTF-8 text."""
-    names = [option.name for option in fields(options_class)]
+    option_names = [option.name for option in fields(options_class)]
     # {"resume": "str | None", "data_dir": "tuple[pathlib.Path, ...]", ...}
     type_texts = {option.name: str(option.type) for option in fields(options_class)}
     for word in args:
@@ -124,20 +124,22 @@ def find_mistakes(options_class: type[Options], args: list[str], may_repeat: boo
     # nanoGPT's `train.py config/FILE.py`; for this project's train.py flags_of_paths is ["config"]
     if args and not args[0].startswith("-"):
         correction = f"{args[0]} stands without a flag"
-        flags_of_paths = [name for name in FLAGS_OF_PATHS if name in names]
+        flags_of_paths = [name for name in FLAGS_OF_PATHS if name in option_names]
         if flags_of_paths and os.path.exists(args[0]):
             correction += f"; perhaps --{flags_of_paths[0]} {args[0]}"
         corrections.append(correction)
     given_names: set[str] = set()  # of the flags before the present one
-    for name, value in named_flags(args):
+    for name, value in named_flags(args):  # ("max_lr", "1e-3"), or ("wandb", None)
         flag = FLAGS_BY_NANOGPT_NAME.get(name, name)  # "max_lr" for nanoGPT's "learning_rate"
-        if name != "help" and name.removeprefix("no_") not in names:
-            suggestions = [flag] if flag in names else difflib.get_close_matches(name, names)
+        if name != "help" and name.removeprefix("no_") not in option_names:
+            suggestions = [flag]
+            if flag not in option_names:
+                suggestions = difflib.get_close_matches(name, option_names)
             correction = f"there is no --{name}"
             if suggestions:  # the most similar name first; empty for another script's --tokenizer
                 correction += f", but --{suggestions[0]}"
             corrections.append(correction)
-        # such as nanoGPT's --compile=False
+        # such as nanoGPT's --compile=False; the type of --use_torch_compile is "<class 'bool'>"
         if value in ("True", "False") and "bool" in type_texts.get(flag, ""):
             corrections.append(f"--{flag} takes no value: it is off by --no_{flag}")
         # tyro would take only b of `--input a --input b`, and the default for a bare `--input`.
@@ -145,9 +147,8 @@ def find_mistakes(options_class: type[Options], args: list[str], may_repeat: boo
         is_repeated = not may_repeat and name in given_names
         if type_texts.get(name, "").startswith("tuple") and (value is None or is_repeated):
             corrections.append(f"give --{name} once, with all of its values behind it")
-        expected = accepted_values(
-            type_texts.get(name, ""), value
-        )  # "INT", "zero1 or zero2" or None
+        # "INT" or "zero1 or zero2" if the value is nothing of that, else None
+        expected = accepted_values(type_texts.get(name, ""), value)
         if expected is not None:
             corrections.append(f"--{name} takes {expected}, not {value}")
         given_names.add(name)
@@ -326,7 +327,7 @@ def call_and_exit(
         message = failure
         exit_code = 2
     if message:
-        print(f"{label}: {message}", file=sys.stderr)
+        print(f"{label}: {message}", file=sys.stderr)  # label: "error", or "error on rank 3"
     before_exit()  # a training run waits here until its checkpoints are written
     remove_unused_folders()  # of a run that was refused
     flush_output()  # os._exit does not flush buffers
@@ -362,9 +363,8 @@ def user_message(error: Exception) -> str | None:
             return error.strerror
         message = f"{error.filename}: {error.strerror}"
         if isinstance(error, FileNotFoundError):
-            message += describe_searched_place(
-                os.fsdecode(error.filename)
-            )  # " in /tmp, but there is ..."
+            # " in /tmp", the folder that the script was started in, for a relative path
+            message += describe_searched_place(os.fsdecode(error.filename))
         return message
     if is_out_of_memory(error):  # .200, because PyTorch's text may have many lines
         return f"out of memory: take smaller batches, or fewer samples at a time ({error!s:.200})"

@@ -63,7 +63,7 @@ class StopSignal:
 
     def __init__(self) -> None:
         self.signal = 0  # no signal yet
-        launch = read_launch()
+        launch = read_launch()  # torchrun's RANK, WORLD_SIZE, ...; rank 0 without torchrun
         self.is_main = launch.rank == 0  # of all machines: it prints what the signal does
         self.is_launched = launch.address is not None  # by torchrun, which forwards its signals
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
@@ -81,7 +81,9 @@ class StopSignal:
                 # os.write, because the signal may have interrupted a print, which is not reentrant.
                 # os.write raises OSError if nobody reads standard error any more, for example
                 # after Ctrl-C to `train | tee`.
-                message = STOP_MESSAGE if self.is_launched else STOP_MESSAGE + HURRY_MESSAGE
+                message = STOP_MESSAGE  # "stopping soon, then saving"
+                if not self.is_launched:
+                    message += HURRY_MESSAGE  # "; Ctrl-C again to stop now without saving"
                 with contextlib.suppress(OSError):
                     os.write(2, f"{message}\n".encode())
         elif number == signal.SIGINT and not self.is_launched:
@@ -130,7 +132,8 @@ class Process:
 
     @property
     def signal(self) -> int:
-        """Number of the signal that told this process to stop; 0 if there was none."""
+        """Number of the first signal that `stop` (a StopSignal, or None) has received; 0 if there
+        was none."""
         return self.stop.signal if self.stop is not None else 0
 
     @property
@@ -149,7 +152,8 @@ class Process:
         return autocast(self.device, self.dtype, keep_weights=keep_weights)
 
     def to_device(self, batches: Iterator[tuple]) -> Iterator[tuple]:
-        """Yield batches, which are tuples of NumPy arrays, as tuples of tensors on the device."""
+        """Yield batches, tuples of NumPy arrays such as token ids and targets (B, T), as tuples of
+        tensors on the device."""
         for arrays in batches:
             yield tuple(self.copy_to_device(torch.from_numpy(array)) for array in arrays)
 
@@ -178,7 +182,7 @@ class Process:
         # Processes that share each block have one data_rank: they do the same item, together.
         for round_start in range(0, len(items), self.data_parallel):
             self.end_if_stopped()
-            index = min(round_start + self.data_rank, len(items) - 1)
+            index = min(round_start + self.data_rank, len(items) - 1)  # or the last one again
             outputs[index] = function(items[index])
         outputs = self.merge(outputs)  # now the outputs of all processes
         return [outputs[index] for index in range(len(items))]
@@ -266,7 +270,7 @@ class Process:
         if self.world_size == 1:  # there is no process group
             return number
         minimum = torch.tensor(number, device=self.device)  # NCCL needs a tensor on the GPU
-        with collective():
+        with collective():  # any error becomes Disconnected
             dist.all_reduce(minimum, dist.ReduceOp.MIN)  # in place
         return int(minimum)
 
@@ -287,7 +291,7 @@ class Process:
         gathered = [outputs]  # one dict for each process
         if self.world_size > 1:
             gathered = [{}] * self.world_size  # placeholders: the collective fills the list
-            with collective():
+            with collective():  # any error becomes Disconnected
                 dist.all_gather_object(gathered, outputs)
         merged: dict[int, Output] = {}
         for process_outputs in gathered:
@@ -397,7 +401,7 @@ def start(
         data_rank=rank // tensor_parallel,
         data_parallel=world_size // tensor_parallel,
         device=device,
-        stop=StopSignal() if catch_signals else None,
+        stop=StopSignal() if catch_signals else None,  # replaces this process's signal handlers
         tensor_parallel=tensor_parallel,
         tensor_rank=rank % tensor_parallel,
     )
@@ -411,13 +415,13 @@ def start(
         )
     # Machines with 8 and 4 processes divide each copy of the training state among 4 neighbors.
     processes_per_machine = math.gcd(*process.merge({rank: launch.processes_per_machine}).values())
-    num_shards = count_shards(world_size, processes_per_machine, tensor_parallel, shard_across)
+    shards_per_copy = count_shards(world_size, processes_per_machine, tensor_parallel, shard_across)
     # gradients of different dtypes cannot be summed
     return replace(
         process,
         dtype=pick_dtype(dtype_name, device, process.all_agree),
         processes_per_machine=processes_per_machine,
-        replicas=process.data_parallel // num_shards,  # copies of the training state
+        replicas=process.data_parallel // shards_per_copy,  # copies of the training state
     )
 
 

@@ -62,6 +62,7 @@ def reading(path: Path | str, expected: str, verdict: str = "is damaged or not")
             if str(path) in reason:
                 raise
         reason = textwrap.shorten(reason, 300)  # at most 300 characters, on one line
+        # "a.pt is damaged or not a checkpoint of this project: KeyError: 'step'"
         raise UserError(f"{path} {verdict} {expected}: {reason}") from error
 
 

@@ -76,8 +76,8 @@ class Logger:
             self.log({"split": "resume"}, start)
         # disable=None shows a bar only if standard error is a terminal
         self.bar = tqdm(
-            total=total,
-            initial=start,
+            total=total,  # the last step of the run
+            initial=start,  # the number of steps that earlier starts have done
             unit="step",
             dynamic_ncols=True,
             disable=None,
@@ -165,7 +165,7 @@ class Logger:
                 line += f" of {unprinted.pop('n'):,} tokens"
             if "bits_per_byte" in unprinted:  # absent if shards lack the size of their text
                 line += f", {unprinted.pop('bits_per_byte'):.4f} bits per byte"
-        # metrics of a benchmark, or loss_NAME for each of several validation corpora
+        # {"n": 500, "acc_norm": 0.29} of a benchmark, or loss_NAME of each of several corpora
         for name, metric in unprinted.items():
             line += f", {name} {metric:.5g}"
         self.print(f"step {step}: {line}")
@@ -230,9 +230,9 @@ def find_metrics(path: Path | str) -> Path:
     for metrics_path in (Path(path), Path(path, METRICS), Path(path, "logs", METRICS)):
         if metrics_path.is_file():
             return metrics_path
-    place = (
-        "" if Path(path).exists() else describe_searched_place(path)
-    )  # " in /tmp" for a relative path
+    place = ""
+    if not Path(path).exists():
+        place = describe_searched_place(path)  # " in /tmp" for a relative path
     raise UserError(f"{path} holds no {METRICS} of a run{place}; give that file, or its folder")
 
 

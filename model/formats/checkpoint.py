@@ -163,7 +163,7 @@ def flatten(section: Section) -> dict:
             for inner_name, x in flatten(value).items():
                 flat[f"{name} {inner_name}"] = x
         elif not isinstance(value, PLAIN_VALUES):
-            flat[name] = value
+            flat[name] = value  # a Tensor, or OwnRows of training/writer.py
     return flat
 
 
@@ -227,7 +227,8 @@ def load_checkpoint(path: Path) -> Checkpoint:
     Raises OSError for a missing file, UserError for a damaged file or a file that is not a
     checkpoint of this project."""
     with reading_checkpoint(path):
-        # weights_only refuses pickled code; with mmap, tensors are read when they are used
+        # A Checkpoint is a dict: {"format_version": 7, "model": {...}, "step": 4000, ...}.
+        # weights_only refuses pickled code; with mmap, tensors are read when they are used.
         checkpoint: Checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         version = checkpoint["format_version"]
         if version != FORMAT_VERSION:
@@ -270,7 +271,7 @@ def open_weights(
         verify(checkpoint, "model_low", process)
         weights: dict[str, Rows] = dict(high)  # buffers of other dtypes have no low half
         for name, low_half in low.items():
-            weights[name] = Float32Rows(high[name], low_half)
+            weights[name] = Float32Rows(high[name], low_half)  # joins rows when they are read
         return config, weights
 
 

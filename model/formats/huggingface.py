@@ -86,7 +86,7 @@ def save_pretrained(
 
 def refuse_another_architecture(model: GPT) -> None:
     """Raise UserError if the model computes something else than the model of transformers that its
-    export names. A narrow copy shows it for a long text, the model itself for some tokens."""
+    export names. A narrow copy shows it for a long text, the model itself for 16 tokens."""
     is_same = narrow_copy_agrees(type(model), model.config)  # type: ignore[arg-type]  # hashable
     if not (is_same and agrees_with_transformers(model, TOKENS)):
         (class_name,) = config_to_hf(model.config)["architectures"]  # "LlamaForCausalLM"
@@ -101,7 +101,8 @@ def narrow_copy_agrees(model_class: type[GPT], config: GPTConfig) -> bool:
     """Return whether transformers computes the same logits as a narrow copy of a model of this
     class and config. Raise UserError if the copy cannot be compared."""
     try:
-        # calls the function with a model of few channels and random weights
+        # Calls the function with a model of few channels and random weights. If it returns True,
+        # refuse_another_architecture compares the model itself, too.
         return on_narrow_copy(agrees_with_transformers, model_class, config)
     except Exception as error:  # an edited model may raise anything
         raise UserError(

@@ -113,7 +113,7 @@ def nearest_gpt2(config: GPTConfig) -> GPTConfig:
     """Return the architecture of transformers' GPT-2 that is closest to `config`, apart from sizes:
     with its GELU, biases and head. An export as a GPT-2 allows no other difference."""
     activation = config.activation
-    if activation not in GPT2_ACTIVATIONS:
+    if activation not in GPT2_ACTIVATIONS:  # "gelu" and "gelu_exact"
         activation = "gelu"
     return GPTConfig(activation=activation, bias=config.bias, tied=config.tied)
 
@@ -143,18 +143,18 @@ def config_from_hf(hf_config: dict) -> GPTConfig:
     model_type = hf_config["model_type"]
     if model_type not in ("gpt2", "llama", "qwen3"):
         raise ValueError(f"model_type {model_type!r}; only gpt2, llama and qwen3 are supported")
-    hf_names = GPT2_FIELDS
-    defaults = GPT2_DEFAULTS
+    hf_names = GPT2_FIELDS  # {"block_size": "n_positions", ...}
+    defaults = GPT2_DEFAULTS  # {"tie_word_embeddings": True}
     is_llama = model_type != "gpt2"
     if is_llama:
-        hf_names = LLAMA_FIELDS
+        hf_names = LLAMA_FIELDS  # {"n_embd": "hidden_size", ...}
         defaults = LLAMA_DEFAULTS | rope  # with the "rope_theta" of transformers 5
     # null (None) stands for transformers' default, like a missing field
     not_null = {name: value for name, value in hf_config.items() if value is not None}
     hf_config = defaults | not_null
-    for hf_name, aliases in ACTIVATION_ALIASES.items():
+    for hf_name, aliases in ACTIVATION_ALIASES.items():  # "hidden_act": {"swish": "silu"}
         if hf_config.get(hf_name) in aliases:
-            hf_config[hf_name] = aliases[hf_config[hf_name]]  # "gelu_fast" -> "gelu_new"
+            hf_config[hf_name] = aliases[hf_config[hf_name]]  # "swish" -> "silu", as exports write
     # A missing num_key_value_heads gives None, which is also the default of n_kv_head.
     fields: dict = {name: hf_config.get(hf_name) for name, hf_name in hf_names.items()}
     for name in NOT_IN_RECIPES:  # block_size, vocab_size, n_layer, n_head, n_embd, dropout
@@ -269,7 +269,7 @@ def model_from_hf(
             assert is_expected, f"{hf_name} is {x.dtype} {shapes}"
             to_fuse.append(x.float())
         x = torch.cat(to_fuse)  # one below the other
-        if has_gpt2_names(config) and name.endswith(transposed):
+        if has_gpt2_names(config) and name.endswith(transposed):  # ("mlp.c_fc.weight", ...), or ()
             x = x.T.contiguous()  # (in, out) -> (out, in)
         if name in TABLES:  # append the padded rows: (V, C) -> (padded V, C)
             x = F.pad(x, (0, 0, 0, config.padded_vocab_size - config.vocab_size))
@@ -327,7 +327,7 @@ def weight_to_hf(
 
 def refuse_other_weights(weights: Iterable[str], config: GPTConfig) -> None:
     """Raise UserError if a model has weights that no GPT-2 or LLaMA has, and name them."""
-    known = {"transformer.wpe", *LLAMA_WEIGHTS}
+    known = {"transformer.wpe", *LLAMA_WEIGHTS}  # modules: "lm_head", "mlp.c_fc", ...
     parameters = ["weight"]
     if has_gpt2_names(config):
         parameters.append("bias")

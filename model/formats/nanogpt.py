@@ -95,18 +95,18 @@ def read_llm_c(data: Tensor) -> tuple[GPTConfig, dict[str, Tensor]]:
     _, version, block_size, vocab_size, *sizes, padded_vocab_size = header
     assert version in LLM_C_DTYPES, f"version {version} of llm.c"
     # all weights, after a header of 256 int32; the loop below takes them one by one
-    remaining = data[1024:].view(LLM_C_DTYPES[version])
+    remaining = data[1024:].view(LLM_C_DTYPES[version])  # (n,), float32 or bfloat16
     # with the padded rows of the embedding, which are cut off at the end
     config = GPTConfig(block_size, padded_vocab_size, *sizes)
 
     # The order of the weights: embeddings, each kind of weight of a block ("ln_1.weight", ...) for
     # all layers, final norm. The kinds have the same order as in this project's blocks.
     model = build_without_weights(GPT, config)  # for names and shapes
-    names = [EMBEDDING, "transformer.wpe.weight"]
+    names = [EMBEDDING, "transformer.wpe.weight"]  # EMBEDDING: "transformer.wte.weight"
     for kind in model.get_submodule("transformer.h.0").state_dict():
         names += [f"transformer.h.{layer}.{kind}" for layer in range(config.n_layer)]
     names += ["transformer.ln_f.weight", "transformer.ln_f.bias"]
-    weights: dict[str, Tensor] = {}
+    weights: dict[str, Tensor] = {}  # views of `remaining`, which has one dimension
     for name in names:
         x = model.get_parameter(name)  # on "meta": a shape without content
         weights[name] = remaining[: x.numel()].view_as(x)

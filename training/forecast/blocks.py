@@ -37,7 +37,7 @@ NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 
 @dataclass(frozen=True)
 class BlockCost:
-    """Cost of a block in the forward pass of one sequence."""
+    """Cost of a block in a forward pass. measure_blocks returns the cost of one sequence."""
 
     activation_bytes: int
     """Bytes that are kept for the backward pass, without weights and copies of weights."""
@@ -54,8 +54,8 @@ def measure_blocks(
     dtype: torch.dtype,
     tensor_parallel: int = 1,
 ) -> list[BlockCost]:
-    """Return the costs of each block on each of the `tensor_parallel` processes that share it, with
-    matmuls in `dtype` on a device of the type "cpu" or "cuda"."""
+    """Return the cost of each block for one sequence, on each of the `tensor_parallel` processes
+    that share the block, with matmuls in `dtype` on a device of the type "cpu" or "cuda"."""
     model = build_without_weights(GPT, model_config).to("meta")  # buffers, too
     # of 2 and of 3 sequences: ((x (B, T, C), angles or None, None, None), {}) for Block.forward
     both_inputs = [first_inputs(model, num_sequences) for num_sequences in (2, 3)]
@@ -78,7 +78,7 @@ class ReachedFirstBlock(Exception):
     """A forward pass reached the first block; `args` has its arguments, and those with names."""
 
 
-def first_inputs(model: GPT, num_sequences: int) -> tuple:
+def first_inputs(model: GPT, num_sequences: int) -> tuple[tuple, dict]:
     """Return the arguments, on the device "meta", that the first block of a model gets in a forward
     pass of full contexts: a tuple, x (B, T, C) first, and a dict of those with names."""
 
@@ -112,8 +112,11 @@ def divide_block(block: nn.Module, tensor_parallel: int) -> None:
         linear.weight = nn.Parameter(linear.weight.chunk(tensor_parallel, dim=1)[0])
 
 
-def measure_block(block: nn.Module, both_inputs: list[tuple], execution: Execution) -> BlockCost:
-    """Return the cost of a block, whose inputs are those of two and of three sequences."""
+def measure_block(
+    block: nn.Module, both_inputs: list[tuple[tuple, dict]], execution: Execution
+) -> BlockCost:
+    """Return the cost of a block for one sequence. `both_inputs` are those of two and of three
+    sequences, from first_inputs."""
     mode = execution.checkpointing  # "none", "cheap" or "block"
     of_two, of_three = (run_forward(block, inputs, mode) for inputs in both_inputs)
     # The third sequence alone: weights and their copies are there for all sequences.
@@ -126,17 +129,18 @@ def measure_block(block: nn.Module, both_inputs: list[tuple], execution: Executi
     return BlockCost(activation_bytes, of_three.flops - of_two.flops, recomputed_flops)
 
 
-def run_forward(block: nn.Module, inputs: tuple, mode: str) -> BlockCost:
-    """Return the cost of all sequences of the inputs, without the compiler. `mode` is the
-    activation checkpointing. Activations include copies of weights."""
+def run_forward(block: nn.Module, inputs: tuple[tuple, dict], mode: str) -> BlockCost:
+    """Return the cost of all sequences of the inputs, without the compiler. Activations include
+    copies of weights. `inputs` are the arguments of the block on "meta", and those with names.
+    `mode` is the activation checkpointing: "none", "cheap" or "block"."""
     try:
         with FakeTensorMode():
-            return record(block, on_cpu(inputs), mode)
+            return record(block, draw_like(inputs), mode)
     except NEEDS_VALUES:  # such as a router: again with real tensors
-        return record(block, on_cpu(inputs), mode)
+        return record(block, draw_like(inputs), mode)
 
 
-def record(block: nn.Module, inputs: tuple, mode: str) -> BlockCost:
+def record(block: nn.Module, inputs: tuple[tuple, dict], mode: str) -> BlockCost:
     """Run a block on CPU tensors, and count what autograd keeps and what is computed."""
     kept: list[Tensor] = []
     recomputed_flops = 0
@@ -153,7 +157,7 @@ def record(block: nn.Module, inputs: tuple, mode: str) -> BlockCost:
     cpu_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     counter.flop_registry[cpu_attention] = sdpa_flop
     with counter, SavedOutputs() as saved, saved_tensors_hooks(keep, lambda tensor: tensor):
-        functional_call(block, weights_on_cpu(block), *inputs)  # inputs: (arguments, named ones)
+        functional_call(block, draw_weights(block), *inputs)  # inputs: (arguments, named ones)
     x = inputs[0][0]  # the first argument, (B, T, C)
     if mode == "cheap":
         kept = [x] + saved.outputs
@@ -178,7 +182,7 @@ class SavedOutputs(TorchDispatchMode):
         return output
 
 
-def kept_when_compiled(block: nn.Module, inputs: tuple, mode: str) -> int:
+def kept_when_compiled(block: nn.Module, inputs: tuple[tuple, dict], mode: str) -> int:
     """Return the bytes of activations that the compiler itself chooses to keep of a block: it
     computes elementwise operations again. `mode` is the activation checkpointing."""
     # imported here, because it imports the compiler
@@ -204,7 +208,8 @@ def kept_when_compiled(block: nn.Module, inputs: tuple, mode: str) -> int:
         kept.extend(node.meta["val"] for node in outputs[1:] if node in depend_on_x)
         return make_boxed_func(module.forward)
 
-    # as configure_compiler sets them for a run: without the bans, "cheap" recomputes more
+    # Options of the compiler, {"ban_recompute_used_far_apart": True, ...}, as configure_compiler
+    # sets them for a run. Without the bans, "cheap" recomputes more.
     rules = config.patch(dict.fromkeys(RECOMPUTATION_BANS, mode != "cheap"))
     with FakeTensorMode(), rules:
         # The call traces the block and gives keep_outputs the graph of the forward pass. The
@@ -214,7 +219,7 @@ def kept_when_compiled(block: nn.Module, inputs: tuple, mode: str) -> int:
             fw_compiler=keep_outputs,
             partition_fn=min_cut_rematerialization_partition,
             decompositions=select_decomp_table(),
-        )(on_cpu(inputs), weights_on_cpu(block))
+        )(draw_like(inputs), draw_weights(block))
     return count_bytes(kept)
 
 
@@ -226,20 +231,22 @@ def count_bytes(tensors: list) -> int:
     return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
 
-def on_cpu(tree: Any) -> Any:
-    """Return a tree with a random tensor in place of each one on "meta"."""
+def draw_like(tree: Any) -> Any:
+    """Return a tree with a random tensor on the CPU in place of each one on "meta". Within
+    FakeTensorMode the new tensors are fake, and nothing is drawn."""
 
     def draw(x: Tensor) -> Tensor:
-        if not x.is_floating_point():  # such as token ids
+        if not x.is_floating_point():  # such as token ids or a buffer of indices
             return torch.zeros(x.shape, dtype=x.dtype)
         return torch.randn(x.shape, dtype=x.dtype).requires_grad_(x.requires_grad)
 
     return tree_map_only(Tensor, draw, tree)
 
 
-def weights_on_cpu(block: nn.Module) -> dict[str, Tensor]:
-    """Return random parameters and buffers for a block by name."""
-    return on_cpu({**dict(block.named_parameters()), **dict(block.named_buffers())})
+def draw_weights(block: nn.Module) -> dict[str, Tensor]:
+    """Return random parameters and buffers for a block by name, for functional_call: the block's
+    own are on "meta". Integers are zeros, and within FakeTensorMode all tensors are fake."""
+    return draw_like({**dict(block.named_parameters()), **dict(block.named_buffers())})
 
 
 class FusedNorms(TorchFunctionMode):

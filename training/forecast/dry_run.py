@@ -44,22 +44,22 @@ def print_forecast(
         options = plan_for_minutes(options, recipe)  # prints the size and steps that it chooses
     hardware = Hardware.of(options)  # what --device names, with the number of processes
     # ALONE: only the main process gets here.
-    initial = open_initial(options, checkpoint, ALONE)  # weights to begin with; None: random ones
-    data = open_data(options)  # by split, "train" and "val"; empty without shards
+    initial = open_initial(options, checkpoint, ALONE)  # InitialModel; None: random weights
+    data = open_data(options)  # by split: {"train": Mixture, "val": Mixture}; {} without shards
     if initial is None and not data:  # only the user knows the tokenizer of future shards
         print("note: GPT-2's vocabulary assumed; a smaller one makes a smaller model")
     if checkpoint is not None:
         # raises UserError if --init_from holds other weights than the resumed run began with
         init_checksum(options, checkpoint, initial, ALONE)
-    stream = data["train"].stream if data else None
-    model_config = agreed_model_config(options, recipe, stream, initial)
+    stream = data["train"].stream if data else None  # TokenStream; open_data begins with "train"
+    model_config = agreed_model_config(options, recipe, stream, initial)  # initial's, or new
     if options.micro_batch_size == "auto":
         micro_batch_size, sentence = choose_micro_batch(options, recipe, model_config, hardware)
         if sentence:  # on CUDA: "micro-batch 32, by forecast 12.34 GB of 80.00 GB free"
             print(sentence)
         options = replace(options, micro_batch_size=micro_batch_size)
 
-    # size of the model, and the devices
+    # Size of the model, and the devices. The model counts parameters and FLOPs.
     model = build_without_weights(GPT, model_config)  # on the device "meta", without memory
     plan = plan_gpus(options.device)  # (GPU, Launch) of a name such as 8xh100; else None
     data_parallel, _ = hardware.parallel_degrees(options)  # parts of the data
@@ -144,8 +144,9 @@ def check_run_files(
 
 
 def open_data(options: ResolvedTrainOptions) -> dict[str, Mixture]:
-    """Open the data of the run, print how often the run reads it, and return it by split. Leave out
-    a split without shards, and print a note: the user may make them before the run."""
+    """Open the folders of --data_dir, print how often the run reads them, and return a Mixture of
+    their tokens by split. Leave out a split without shards, and print a note: the user may make
+    them before the run."""
     data: dict[str, Mixture] = {}
     try:
         for split in ("train", "val"):

@@ -40,10 +40,11 @@ def compared_loss(num_parameters: float, num_tokens: float, text_tokens: float) 
 
 
 def effective_number(number: float, full: float, decay: float) -> float:
-    """Return what a number is worth if only `full` of it counts fully. `decay` is in multiples of
-    `full`: after so many, one more is worth 1 / e. 1 x 10^6 tokens that are read 16 times, with a
-    decay of 15.4, are worth 10.6 x 10^6."""
-    excess = max(0.0, number / full - 1)  # in multiples of `full`
+    """Return what a number is worth if only `full` of it counts fully. `full` is the tokens of the
+    text, or the parameters that are best for it. `decay` is in multiples of `full`: after so many,
+    one more is worth 1 / e. 1 x 10^6 tokens that are read 16 times, with a decay of 15.4, are worth
+    10.6 x 10^6."""
+    excess = max(0.0, number / full - 1)  # in multiples of `full`; 0 if all of the number counts
     return min(number, full) + full * decay * (1 - math.exp(-excess / decay))
 
 

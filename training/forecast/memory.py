@@ -148,21 +148,22 @@ def head_bytes(model_config: GPTConfig, num_tokens: int, hardware: Hardware, com
     micro-batch of `num_tokens` tokens. The output of the final norm is included."""
     itemsize = hardware.dtype.itemsize  # bytes of a number in matmuls
     C = model_config.n_embd
-    V = model_config.padded_vocab_size
+    V = model_config.padded_vocab_size  # 50304 for GPT-2
     hidden_bytes = FLOAT32_BYTES * num_tokens * C  # output of the final norm
     # The loss computes the gradients of the hidden states and the head in its forward pass.
-    gradient_bytes = FLOAT32_BYTES * (num_tokens * C + V * C)
+    loss_gradient_bytes = FLOAT32_BYTES * (num_tokens * C + V * C)
     cast_bytes = 0
     if itemsize < FLOAT32_BYTES:
         # hidden states, their gradient and the head's weight in the dtype of matmuls
         cast_bytes = itemsize * (2 * num_tokens * C + V * C)
-    # The loss computes logits for one chunk of tokens at a time.
+    # The loss computes the logits of one chunk of the micro-batch at a time, (tokens, padded V) in
+    # the dtype of matmuls.
     logits_bytes = itemsize * chunked_loss.tokens_per_chunk(num_tokens, V, hardware.device) * V
     # Without the compiler, the loss also holds a float32 copy of some rows of the chunk, and their
     # softmax. On a CPU these rows are too few to count.
     if not compiled and hardware.device.type != "cpu":
         logits_bytes += 2 * chunked_loss.SOFTMAX_BYTES
-    return hidden_bytes + gradient_bytes + cast_bytes + logits_bytes
+    return hidden_bytes + loss_gradient_bytes + cast_bytes + logits_bytes
 
 
 # Cached, because each call builds the model, and `advise` calls it hundreds of times.

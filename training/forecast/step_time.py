@@ -86,14 +86,15 @@ def forecast_step(
 
     A GPU sends for three reasons: it gathers and reduces the shards of its copy of the training
     state, averages gradients over the copies, and sums activations within its tensor-parallel
-    group. For example 16 H100 on two machines with --sharding zero3 hold two copies, each in 8
-    shards: only the averages go between the machines.
+    group.
     """
     gpu = hardware.gpu
     if gpu is None or gpu.bandwidth == 0:
         return None
-    data_parallel, num_shards = hardware.parallel_degrees(options)  # (16, 8) in the example
-    num_replicas = data_parallel // num_shards  # copies of the training state: 2
+    # For example 16 H100 on two machines with --sharding zero3: 16 parts of the data, and 2 copies
+    # of the training state in 8 shards each. Only averages of gradients go between the machines.
+    data_parallel, num_shards = hardware.parallel_degrees(options)  # (16, 8)
+    num_replicas = data_parallel // num_shards  # 2
     # A tensor-parallel group has consecutive ranks in one machine, and holds one shard of a copy.
     # If a machine has more than num_shards groups, it holds several replicas.
     groups_here = hardware.processes_per_machine // options.tensor_parallel  # in one machine: 8
@@ -110,7 +111,7 @@ def forecast_step(
         replica_bytes, num_replicas, replicas_here
     )
     step_activation_bytes = bytes_of_activations(options, model_config, hardware)
-    activation_bytes, _ = split_by_link(
+    activation_bytes, _ = split_by_link(  # _ is 0: a group is in one machine
         step_activation_bytes, options.tensor_parallel, options.tensor_parallel
     )
     return StepForecast(

@@ -48,10 +48,11 @@ from utils.errors import UserError
 
 def wrap(model: GPT, weights: Mapping[str, Rows], process: Process, sharding: str) -> nn.Module:
     """Make a model data-parallel, move it from the device "meta" to the device of the process, fill
-    in `weights`, and return the module to train. `sharding` is --sharding.
+    in `weights` by name, and return the module to train. Rows (model/rows.py) are tensors on the
+    CPU, or numbers that are read from a file, or drawn, when their rows are asked for.
 
-    DDP returns a module around the model. FSDP2 returns the model, with DTensors as parameters, and
-    a single process returns it unchanged.
+    The module for the `sharding` "none" is DDP's around the model. For "zero1", "zero2" and "zero3"
+    it is the model, with DTensors as parameters, and for a single process the unchanged model.
     """
     if sharding != "none" and dist.is_initialized():  # False for a single process
         # On "meta", before weights take memory, so no process ever holds more than its part.
@@ -112,7 +113,7 @@ def divide_model(model: GPT, process: Process, sharding: str) -> None:
     for block in model.transformer.h:
         fully_shard(
             block,
-            mesh=data_mesh,
+            mesh=data_mesh,  # (replicas, shards), or (shards,) for one replica
             mp_policy=mixed_precision,
             reshard_after_forward=sharding == "zero3",
             ignored_params=scalars,
@@ -205,8 +206,8 @@ def free_gathered_weights(model: nn.Module) -> None:
 
 @contextmanager
 def average_scalars(wrapped: nn.Module) -> Iterator[None]:
-    """Context of the last micro-step: at its end, average the gradients of parameters that FSDP2
-    does not divide over the processes."""
+    """Context of the last micro-step: at its end, average over the processes the gradients of
+    parameters that FSDP2 does not divide, which are single numbers."""
     yield
     for p in wrapped.parameters():
         if not isinstance(p, DTensor) and p.grad is not None:
@@ -217,10 +218,11 @@ def average_scalars(wrapped: nn.Module) -> Iterator[None]:
 def clip_grad_norm(wrapped: nn.Module, max_norm: float) -> Tensor:
     """Scale gradients in place so that their total L2 norm is at most `max_norm`; 0 means no limit.
     Return the norm before scaling, the same on every process, as a tensor on the device, because
-    reading it would make the host wait. Every process must call it."""
+    reading it would make the host wait. Every process must call it. `wrapped` is the module from
+    `wrap`: DDP's around the model, or the model."""
     # One list for each device mesh: a norm cannot mix DTensors of several meshes.
     parameter_lists = group_by_mesh(wrapped.parameters())
-    norms: list[Tensor] = []
+    norms: list[Tensor] = []  # () each, of the gradients of one list
     for parameters in parameter_lists:
         norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
         # The norm of DTensors is a DTensor: full_tensor reduces it over the processes.

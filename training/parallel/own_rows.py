@@ -51,8 +51,8 @@ def held_rows(model: GPT, name: str, x: Tensor) -> Tensor:
 @torch.no_grad()
 def fill(model: GPT, name: str, x: Tensor, whole: Rows) -> None:
     """Copy into `x`, in place, the part of the tensor `whole` that this process holds. `x` is the
-    parameter `name` or a tensor of its optimizer state. If `whole` has more rows, the last rows
-    are left out."""
+    parameter `name` or a tensor of its optimizer state. `whole` is a tensor on the CPU, or numbers
+    that are read or drawn by rows. If it has more rows than `x`, the last rows are left out."""
     if x.dim() == 0:  # AdamW's "step", or a parameter that is a single number
         x.copy_(whole[...])
         return
@@ -106,7 +106,7 @@ def copy_own_rows(model: GPT, name: str, x: Tensor, process: Process) -> OwnRows
     parameter `name` or a tensor of its optimizer state. If it is divided, every process must call
     this function."""
     if isinstance(x, DTensor):
-        rows, content = rows_to_write(model, name, x, process)  # calls collectives
+        rows, content = rows_to_write(model, name, x, process)  # (r,), (r, ...), by collectives
     else:
         # Every process has all rows of a plain tensor, and the main process writes them. A vector
         # is one row, and so is a single number, such as AdamW's "step".

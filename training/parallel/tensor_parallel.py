@@ -127,7 +127,8 @@ def parallelize(model: GPT, mesh: DeviceMesh) -> None:
     model.transformer.drop = dropout
     for block in model.transformer.h:
         assert isinstance(block, Block)  # for mypy
-        # src_data_rank=None: send no weights. training/parallel/own_rows.py fills them in.
+        # Divide the four linear layers by `plan`. src_data_rank=None: send no weights.
+        # training/parallel/own_rows.py fills them in.
         parallelize_module(block, mesh, plan, src_data_rank=None)
         block.attn.dropout = dropout
         block.mlp.dropout = dropout
