@@ -30,7 +30,7 @@ UNICODE_PIECES = (
 )
 
 
-def byte_level(model: models.BPE, split: str = "gpt2") -> tokenizers.Tokenizer:
+def make_byte_level_backend(model: models.BPE, split: str = "gpt2") -> tokenizers.Tokenizer:
     """Return a byte-level BPE tokenizer with the tokens and merges of `model`; models.BPE() has
     none, until the caller trains the tokenizer. `split` is "gpt2" or "unicode", the expression that
     cuts a text into pieces; no token crosses the border of two pieces."""
@@ -63,7 +63,7 @@ def to_backend(tokenizer: Tokenizer) -> tokenizers.Tokenizer:
         merges = [(left, right) for left, right in map(str.split, lines[1:])]  # of "Ġ t"
     # A tokenizers.Tokenizer, which first splits by GPT-2's expression and writes bytes as
     # characters. Without merges, as for the tokenizer bytes, each byte is a token.
-    backend = byte_level(models.BPE(vocab, merges))
+    backend = make_byte_level_backend(models.BPE(vocab, merges))
     backend.add_special_tokens([END_OF_TEXT])  # gets the next id, which is tokenizer.eot
     return backend
 

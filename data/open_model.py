@@ -11,7 +11,7 @@ from data.tokenizer import pretrained_tokenizer_spec, read_tokenizer_spec, vocab
 from model.formats.checkpoint import Checkpoint, find_checkpoint, load_model
 from model.formats.huggingface import load_pretrained
 from model.formats.huggingface_weights import find_or_download
-from model.formats.nanogpt import find_tokenizer, load_nanogpt
+from model.formats.nanogpt import find_tokenizer_file, load_nanogpt
 from model.gpt import GPT
 from model.initial_weights import rebuild
 from utils.errors import UserError
@@ -27,7 +27,7 @@ def open_pretrained(name: str | Path) -> tuple[GPT, str]:
     model = load_nanogpt(path) if path.is_file() else load_pretrained(name)
     declared_vocab_size = model.config.vocab_size  # 50257 of OpenAI's GPT-2, 50304 of nanoGPT's
     # tokenizer.json or meta.pkl beside the file, or nanoGPT's data/DATASET/meta.pkl; else None
-    tokenizer_path = find_tokenizer(path) if path.is_file() else None
+    tokenizer_path = find_tokenizer_file(path) if path.is_file() else None
     if tokenizer_path is not None:
         tokenizer_spec = read_tokenizer_spec(tokenizer_path)
     else:

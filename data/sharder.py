@@ -464,7 +464,7 @@ class Sharder:
         for split in sorted(self.writers):
             self.finish_shard(split)
         # An interrupted run does not get here: `complete` and `stopped` stay False, and training
-        # warns (TokenStream.unfinished).
+        # warns (TokenStream.unfinished_folders).
         self.manifest.complete = complete
         self.manifest.stopped = not complete
         write_manifest(self.folder, self.manifest)

@@ -273,7 +273,7 @@ class TokenStream:
     """
 
     def __init__(self, folders: list[ShardFolder]) -> None:
-        self.folders = folders  # bytes_per_token and `unfinished` read their manifests
+        self.folders = folders  # bytes_per_token and `unfinished_folders` read their manifests
         self.split = folders[0].split  # "train" or "val", the same in all folders
         self.tokenizer_spec = folders[0].tokenizer_spec
         """Spec of the tokenizer. main of train.py replaces it, for the train split, by the spec of
@@ -360,7 +360,7 @@ class TokenStream:
         return zlib.crc32(f"{contents}".encode())
 
     @property
-    def unfinished(self) -> list[Path]:
+    def unfinished_folders(self) -> list[Path]:
         """Paths of the folders whose sharding was interrupted or still runs, for a warning: neither
         the end of the text nor --max_shards has ended it, so that they hold a part of the text."""
         # Sharder.end sets `complete` at the end of the text, else `stopped`

@@ -19,7 +19,7 @@ import utils.environment  # noqa: F401 (first: it says what to type without PyTo
 
 from tokenizers import models, pre_tokenizers, trainers
 
-from data.export_tokenizer import byte_level
+from data.export_tokenizer import make_byte_level_backend
 from data.manifest import SourceSettings
 from data.named_tokenizer import END_OF_TEXT
 from data.source import Skipped, Source, list_files, pieces_of
@@ -83,7 +83,7 @@ def main(options: TokenizerOptions) -> None:
     # are sizes on disk, so that compressed files give more text. max: pipes have size 0.
     share = options.sample_mb * 1e6 / max(1, sum(bytes_by_file.values()))
     # an untrained tokenizer: no tokens and no merges, only the rule that cuts a text into pieces
-    backend = byte_level(models.BPE(), options.split)  # "unicode" or "gpt2"
+    backend = make_byte_level_backend(models.BPE(), options.split)  # "unicode" or "gpt2"
     trainer = trainers.BpeTrainer(
         vocab_size=options.vocab_size - 1,  # end of text is added below
         # all 256 bytes, even if they do not occur in the text

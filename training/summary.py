@@ -18,7 +18,7 @@ from utils.devices import seconds_on_cpu
 from utils.distributed import Process
 from utils.errors import UserError
 
-MOST_EPOCHS = 100  # above this the model would memorize its text
+WARNED_EPOCHS = 100  # above this the model would memorize its text
 SLOW_RUN_SECONDS = 3600  # above this, a run on a CPU prints how long it will take
 
 
@@ -70,11 +70,11 @@ def note_recipe(
 
 
 def describe_run_epochs(options: ResolvedTrainOptions, train_data: Mixture) -> str:
-    """Return how often the run reads its data, as text, with a warning above MOST_EPOCHS."""
+    """Return how often the run reads its data, as text, with a warning above WARNED_EPOCHS."""
     run_tokens = options.max_steps * options.total_batch_size
     text = train_data.describe_epochs(run_tokens)  # "0.53 epochs"
-    if run_tokens > MOST_EPOCHS * len(train_data.stream):
-        text += f" (more than {MOST_EPOCHS}: train fewer steps)"
+    if run_tokens > WARNED_EPOCHS * len(train_data.stream):
+        text += f" (more than {WARNED_EPOCHS}: train fewer steps)"
     return text
 
 
@@ -98,7 +98,7 @@ def print_summary(
     run on a CPU, its time."""
     options = run.options
     # logger.print writes above the progress bar, on the main process only
-    for folder in train_data.stream.unfinished:
+    for folder in train_data.stream.unfinished_folders:
         run.logger.print(
             f"warning: {folder} holds only a part of its text: run the sharding to its end"
         )

@@ -7,8 +7,8 @@
                     train_gpt2.py)
 
 The head is the embedding unless the file has its own. Optimizer state is not read. The files have
-no tokenizer: find_tokenizer finds it near them, or data/tokenizer.py chooses one by the number of
-tokens.
+no tokenizer: find_tokenizer_file finds it near them, or data/tokenizer.py chooses one by the number
+of tokens.
 """
 
 from dataclasses import replace
@@ -68,7 +68,7 @@ def read_torch(path: Path) -> dict[str, Any]:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
 
 
-def find_tokenizer(path: Path) -> Path | None:
+def find_tokenizer_file(path: Path) -> Path | None:
     """Return the path of the tokenizer of a file that `load_nanogpt` reads, or None if it has none.
 
     It is a tokenizer.json or nanoGPT's meta.pkl beside the file, or the meta.pkl in data/DATASET of

@@ -146,7 +146,7 @@ def test_a_folder_whose_sharding_was_interrupted_is_known():
     folders = []
     for i, manifest in enumerate(manifests):
         folders.append(ShardFolder(Path(str(i)), "train", [], "bytes", manifest))
-    assert TokenStream(folders).unfinished == [Path("3")]
+    assert TokenStream(folders).unfinished_folders == [Path("3")]
 
 
 @pytest.mark.parametrize("open_tokens, num_tokens", [({}, 130), ({"train": 80}, 180)])

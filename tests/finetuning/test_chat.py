@@ -14,7 +14,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from data.export_tokenizer import byte_level, save_tokenizer, to_backend
+from data.export_tokenizer import make_byte_level_backend, save_tokenizer, to_backend
 from data.named_tokenizer import ByteTokenizer
 from data.tokenizer import SPACE, byte_characters, load_tokenizer, pretrained_tokenizer_spec
 from finetuning.chat import encode_prompt, fit_history, is_chat, note_name_as_text
@@ -145,7 +145,7 @@ def merging(characters, *merges):
 
 
 def byte_level_backend(*merges):
-    backend = byte_level(merging(byte_characters(), *merges))
+    backend = make_byte_level_backend(merging(byte_characters(), *merges))
     backend.add_special_tokens(SPECIAL_TOKENS)
     return backend
 
