@@ -357,7 +357,7 @@ class TrainOptions(
             nearest = max(1, round(self.total_batch_size / tokens_together)) * tokens_together
             raise UserError(
                 f"--total_batch_size {self.total_batch_size:,} does not divide by the micro-batch, "
-                f"{self.micro_batch_size} x {self.resolved_block_size} tokens x {data_parallel} "
+                f"{self.sequences_per_pass} x {self.resolved_block_size} tokens x {data_parallel} "
                 f"parts of the data = {tokens_together:,}: give {nearest:,}"
             )
         return self.total_batch_size // tokens_together

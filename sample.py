@@ -79,7 +79,8 @@ class Writer:
         options = self.options
         prompt_ids = self.prompt_ids(prompt, history)  # UserError if they do not fit
         heading = "" if options.chat else prompt  # an answer is shown without its question
-        sampling = replace(options, seed=seed)  # `converse` counts the seed up
+        # temperature, top_k, ..., for `generate`; `converse` counts the seed up
+        sampling = replace(options, seed=seed)
         # One batch: sample i draws its random numbers from (seed, i).
         prompts = [prompt_ids] * options.num_samples
         # for each sample its token ids, without the end token

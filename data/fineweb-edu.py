@@ -306,7 +306,8 @@ def write_shards(
 
 def continue_sharding(options: ShardOptions, folder: Path) -> tuple[Manifest, int]:
     """Write the shards that the folder lacks; return its manifest and the number of new tokens."""
-    # {"books/a.txt": 12_345, ...}, other workers' files included; {} to read the dataset
+    # options.input: ("books/", "more.parquet"). The manifest gets {"books/a.txt": 12_345, ...},
+    # other workers' files included; {} to read the dataset.
     bytes_by_file = list_files(options.input) if options.input else {}
     tokenizer_spec = options.tokenizer
     if tokenizer_spec not in TOKENIZERS:
@@ -337,7 +338,7 @@ def continue_sharding(options: ShardOptions, folder: Path) -> tuple[Manifest, in
         files=list(bytes_by_file),
         sizes=list(bytes_by_file.values()),
     )
-    if isinstance(tokenizer, FileTokenizer):
+    if isinstance(tokenizer, FileTokenizer):  # the names "gpt2" and "bytes" tell their end of text
         settings.end_of_text = tokenizer.end_of_text  # "</s>"; read by find_tokenizer_spec
     source = Source(settings, folder)  # keeps long texts in the folder
     # Two processes would overwrite each other's shards. The lock is a file descriptor. Raises

@@ -283,7 +283,8 @@ class TokenStream:
         self.shards: list[Shard] = []
         for folder in folders:
             self.shards += folder.shards
-        # The spec changes with the order of the keys in tokenizer.json, the identity does not.
+        # The spec, a string, changes with the order of the keys in tokenizer.json; the identity,
+        # another string, does not.
         tokenizers = {tokenizer_identity(folder.tokenizer_spec) for folder in folders}  # {"gpt2"}
         self.tokenizer_identity = tokenizer_identity(self.tokenizer_spec)  # the model's is the same
         # {0.01}; without the None of folders of older versions, which do not know it
@@ -355,7 +356,8 @@ class TokenStream:
     def checksum(self) -> int:
         """Checksum of the lengths and checksums of the shards, in their order, by which a resumed
         run notices other data. It does not depend on where the folders are."""
-        # Cheap, because each training run computes it; data/verify.py reads all tokens.
+        # Cheap, because each training run computes it; data/verify.py reads all tokens. A shard's
+        # checksum is that of its manifest: [(100_000_000, "9f3a..."), ...].
         contents = [(shard.num_tokens, shard.checksum) for shard in self.shards]
         return zlib.crc32(f"{contents}".encode())
 

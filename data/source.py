@@ -203,7 +203,8 @@ class UntilDamage(io.RawIOBase):
 def open_text(raw: UntilDamage, errors: str = SURROGATES) -> io.TextIOWrapper:
     """Open the content of a file as text. `errors` says what becomes of bad bytes, as in
     bytes.decode: "surrogateescape" or "replace"."""
-    # utf-8-sig drops a byte order mark at the beginning; newline="" keeps \r\n
+    # utf-8-sig drops a byte order mark at the beginning. newline="" keeps \r\n, so that shards hold
+    # the text as it is. `raw` gives decompressed bytes.
     return io.TextIOWrapper(io.BufferedReader(raw), "utf-8-sig", errors, newline="")
 
 
@@ -672,7 +673,8 @@ class Source:
         """Yield the batches of a file from a position in it on, with empty positions, which
         `batches` fills in."""
         # Most formats have no index of rows: earlier rows are read again and dropped.
-        first_row = position.counts.get("rows", 0)  # number of rows that earlier runs have sharded
+        # counts: {"rows": 300, ...} of this file, which earlier runs have sharded; {} if none has
+        first_row = position.counts.get("rows", 0)
         rows_left = islice(self.read_texts(name), first_row, None)
         for rows in make_row_batches(rows_left):
             yield RowBatch(SourcePosition(), rows)
@@ -723,6 +725,7 @@ class Source:
         """
         pieces = iter(partial(file.read, PIECE_CHARACTERS), "")  # until read returns ""
         if self.settings.separator is not None:
+            # also where two pieces share a separator; leaves the separators out
             numbered = number_pieces(pieces, self.settings.separator)
         else:
             # note_marks yields the same pieces, and may print a note

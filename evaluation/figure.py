@@ -339,7 +339,8 @@ def save_picture(
             # above the panel, because curves may run everywhere inside it
             corner = (0, legend_bottom)
             axes.legend(loc="lower left", bbox_to_anchor=corner, frameon=False, fontsize=8)
-            # the picture grows by 0.17 inches per line of the legend, so the panels keep their size
+            # The constrained layout of `figure` takes the legend's room from the panels. The
+            # picture grows by 0.17 inches per line of the legend, so they keep their size.
             figure.set_figheight(figure.get_figheight() + 0.17 * len(labels))
     with writing(out):  # turns errors into UserError, also a file type unknown to Matplotlib
         out.parent.mkdir(parents=True, exist_ok=True)

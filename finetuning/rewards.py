@@ -128,7 +128,7 @@ def load_reward_function(name: str, encoder: TextEncoder, process: Process) -> R
     must have its tokenizer, its chat format or plain text, and at least its context. Raise
     UserError otherwise, or if `name` cannot be loaded."""
     path = find_reward(name)
-    if path is None:
+    if path is None:  # "exact"
         # 1.0 if the completion has ended and equals the "answer" of its row, except for white space
         # around them, else 0.0
         return lambda completions: [float(is_exact(completion)) for completion in completions]

@@ -140,7 +140,7 @@ class KVCache:
         # narrow(dim, start, length) slices `dim`; beyond the capacity it raises an error. `length`
         # grows in `advance`, so that all blocks write at the same start.
         buffer.narrow(dim, self.length, num_new).copy_(x)
-        return buffer.narrow(dim, 0, self.length + num_new)
+        return buffer.narrow(dim, 0, self.length + num_new)  # (B, K, S, D)
 
     def advance(self, num_new: int) -> None:
         """Count the new tokens as past tokens, after the last block has appended them."""

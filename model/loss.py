@@ -49,8 +49,9 @@ class ChunkedLoss(nn.Module):
             losses = self.chunked_token_losses(model, x, targets, max_bytes)
             return losses.masked_fill(targets < 0, 0)  # whatever the definition gives for -1
         all_logits_bytes = 4 * len(x) * model.config.padded_vocab_size  # in float32
-        # The first call of has_fast_loss compares ChunkedCrossEntropy with the model's definition.
-        if all_logits_bytes > PLAIN_BYTES and has_fast_loss(model):  # above 4 MiB
+        # Up to PLAIN_BYTES, 4 MiB, the definition is faster. The first call of has_fast_loss
+        # compares ChunkedCrossEntropy with the definition.
+        if all_logits_bytes > PLAIN_BYTES and has_fast_loss(model):
             # asked here, because gradients are always off inside an autograd.Function
             needs_grad = torch.is_grad_enabled()
             V = model.config.vocab_size

@@ -333,7 +333,9 @@ def measure_step(
     model, weights = new_model(GPT, model_config, options.seed)  # GPT on "meta", Rows by name
     # activation checkpointing and torch.compile, applied to the blocks in place
     execute(model, Execution(options.activation_checkpointing, options.use_torch_compile))
-    wrapped = wrap(model, weights, process, options.sharding)  # allocates and fills the model
+    # DDP's module around the model, with its memory allocated and filled; the model itself in a
+    # single process or with --sharding
+    wrapped = wrap(model, weights, process, options.sharding)
     optimizers = make_optimizers(model, options, recipe, process.dtype)
     shape = (options.sequences_per_pass, options.block_size)  # (B, T)
     idx = torch.randint(model_config.vocab_size, shape, device=process.device)  # (B, T)

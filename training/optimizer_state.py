@@ -201,7 +201,7 @@ def check_state(
 ) -> None:
     """Raise UserError on every process if a checkpoint would lose state of the optimizers. Call it
     after the first step that was not skipped. `attributes_before` is what attributes_of returned
-    before it, by optimizer."""
+    before it, such as {"count": [3]} for each optimizer."""
     with process.together():  # its error is raised on all processes
         unsaved = find_unsaved(model, optimizers, attributes_before)  # a message, or None
         if unsaved is not None:

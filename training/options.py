@@ -128,7 +128,8 @@ def check_inputs(options: Options, given_flags: list[str], checkpoint: Checkpoin
     for name, value in vars(options).items():
         if name in written or name in dict(named_flags(given_flags)):
             continue
-        if name == "reward" and value not in (None, "exact"):  # a checkpoint, or FILE.py:FUNCTION
+        # --reward of grpo: "exact", a reward model's checkpoint, or FILE.py:FUNCTION
+        if name == "reward" and value not in (None, "exact"):
             file_name, _, _ = value.rpartition(":")
             value = Path(file_name if file_name.endswith(".py") else value)
         if name == "data_dir":

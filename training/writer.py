@@ -196,6 +196,7 @@ def lay_out(path: Path, sections: Sections, plain_entries: dict) -> tuple[str, O
     # in the file, in bytes.
     with FakeTensorMode():
         fake_checkpoint = torch.load(temporary, weights_only=True)
+    # {"optimizer": {"lm_head.weight exp_avg": 78464, ...}, ...}: gaps that each process fills later
     offsets: Offsets = {}
     for section in sections:
         fake_tensors = flatten(fake_checkpoint[section])  # without plain values, such as a counter

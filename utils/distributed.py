@@ -413,8 +413,10 @@ def start(
             f"some processes found no GPU, such as rank {device_types.index('cpu')}, and others "
             "did: see nvidia-smi on that machine, or take device cpu on all"
         )
-    # Machines with 8 and 4 processes divide each copy of the training state among 4 neighbors.
-    processes_per_machine = math.gcd(*process.merge({rank: launch.processes_per_machine}).values())
+    # `launch` counts the processes of this machine. Machines with 8 and 4 processes divide each
+    # copy of the training state among 4 neighbors.
+    processes_by_rank = process.merge({rank: launch.processes_per_machine})  # of all ranks
+    processes_per_machine = math.gcd(*processes_by_rank.values())
     shards_per_copy = count_shards(world_size, processes_per_machine, tensor_parallel, shard_across)
     # gradients of different dtypes cannot be summed
     return replace(

@@ -119,7 +119,9 @@ class StepTimer:
 
     def __init__(self, flops_per_token: int, process: Process) -> None:
         self.flops_per_token = flops_per_token  # of forward and backward pass
-        self.gpu = gpu_of(process.device, process.dtype)  # None: peak not known, so no MFU
+        # a GPU, with the peak FLOP/s of its matmuls in 16 bits; None, and so no MFU, in float32 and
+        # on devices whose peak is not known
+        self.gpu = gpu_of(process.device, process.dtype)
         self.num_devices = process.world_size  # each with the peak of self.gpu
         self.start_seconds = 0.0  # time.perf_counter() at the start of the step
 

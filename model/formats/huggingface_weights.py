@@ -380,11 +380,13 @@ def find_or_download(model_name: str) -> Path:
     # skip weights in other formats, which many repositories also hold
     patterns = ["*.json", "*.jinja", "*.txt", "tokenizer.model", "*.safetensors"]
     try:
-        # First a small file, with a time limit: weights may take any time, a silent hub may not.
+        # `ask` makes the call, prints that it waits for HUB, the hub's address, and raises
+        # TimeoutError after its limit. First a small file: weights may take any time, a silent hub
+        # may not.
         ask(HUB, partial(snapshot_download, model_name, allow_patterns="config.json"))
         download = partial(snapshot_download, model_name, allow_patterns=patterns)
         return Path(ask(HUB, download, limit=None))  # the folder in the hub's cache
-    # no such name, or no network: `ask` raises TimeoutError, which is an OSError
+    # no such name, or no network; a TimeoutError is an OSError
     except (OSError, ValueError) as error:
         raise UserError(
             f"{model_name} is no folder or file{place}, and the Hugging Face hub did not provide a "

@@ -84,7 +84,8 @@ def advise(
     helps. Return "" if no flags make the numbers of the run divide.
     """
     world_size = hardware.world_size
-    # 4 for machines with 8 and 4 processes: a copy is divided among 4, as in count_shards
+    # 8 and 12, for this machine of 8 processes and another of 4, give 4: a copy is divided among 4,
+    # as in count_shards
     per_machine = math.gcd(hardware.processes_per_machine, world_size)
     # values of --shard_across for a copy over 2, 3, ... machines: 16, 24, 32 of 32 processes
     several_machines = range(2 * per_machine, world_size + 1, per_machine)
@@ -116,7 +117,8 @@ def advise(
             continue
         trial = replace(trial, micro_batch_size=micro_batch_size)
         forecast = forecast_step(trial, model_config, hardware)  # None: the speed is not known
-        seconds = forecast.seconds if forecast is not None else 0.0  # 0: the first trial wins
+        # of a step; 0: the first combination that fits wins, which is the run's own if it does
+        seconds = forecast.seconds if forecast is not None else 0.0
         if seconds < best_seconds:
             best_seconds = seconds
             flags = {"micro_batch_size": micro_batch_size, **flags}

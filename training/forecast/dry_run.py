@@ -40,8 +40,9 @@ def print_forecast(
     # Not Process.is_main: a dry run does not connect the processes of torchrun.
     if not is_main_process():
         return
-    if options.minutes is not None and checkpoint is None:
-        options = plan_for_minutes(options, recipe)  # prints the size and steps that it chooses
+    if options.minutes is not None and checkpoint is None:  # a resumed run keeps its options
+        # by the forecast speed of the device; the run measures it. Prints what it chooses.
+        options = plan_for_minutes(options, recipe)
     hardware = Hardware.of(options)  # what --device names, with the number of processes
     # ALONE: only the main process gets here.
     initial = open_initial(options, checkpoint, ALONE)  # InitialModel; None: random weights
@@ -82,6 +83,7 @@ def print_forecast(
     if forecast is not None and hardware.world_size > 1:
         print_sending(forecast)
         utilization *= forecast.compute_seconds / forecast.seconds
+    # sending_seconds: of weights and gradients
     if not fits or (forecast is not None and forecast.sending_seconds > forecast.compute_seconds):
         print(f"advice: {advise(options, recipe, model_config, hardware)}")
 

@@ -99,7 +99,7 @@ def forecast_step(
     # If a machine has more than num_shards groups, it holds several replicas.
     groups_here = hardware.processes_per_machine // options.tensor_parallel  # in one machine: 8
     shards_here = min(num_shards, groups_here)  # 8
-    replicas_here = groups_here // shards_here  # 1
+    replicas_here = groups_here // shards_here  # copies of the state in one machine: 1
 
     # split_by_link: of P processes in a ring each sends (P - 1) / P of the bytes
     shard_bytes = bytes_of_shards(options, model_config, hardware)

@@ -105,8 +105,8 @@ def divide_model(model: GPT, process: Process, sharding: str) -> None:
             raise UserError(
                 f"{name} is shared by modules and cannot be divided: train without sharding"
             )
-    # FSDP2 divides no single numbers: every process holds them, and average_scalars below averages
-    # their gradients.
+    # FSDP2 divides no single numbers, such as a learned temperature of an edited model: every
+    # process holds them (ignored_params), and average_scalars below averages their gradients.
     scalars = {p for p in model.parameters() if p.dim() == 0}
     # FSDP2 gathers the parameters of a block together just before its forward. zero3 frees them
     # after the forward and gathers them again for the backward. zero1 and zero2 keep them.

@@ -116,7 +116,7 @@ def copy_own_rows(model: GPT, name: str, x: Tensor, process: Process) -> OwnRows
         rows = torch.arange(len(content))
     # copy=True, also on a CPU, because training changes x while a thread writes the copy. x.shape
     # is the shape of the whole tensor, also for a DTensor.
-    return OwnRows(x.shape, rows, content.to("cpu", copy=True))
+    return OwnRows(shape=x.shape, rows=rows, content=content.to("cpu", copy=True))
 
 
 def rows_to_write(model: GPT, name: str, x: DTensor, process: Process) -> tuple[Tensor, Tensor]:
