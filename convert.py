@@ -9,6 +9,7 @@ AutoTokenizer. It holds the weights in float32, with every bit, and a model card
 """
 
 import math
+import os
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -96,14 +97,12 @@ def export_checkpoint(checkpoint_path: Path, out: Path) -> None:
 
     # options of the run that wrote the checkpoint, by flag: {"init_from": "gpt2", "method": "sft"}
     options = checkpoint["config"]
-    # a path, relative to the run's working_dir, or a name on the hub
-    init_from = options["init_from"] or "random weights"
-    weights_from = Path(checkpoint.get("working_dir", "")) / init_from
-    # RUN/checkpoints/model_best.pt, or RUN/checkpoints, becomes RUN
-    if weights_from.parent.name == "checkpoints":
-        weights_from = weights_from.parent
-    if weights_from.name == "checkpoints":
-        weights_from = weights_from.parent
+    weights_from = Path(options["init_from"] or "random weights")  # a path, or a name on the hub
+    # RUN/checkpoints, or a file in it, becomes RUN. A relative path begins in the run's working_dir.
+    if "checkpoints" in (weights_from.name, weights_from.parent.name):
+        weights_from = Path(checkpoint.get("working_dir", "")) / weights_from
+        run_folder, *_ = os.path.normpath(weights_from).rsplit("/checkpoints", 1)
+        weights_from = Path(run_folder)
     # CARD is the template of README.md. It also reads fields of `model_config`, and entries of
     # `checkpoint` such as "step".
     card = CARD.read_text(encoding="utf-8").format(

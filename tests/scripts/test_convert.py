@@ -78,7 +78,11 @@ def test_a_converted_checkpoint_is_no_run(shards, exported, tmp_path):
 
 @pytest.mark.parametrize(
     "is_chat, init_from",
-    [(False, None), (True, "/home/me/base/checkpoints/model_last.pt"), (True, "checkpoints")],
+    [
+        (False, None),
+        (True, "/home/me/base/checkpoints/model_last.pt"),
+        (True, "../base/checkpoints"),
+    ],
 )
 def test_the_example_of_a_model_card_runs(trained, tmp_path, is_chat, init_from):
     checkpoint = load_checkpoint(trained / "checkpoints" / "model_best.pt")
