@@ -181,7 +181,7 @@ class ModelOptions:
     @property
     def width(self) -> int:
         """Channels of the residual stream: --n_embd, or those of --model_type."""
-        return self.n_embd or SIZES[self.model_type][2]  # (12, 12, 768)[2] for gpt2
+        return self.n_embd or SIZES[self.model_type][2]  # 768 of (12, 12, 768) for gpt2
 
     @property
     def resolved_block_size(self) -> int:
@@ -200,7 +200,7 @@ class ModelOptions:
             n_head=self.n_head or n_head,
             n_embd=self.width,
             dropout=self.dropout,
-            **recipe.model_fields(self.width),  # {"norm": "rms", "n_inner": 2048, ...}
+            **recipe.model_fields(self.width),  # {} of gpt2, {"norm": "rms", ...} of modern
         )
 
 

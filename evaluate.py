@@ -212,7 +212,7 @@ def open_task(
     if benchmark is None:  # val
         with scorer.process.together():
             val = open_validation(options, block_size, tokenizer)
-        refuse_other_data(scorer.process, task_name, val.checksum)  # UserError if processes differ
+        refuse_other_data(scorer.process, task_name, val.checksum)
         return partial(score_validation, val, options.val_tokens, scorer)  # called by `main`
     protocols = benchmark.protocols  # all: ("build-nanogpt", "lm-eval") of HellaSwag
     return open_benchmark(benchmark, path, options.limit, scorer, tokenizer, protocols)
@@ -287,7 +287,7 @@ def main(options: EvalOptions) -> None:
         dump_rows += task_dump_rows
         if process.is_main:
             bar.clear()  # otherwise the table would begin in the line of the bar
-            # with OpenAI's values of "gpt2-xl", say; before writing, because the disk may be full
+            # before writing, because the disk may be full; the model type is "gpt2", ...
             print(format_table(task_results, openai_model_type(model.config)), flush=True)
             # --out gets all tasks so far, else each task has a file, such as model_best_val.json
             out = options.out or Path(f"{stem}_{Path(task_name).stem}.json")

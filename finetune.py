@@ -268,7 +268,7 @@ def train_step(
         if skip_reason is None:
             optimizer.step()  # not scaler.step: the check for infinities is done
     wrapped.zero_grad(set_to_none=True)
-    run.scaler.update()  # float16: a lower scale after infinities
+    run.scaler.update()  # float16: lower after infinities, higher after 2,000 steps without any
     num_tokens = round(metrics["tokens"])  # of this step on all processes; the sum is a float
     metrics["tokens"] = progress.tokens + num_tokens  # replaced for the log: of all steps so far
     return StepResult(metrics, skip_reason, got_signal, num_tokens)

@@ -114,7 +114,7 @@ class Writer:
         else before that character."""
         chat = self.options.chat
         token_ids = completion[start:]
-        # drops the special tokens of a chat and, at its start, the space after "Assistant:"
+        # drops, in a chat, special tokens and, at the start, the space after "Assistant:"
         return decode_completion(
             token_ids, self.tokenizer, chat, keep_cut=chat or keep_cut, is_start=start == 0
         )

@@ -64,7 +64,7 @@ def main() -> None:
     if options.minutes is not None and checkpoint is None:  # a resumed run keeps its options
         options, derived = choose_for_minutes(options, recipe, process)  # sets size, batch, steps
 
-    # A Mixture is one split of all corpora of data_dir, Paths such as data/a:0.7, as sequences.
+    # A Mixture is one split of all corpora, as sequences. data_dir has Paths such as data/a:0.7.
     train_data = Mixture(options.data_dir, "train", options.block_size)
     val_data = Mixture(options.data_dir, "val", options.block_size)
 

@@ -58,9 +58,9 @@ def to_backend(tokenizer: Tokenizer) -> tokenizers.Tokenizer:
     merges: list[tuple[str, str]] = []
     if tokenizer.name == "gpt2":
         # tiktoken's encoding lacks the pairs, but its cache has OpenAI's file of merges: a line
-        # with the version, then one pair a line. `ask` limits the time of a download.
+        # with the version, then one pair a line, "Ġ t". `ask` limits the time of a download.
         lines = ask(GPT2_MERGES, lambda: read_file_cached(GPT2_MERGES)).decode().splitlines()
-        merges = [(left, right) for left, right in map(str.split, lines[1:])]  # of "Ġ t"
+        merges = [(left, right) for left, right in map(str.split, lines[1:])]
     # A tokenizers.Tokenizer, which first splits by GPT-2's expression and writes bytes as
     # characters. Without merges, as for the tokenizer bytes, each byte is a token.
     backend = make_byte_level_backend(models.BPE(vocab, merges))
@@ -74,7 +74,7 @@ def save_tokenizer(
     """Write tokenizer.json and tokenizer_config.json to `folder`, for AutoTokenizer of
     transformers. `block_size` is the model's context in tokens."""
     if isinstance(tokenizer, FileTokenizer):
-        tokenizer_json = tokenizer.tokenizer_json  # content of the file, a str
+        tokenizer_json = tokenizer.tokenizer_json  # content of a tokenizer.json, a str
         # tokens by their names in transformers; template_tokens may have another eos_token
         special_tokens = {"eos_token": tokenizer.end_of_text} | tokenizer.template_tokens
         if not tokenizer.chat_template:  # a chat template needs the bos_token of its model

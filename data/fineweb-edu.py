@@ -251,7 +251,7 @@ def read_documents(
             pending_bytes += num_bytes
             point = ResumePoint()  # the shards hold nothing of later batches
             # Three batches per thread keep all threads busy. PENDING_BYTES (128 MiB of text per
-            # thread) limits memory, and the disk, where long texts and their tokens are.
+            # thread) limits memory, and the room on disk of long texts and of their tokens.
             while len(pending) > 3 * options.num_workers or (
                 len(pending) > 1 and pending_bytes > options.num_workers * PENDING_BYTES
             ):
@@ -306,8 +306,8 @@ def write_shards(
 
 def continue_sharding(options: ShardOptions, folder: Path) -> tuple[Manifest, int]:
     """Write the shards that the folder lacks; return its manifest and the number of new tokens."""
-    # options.input: ("books/", "more.parquet"). The manifest gets {"books/a.txt": 12_345, ...},
-    # other workers' files included; {} to read the dataset.
+    # {"books/a.txt": 12_345, ...} for ("books/", "more.parquet"), other workers' files included; {}
+    # to read the dataset
     bytes_by_file = list_files(options.input) if options.input else {}
     tokenizer_spec = options.tokenizer
     if tokenizer_spec not in TOKENIZERS:

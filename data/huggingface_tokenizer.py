@@ -120,7 +120,7 @@ def to_transformers(
     return PreTrainedTokenizerFast(
         tokenizer_object=Backend.from_str(tokenizer_json),
         chat_template=chat_template,  # Jinja, or several by name, or None
-        model_max_length=block_size,  # in tokens
+        model_max_length=block_size,
         model_input_names=MODEL_INPUTS,
         **arguments,
     )

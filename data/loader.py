@@ -91,7 +91,7 @@ def epoch_order(positions: np.ndarray, n: int, seed: int) -> np.ndarray:
     """Return the sequence ids (N,), each in [0, n), at positions (N,) of the data order of n
     sequences: n positions for each epoch, one epoch after the other."""
     sequence_ids = np.empty_like(positions)  # int64; each epoch fills in its part
-    epochs = positions // n  # (N,), because each of the n sequences comes once in an epoch
+    epochs = positions // n  # (N,); an epoch has each of the n sequences once
     for epoch in np.unique(epochs):  # a batch may reach into the next epoch
         in_epoch = epochs == epoch  # (N,) bool
         # a shuffle of all n ids, another one for each seed and epoch
@@ -273,7 +273,7 @@ class Mixture:
             in_corpus = self.corpus_of_place[places] == i  # (N,) bool; corpus_of_place is (period,)
             # A position in the order of this corpus is its turn in this period, plus
             # `places_per_period[i]`, such as 3 of [3, 1], for each earlier period.
-            turns = self.turn_of_place[places[in_corpus]]  # (k,), if k of the places are its own
+            turns = self.turn_of_place[places[in_corpus]]  # (k,), if k places are of this corpus
             corpus_positions = num_periods[in_corpus] * self.places_per_period[i] + turns
             # each corpus is shuffled separately, with ids from 0
             ids_in_corpus = epoch_order(corpus_positions, len(sequences), seed)

@@ -286,7 +286,7 @@ class TokenStream:
         # The spec, a string, changes with the order of the keys in tokenizer.json; the identity,
         # another string, does not.
         tokenizers = {tokenizer_identity(folder.tokenizer_spec) for folder in folders}  # {"gpt2"}
-        self.tokenizer_identity = tokenizer_identity(self.tokenizer_spec)  # the model's is the same
+        self.tokenizer_identity = tokenizer_identity(self.tokenizer_spec)
         # {0.01}; without the None of folders of older versions, which do not know it
         fractions = {folder.manifest.val_fraction for folder in folders if folder.manifest} - {None}
         # with several rules of the split, one folder may train on the validation text of another
@@ -346,7 +346,7 @@ class TokenStream:
             sizes = [shard.num_tokens for shard in folder.shards]
             if self.split in manifest.state.open:
                 # `open` counts the tokens of the shard that is not full, by split. The bytes count
-                # all of them. While sharding goes on, `shards` may list fewer, or not the shard.
+                # all of them; the manifest's `shards` may list fewer, or lack the shard.
                 sizes = [size for size in sizes if size == manifest.shard_size]  # full shards
                 sizes.append(manifest.state.open[self.split])  # tokens of the open shard
             num_tokens += sum(sizes)
@@ -356,8 +356,8 @@ class TokenStream:
     def checksum(self) -> int:
         """Checksum of the lengths and checksums of the shards, in their order, by which a resumed
         run notices other data. It does not depend on where the folders are."""
-        # Cheap, because each training run computes it; data/verify.py reads all tokens. A shard's
-        # checksum is that of its manifest: [(100_000_000, "9f3a..."), ...].
+        # Cheap, because each training run computes it; data/verify.py reads all tokens. With a
+        # manifest, `contents` has its checksums: [(100_000_000, "9f3a..."), ...].
         contents = [(shard.num_tokens, shard.checksum) for shard in self.shards]
         return zlib.crc32(f"{contents}".encode())
 

@@ -109,7 +109,7 @@ def pieces_of(text: str | LongText, size: int) -> Iterator[str]:
         for start in range(0, len(text), size):
             yield text[start : start + size]
         return
-    text.file.seek(0)  # in text mode; `append` and earlier reads moved the position
+    text.file.seek(0)  # `append` and earlier reads have moved the position
     yield from iter(partial(text.file.read, size), "")  # until read returns ""
 
 
@@ -265,7 +265,7 @@ def list_files(inputs: tuple[str, ...]) -> dict[str, int]:
             else:
                 paths.append(path)
         suffixes_here = {suffix_of(path.name) for path in paths}  # {".jsonl", ".md", ".png"}
-        # the first group of which the folder has a file: (".parquet", ".jsonl", ".txt", ".py"), ...
+        # the groups of which the folder has a file; the first one decides
         groups = (group for group in SUFFIXES_IN_FOLDERS if suffixes_here & set(group))
         suffixes = next(groups, ())  # (): all of its files are left out
         for path in paths:
@@ -354,7 +354,7 @@ def number_pieces(pieces: Iterable[str], separator: str) -> Iterator[tuple[int, 
         # the last 2.
         end = max(start, len(rest) - max_length - 2) if piece else len(rest)
         yield index, rest[start:end]
-        rest = rest[end - 1 :]  # with one yielded character, for (?<=\n)
+        rest = rest[end - 1 :]  # with the character before it, for (?<=\n)
 
 
 def read_json(file: IO[str]) -> Iterator[object]:
@@ -607,7 +607,7 @@ class Source:
     def counts_at(self, position: SourcePosition) -> dict[str, FileCounts]:
         """Return the counts up to a position, for the manifest. `self.counts_by_file` is ahead of
         the shards: it counts batches that still wait for the tokenizer."""
-        # all counts of the files before the batch's: position.file is its index in `names`
+        # of the files before position.file, the index of the batch's file in `names`
         counts_by_file = dict(islice(self.counts_by_file.items(), position.file))
         if position.counts:  # {} after the last file
             counts_by_file[self.names[position.file]] = FileCounts(**position.counts)
@@ -635,7 +635,7 @@ class Source:
                     # in this order: a change while the file is read is noticed by the next run
                     counts.changed = time_of_change(name)  # nanoseconds
                     counts.sha256 = sha256(name)  # of the whole file, in hexadecimal
-                for batch_position, rows in read(name, position):  # read_batches or read_dataset
+                for batch_position, rows in read(name, position):
                     # asdict copies the counts of the rows before this batch; after that,
                     # count_rows adds the rows of this batch.
                     batch_position = replace(batch_position, file=index, counts=asdict(counts))
@@ -658,7 +658,7 @@ class Source:
         is_divided = self.settings.files and any(
             counts.rows > 1
             for name, counts in self.counts_by_file.items()
-            if suffix_of(name) not in (*READERS, ".parquet")  # text files, not JSON or CSV
+            if suffix_of(name) not in (*READERS, ".parquet")  # a text file
         )
         separator = self.settings.separator
         if separator is not None and not is_divided:
@@ -725,7 +725,7 @@ class Source:
         """
         pieces = iter(partial(file.read, PIECE_CHARACTERS), "")  # until read returns ""
         if self.settings.separator is not None:
-            # also where two pieces share a separator; leaves the separators out
+            # finds a separator also across two pieces, and leaves the separators out
             numbered = number_pieces(pieces, self.settings.separator)
         else:
             # note_marks yields the same pieces, and may print a note

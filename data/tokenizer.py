@@ -87,7 +87,7 @@ def check_rendered(text: str, messages: list[dict[str, Any]]) -> None:
                 raise ValueError("it takes content as a text, not as parts")
         for content_text in content_texts:
             # a template may write the result of a tool as JSON, in quotes
-            stripped = content_text.strip()  # templates strip texts
+            stripped = content_text.strip()  # as some templates do
             in_json = json.dumps(stripped, ensure_ascii=False)[1:-1]  # without the quotes around it
             if message["role"] != "assistant" and stripped not in text and in_json not in text:
                 raise ValueError(
@@ -131,7 +131,7 @@ class FileTokenizer(Tokenizer):
         # of <|im_start|> and the like, which finetuning/completions.py leaves out of an answer
         self.special_ids = frozenset(i for i, token in added_tokens.items() if token.special)
 
-        template: ChatTemplate | None = spec_fields["chat_template"]  # Jinja, or None
+        template: ChatTemplate | None = spec_fields["chat_template"]  # None without one
         self.is_of_chat_model = template is not None
         # finetuning/chat.py writes CHAT_TEMPLATE's format without a template
         self.chat_template = None if template == CHAT_TEMPLATE else template
@@ -242,7 +242,9 @@ class FileTokenizer(Tokenizer):
                 without_weight, tools=tools, add_generation_prompt=open_turn, tokenize=False
             )
             assert isinstance(text, str)  # because of tokenize=False
-            check_rendered(text, messages)  # ValueError if it lacks a text of the user
+            check_rendered(
+                text, messages
+            )  # ValueError if it lacks a text of a user, system or tool
             if tools and text == self.render(messages, open_turn):  # the same without tools
                 raise ValueError("it writes no tools")
             return text
@@ -412,7 +414,7 @@ def definition_checksum(content: dict) -> str:
     model = {name: value for name, value in content["model"].items() if value}
     if isinstance(model["vocab"], dict):  # a Unigram model has a list of pairs
         # drop added tokens, because only some files list them in the vocabulary, too
-        vocab = sorted(model["vocab"].items())  # [("!", 0), ...], for files in any order
+        vocab = sorted(model["vocab"].items())  # [("!", 0), ...]: files differ in the order
         model["vocab"] = [pair for pair in vocab if pair[0] not in added_tokens]
     # not "decoder": it does not change the ids of a text
     components = [content[name] for name in ("normalizer", "pre_tokenizer", "post_processor")]

@@ -89,8 +89,8 @@ class FewShotTask(Task):
         return rows[:limit]
 
     def prompts(self, row: dict) -> list[str]:
-        """Return question, delimiter and answer as one text, for each choice of a row: with the
-        delimiter " " ["2 + 2 is 3", "2 + 2 is 4"]."""
+        """Return question, delimiter and answer as one text, for each choice of a row:
+        ["2 + 2 is 3", "2 + 2 is 4"] with the delimiter " "."""
         # get_field raises ValueError if a field is missing or has another type
         if self.type == "multiple_choice":  # one question, several answers
             question = f"{get_field(row, 'query', str)}{self.delimiter}"
@@ -142,7 +142,7 @@ class FewShotTask(Task):
         start of all choices, for language_modeling the longest common start of question and prompt.
         For schema they are the longest common end of all choices.
         """
-        # what begins each document of the shards: [50256] of GPT-2, end of text, or a LLaMA's BOS
+        # what begins each document of the shards: end of text, [50256] of GPT-2, or a LLaMA's BOS
         start_ids = list(tokenizer.start_ids)
         whole_ids: list[list[int]] = []  # for each choice start_ids, examples, question, answer
         for choice in item.choices:
@@ -239,7 +239,7 @@ class FewShotTasks(Benchmark):
             # raises UserError for an unknown type, a negative num_fewshot, a baseline not in [0, 1)
             check_ranges(task, f"{folder}/core.yaml, {label}: ")
             file = folder / "eval_data" / entry["dataset_uri"]
-            # shuffles, keeps `limit` rows, and raises UserError for a row that cannot be scored
+            # shuffles, keeps at most `limit` rows; UserError for a row that cannot be scored
             rows = task.read(file, limit, tokenizer, block_size)  # [{"query": "2+2 is", ...}, ...]
             # without an entry, by the number of choices; language_modeling, which has none, keeps 0
             if label not in baseline_by_label and task.type != "language_modeling":

@@ -153,7 +153,7 @@ def targets_hidden(model: GPT, batch: PackedBatch, share_rows: bool) -> Tensor:
     if share_rows:
         x = model.hidden(batch.idx, positions=batch.positions, mask=batch.mask)  # (B, T, C)
     else:
-        # With a block_size of 100 rows are padded to up to 104 columns, and the model refuses more
+        # With a block_size of 100, rows are padded to up to 104 columns, and the model refuses more
         # than 100. Only padding is cut off.
         x = model.hidden(batch.idx[:, : model.config.block_size])  # (B, T, C)
     return x[batch.target_rows, batch.target_columns]

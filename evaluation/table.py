@@ -94,7 +94,7 @@ def format_table(results: list[Result], model_type: str) -> str:
         if result.centered is not None:
             details.append(f"centered {result.centered:.4f}")
         published_text = ""
-        # None for most results, or Published(PAPER, {"gpt2": 0.4599, "gpt2-medium": 0.5548, ...})
+        # None, or such as Published(PAPER, {"gpt2": 0.4599, "gpt2-medium": 0.5548, ...})
         published = PUBLISHED.get((result.task, result.protocol, result.metric))
         if published and model_type in published.by_model_type:
             # a citation that is known keeps its mark, a new one gets the next number

@@ -252,9 +252,9 @@ class Task(Benchmark):
         context: list[int] = tokenizer.encode(item.context.rstrip()).tolist()
         # ids of the context and each choice as one text
         whole_ids = [tokenizer.encode(item.context + choice).tolist() for choice in item.choices]
-        # Index in whole_ids at which all continuations begin. One token may contain the end of the
-        # context and a whole choice; then it is the first of a continuation. The harness fails on
-        # such an item.
+        # Index in each list of whole_ids, at which the continuation begins. One token may contain
+        # the end of the context and a whole choice; then the continuation begins with that token.
+        # The harness fails on such an item.
         seam = min(len(context), min(len(ids) for ids in whole_ids) - 1)
         # As in the harness, only BOS stands before a context. GPT-2 has none (bos_ids is ()): its
         # published scores are without end of text. An empty context becomes end of text then, as it

@@ -30,8 +30,7 @@ def score_questions(
         # the encoder has the tokenizer, and says whether answers are turns of a chat
         return complete_questions(scorer.model, question_batch, encoder, sampling, scorer.process)
 
-    # Each process answers some batches, and gets the Completions of all: one list per batch, in the
-    # order of the questions.
+    # the Completions of all processes: one list per batch, in the order of the questions
     completions_of_batches = scorer.process.map(answer, batched(questions, scorer.batch_size))
     # part of the protocol's name, because a model answers differently in a chat and in plain text
     text_format = "chat" if encoder.chat else "plain text"

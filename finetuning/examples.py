@@ -62,7 +62,7 @@ def encode_messages(messages: Messages, tokenizer: Tokenizer, tools: Tools = Non
     ids = encode_dialog(messages, tokenizer, tools=tools)  # T token ids
     loss_mask = np.zeros(len(ids), bool)
     for i, message in enumerate(messages):
-        if is_learned(message):  # a turn of the assistant, unless its "weight" is 0
+        if is_learned(message):
             # find_answer returns the slice of the turn's token ids, with the token that ends it
             loss_mask[find_answer(messages, i, ids, tokenizer, tools)] = True
     return Example(np.array(ids, np.uint32), loss_mask)
@@ -87,7 +87,7 @@ def encode_completion(
     # Answers of earlier turns belong to the prompt here: they do not count in the loss.
     dialog = [*as_messages(prompt), {"role": "assistant", "content": completion}]
     ids = encode_dialog(dialog, tokenizer, tools=tools)
-    # slice of `ids` that holds the last turn, with the token that ends it
+    # slice of `ids` that holds the completion, with the token that ends it
     answer_slice = find_answer(dialog, len(dialog) - 1, ids, tokenizer, tools)
     return Example.of_completion(ids[: answer_slice.start], ids[answer_slice])
 

@@ -115,7 +115,6 @@ class GroupRelativePolicy(Method):
             )
 
         indices = list(range(len(questions)))  # of the completions
-        # each process completes some micro-batches, and gets the completions of all
         micro_batches = self.process.map(complete_micro_batch, self.to_micro_batches(indices))
         self.set_rewards(micro_batches)  # in place
         return micro_batches
@@ -132,7 +131,7 @@ class GroupRelativePolicy(Method):
                 for index in self.own_micro_batches(list(range(len(micro_batches)))):
                     rewards_by_index[index] = self.reward_function(micro_batches[index])
         except UserError as error:
-            raise RewardError(str(error)) from error  # finetune.py's loop then saves
+            raise RewardError(str(error)) from error  # finetune.py's loop catches it, to save
         for index, rewards in self.process.merge(rewards_by_index).items():  # of all processes
             for completion, reward in zip(micro_batches[index], rewards, strict=True):
                 completion.reward = reward

@@ -89,10 +89,9 @@ class Method(ABC):
         (batch_size,) are the indices of its rows of --data."""
         # Every process collects the examples of the whole step, because the divisor counts them,
         # but makes batches only of its own micro-batches.
-        examples = [self.examples[i] for i in example_ids]  # of a list[Example] or list[Pair]
+        examples = [self.examples[i] for i in example_ids]  # list[Example] or list[Pair]
         micro_batches = self.own_micro_batches(self.to_micro_batches(examples))
         batches = [self.make_batch(micro_batch) for micro_batch in micro_batches]
-        # the divisor: the number of examples, for sft of targets
         return PreparedStep(batches, self.divisor(examples))
 
     def to_micro_batches(self, examples: list) -> list[list]:
@@ -232,7 +231,8 @@ class DirectPreference(RewardModeling):
     @torch.no_grad()
     def __post_init__(self) -> None:
         super().__post_init__()  # reads the pairs
-        # Without its StopSignal, for which `map` would raise Stopped: only main's loop catches it.
+        # Without the StopSignal: after a signal `map` would raise Stopped, which only the loop of
+        # finetune.py catches.
         process = replace(self.process, stop=None)
         pairs: list[Pair] = self.examples + self.held_out
         # [(N, 2), ...] of all micro-batches, on every process: a step may give it any pair

@@ -69,7 +69,7 @@ def cross_entropy_(logits: Tensor, targets: Tensor, vocab_size: int, needs_grad:
 
     The function is written for the compiler, which turns it into two loops.
     """
-    # Comparison with the column index finds the target. For the gradient a scatter would end the
+    # Comparison with the column index finds the target. A scatter, for the gradient, would end the
     # compiler's fused loop.
     column = torch.arange(logits.size(1), device=logits.device)  # (padded V,)
     is_target = column == targets.unsqueeze(-1)  # (n, padded V)

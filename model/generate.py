@@ -159,7 +159,7 @@ class Context:
 
     def plain_logits(self) -> Tensor:
         """Return the logits of next_logits by a forward pass over all tokens, as in training."""
-        longest = max(self.lengths)  # 4 of [2, 4], which do not count padding
+        longest = max(self.lengths)  # 4 for the lengths [2, 4]
         # self.tokens is (B, longest). Roll the padding to the right, where causal attention does
         # not see it: 0 0 7 8 -> 7 8 0 0.
         rows = [row.roll(n - longest) for row, n in zip(self.tokens, self.lengths, strict=True)]

@@ -63,7 +63,7 @@ def prepare_for_inference(
     elif device.type == "cuda" and dtype is not torch.float32:
         prepare = partial(cast_linear_layers, dtype=dtype)
     if prepare is not None:
-        comparison = partial(prepared_agrees, prepare, dtype)  # of a narrow copy
+        comparison = partial(prepared_agrees, prepare, dtype)  # called with a narrow copy
         if is_proven("the model with faster linear layers", comparison, model):
             prepare(model)
     return model.eval()
@@ -77,7 +77,7 @@ def replace_linear_layers(model: GPT, dtype: torch.dtype, num_tokens: int) -> No
         if type(module) in LINEAR_CLASSES:
             replacement = OneDNNLinear(module.weight, module.bias, dtype, num_tokens)
             blocks.set_submodule(name, replacement)  # name: "0.attn.c_attn"
-    # OneDNNLinear copies: the weight of a tied head is the embedding, which stays float32.
+    # OneDNNLinear copies the weight: that of a tied head is the embedding, which stays float32.
     head_weight = model.head_weight[: model.config.vocab_size]  # (V, C), without padding
     replace_head(model, OneDNNLinear(head_weight, None, dtype, num_tokens), dtype)
 

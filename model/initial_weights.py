@@ -79,7 +79,7 @@ class NormalRows:
         drawn = torch.empty(indices.shape + row_shape, device="cpu")  # (r, ...)
         chunk_of_row = indices // ROWS_PER_SEED  # (r,): 0 for the rows 0 to 63, 1 for 64 to 127
         for chunk in chunk_of_row.unique().tolist():
-            chunk_seed = hash_seed(f"{self.seed} {self.name} {chunk}")  # 32 bits
+            chunk_seed = hash_seed(f"{self.seed} {self.name} {chunk}")
             generator = torch.Generator("cpu").manual_seed(chunk_seed)
             # draw the whole chunk even for one row, so that a row depends only on its index
             normal = torch.randn(ROWS_PER_SEED, *row_shape, generator=generator, device="cpu")
@@ -141,8 +141,8 @@ class DeferredInit(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         # The functions that fill each parameter, in order; the last one gives its content:
-        # {wte.weight: [normal_ of nn.Embedding, normal_ of GPT._init_weights], ...}. A use of
-        # its numbers gives a parameter memory and removes it from here.
+        # {wte.weight: [normal_ of nn.Embedding, normal_ of GPT._init_weights], ...}. A parameter
+        # whose numbers are used gets memory, and is removed from here.
         self.fills: dict[Tensor, list[Fill]] = {}
 
     def __enter__(self) -> "DeferredInit":
@@ -189,7 +189,7 @@ class DeferredInit(TorchFunctionMode):
         # keep_vars=True gives the parameters themselves, the keys of `fills`
         for name, x in model.state_dict(keep_vars=True).items():
             if x in self.fills:
-                last_fill = self.fills[x][-1]  # it overwrites the earlier ones
+                last_fill = self.fills[x][-1]
                 weights[name] = last_fill.rows(seed, name, x.shape)  # NormalRows, or a Tensor
             elif x.is_meta:
                 raise UserError(
@@ -234,7 +234,7 @@ def has_default(x: Tensor) -> bool:
     a model is built."""
     context = DeferredInit.current
     assert context is not None, "weights have defaults only within deferred_init"
-    fills = context.fills.get(x, [])  # so far, the layer's own first
+    fills = context.fills.get(x, [])  # those so far; the first is the layer's own
     return len(fills) == 1 and fills[0].is_default_of_layer
 
 
@@ -250,7 +250,7 @@ def deferred_init(model: nn.Module) -> Iterator[None]:
         yield
     if torch.get_default_device().type == "meta":
         return
-    # Rows by name; random Rows are drawn when `[...]` below reads them
+    # Rows by name; NormalRows are drawn when `[...]` below reads them
     weights = context.first_rows(model, seed=int(torch.randint(2**31, (), device="cpu")))
     for name, x in model.state_dict(keep_vars=True).items():
         if x in context.fills:

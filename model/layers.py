@@ -132,7 +132,7 @@ class KVCache:
         name, such as (3, "k"), the keys of block 3. Return a view of all S tokens of this name,
         past and new. In model/gpt.py `x` is (B, K, T, D), and `dim` is 2."""
         if name not in self.buffers:
-            shape = list(x.shape)  # [B, K, T, D]
+            shape = list(x.shape)
             shape[dim] = self.capacity
             self.buffers[name] = x.new_empty(shape)  # (B, K, capacity, D)
         buffer = self.buffers[name]

@@ -89,7 +89,8 @@ def build_ours(options: BenchOptions) -> Program:
     model = GPT(options.bench_config).to(device)
     # in place: how the blocks run in training
     execute(model, Execution(checkpointing, options.use_torch_compile))
-    # Nor do the learning rates, which stay at the optimizers' defaults. Muon multiplies in `dtype`.
+    # The learning rates do not change the time either: they stay at the optimizers' defaults. Muon
+    # multiplies in `dtype`.
     optimizer_options = OptimizerOptions(weight_decay=recipe.weight_decay)
     return model, make_optimizers(model, optimizer_options, recipe, dtype), dtype
 
@@ -118,7 +119,7 @@ def build_nanogpt(peer: Path, options: BenchOptions) -> Program:
     )
     torch.set_float32_matmul_precision("high")  # nanoGPT's train.py allows TF32
     device = pick_device(options.device)
-    model = nanogpt.GPT(nanogpt_config).to(device)  # nanogpt: the module model.py of nanoGPT
+    model = nanogpt.GPT(nanogpt_config).to(device)
     # weight decay, learning rate and betas of nanoGPT's train.py
     optimizer = model.configure_optimizers(0.1, 6e-4, (0.9, 0.95), device.type)
     if options.use_torch_compile:
@@ -155,7 +156,7 @@ def main(options: BenchOptions) -> None:
     # Only now: a process that uses a GPU takes some of its memory from the measurements.
     device = pick_device(options.device)
     gpu = gpu_of(device, pick_dtype(options.dtype, device))  # None if its peak is not known
-    # Of forward and backward pass. nanoGPT's model has the same matmuls as this project's.
+    # FLOPs of forward and backward pass. nanoGPT's model has the same matmuls as this project's.
     flops_per_token = build_without_weights(GPT, options.bench_config).flops_per_token()
     # {"ours": {"rate": 1.2e5, "peak_bytes": 7.1e9, "mfu": 0.41}, "nanogpt": {...}}, with --profile
     # also "kind_ms": {"attention": 12.1, ..., "waiting": 3.0} and "kernel_ms": {...}
@@ -174,7 +175,7 @@ def main(options: BenchOptions) -> None:
             measured[name] |= summarize(kernel_ms_by_program[name], step_ms)
 
     comparison: dict[str, object] = {
-        **describe_device(device),  # {"device": "NVIDIA H200", "torch": "2.13.0"}
+        **describe_device(device),  # {"device": "NVIDIA H200", "torch": "2.13.0+cu130"}
         "unit": "tokens/s",
         "measured": measured,
         "options": vars(options),

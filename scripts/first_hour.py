@@ -115,7 +115,7 @@ def check_small(out: Path) -> list[bool]:
     (out / "squares.txt").write_text(text)
     input_flags = f"--input {out}/squares.txt --tokenizer bytes"
     run_script(f"data/fineweb-edu.py {input_flags} --local_dir {out}/shards")
-    flags = f"{FLAGS_SMALL} --data_dir {out}/shards"  # --n_layer 2 --n_embd 64 ...
+    flags = f"{FLAGS_SMALL} --data_dir {out}/shards"
     return [
         # Step 50 of this run must have a validation loss of 1.206 ± 0.02 nats per byte.
         check_loss(flags, out / "run", step=50, expected=SMALL_LOSS, tolerance=0.02),

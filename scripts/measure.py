@@ -150,5 +150,5 @@ def measure_steps(
         peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         if sys.platform == "linux":  # KiB on Linux, bytes on macOS
             peak_bytes *= 1024
-    # `loss` is of the last warmup step, which does not depend on the speed
+    # `loss` is of the last warmup step: the number of these steps does not depend on the speed
     return Measurement(step_seconds, peak_bytes, loss)

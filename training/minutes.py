@@ -224,8 +224,8 @@ class Dial:
             plans = [self.plan(size, costs, seconds) for size in self.sizes]  # smallest size first
             lowest = min(plan.loss for plan in plans)
             plan = next(plan for plan in plans if plan.loss < lowest + EQUAL_LOSS)  # 0.005
-            # Measure this size with its planned batch next, unless that is done or a tenth of the
-            # time is over.
+            # Measure this size with its planned batch next, unless that is done or measuring has
+            # taken a tenth of the time.
             size = plan.size
             flags = {name: plan.flags[name] for name in flags}
             if flags in measured or elapsed() - start_seconds > MEASURED_SHARE * self.seconds:
@@ -234,7 +234,7 @@ class Dial:
     def plan(self, size: Size, costs: list[StepCost], seconds: float) -> Plan:
         """Return the run with a model of this size that takes `seconds`, by the measured costs."""
         cost = cost_of(size, costs)  # measured, or interpolated from other sizes
-        # for steps and validations: without compiling, and 7 % for batches, log, other programs
+        # for steps and validations: less 7 % (batches, log, other programs) and less compiling
         seconds = max(1.0, (1 - OTHER_SHARE) * seconds - cost.compile_seconds)
         val_tokens = self.choose_val_tokens(cost, seconds)  # of each corpus
         validation_tokens = min(self.num_val_corpora * val_tokens, self.available_val_tokens)
@@ -331,14 +331,14 @@ def measure_step(
         micro_batch_size, _ = fit_micro_batch(options, recipe, model_config, process)  # sequences
         options = replace(options, micro_batch_size=micro_batch_size)
     model, weights = new_model(GPT, model_config, options.seed)  # GPT on "meta", Rows by name
-    # activation checkpointing and torch.compile, applied to the blocks in place
+    # activation checkpointing and torch.compile, applied in place
     execute(model, Execution(options.activation_checkpointing, options.use_torch_compile))
     # DDP's module around the model, with its memory allocated and filled; the model itself in a
     # single process or with --sharding
     wrapped = wrap(model, weights, process, options.sharding)
     optimizers = make_optimizers(model, options, recipe, process.dtype)
     shape = (options.sequences_per_pass, options.block_size)  # (B, T)
-    idx = torch.randint(model_config.vocab_size, shape, device=process.device)  # (B, T)
+    idx = torch.randint(model_config.vocab_size, shape, device=process.device)
 
     def seconds_of(num_passes: int, *, update: bool) -> float:
         """Return the mean seconds of a forward and backward pass, with `update` also those of what
@@ -406,7 +406,7 @@ def choose_for_minutes(
         return -process.min(-milliseconds) / 1000  # the maximum over processes
 
     dial = Dial(options, recipe, process.data_parallel)
-    # --micro_batch_size auto takes a divisor of it: 8 sequences would not fill a GPU.
+    # --micro_batch_size auto takes a divisor of this number: 8 sequences would not fill a GPU.
     first_sequences = 8 if process.device.type == "cpu" else 256
     plan = dial.choose(partial(measure_step, process, recipe), elapsed, first_sequences)
     return apply_plan(dial, plan)

@@ -89,8 +89,8 @@ class Muon(torch.optim.Optimizer):
     ) -> None:
         super().__init__(groups, {"lr": 0.0, "weight_decay": weight_decay})
         self.recipe = recipe  # its momentum and normuon, in each step
-        # Of Newton-Schulz. Momenta are cast to it before they are normalized: float16 would round
-        # small ones to 0.
+        # Dtype of Newton-Schulz. Momenta are cast to it before they are normalized: float16 would
+        # round small ones to 0.
         self.dtype = torch.float32 if dtype is torch.float16 else dtype
 
     @torch.no_grad()
@@ -147,7 +147,7 @@ class Muon(torch.optim.Optimizer):
                 state["row_squares"] = torch.ones_like(p[:, :1])
             row_squares.append(state["row_squares"])
         square_norms = update.float().square().sum(2, keepdim=True)  # (n, R, 1)
-        # running mean = normuon * mean + (1 - normuon) * square norm, in place; normuon: 0.95
+        # in place: mean = normuon * mean + (1 - normuon) * square norm; normuon is such as 0.95
         torch._foreach_lerp_(row_squares, square_norms.unbind(), 1 - self.recipe.normuon)
         return update * torch.stack(row_squares).rsqrt()  # (n, R, C) * (n, R, 1), float32
 

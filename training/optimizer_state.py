@@ -67,7 +67,7 @@ def group_values(model: GPT, optimizers: list[Optimizer]) -> dict[str, dict]:
     for group in groups_of(optimizers):
         changed: dict[str, object] = {}
         for key in group:
-            # NOT_STATE: "params", "lr", "initial". By their texts: `!=` of tensors is no bool.
+            # Without "params", "lr" and "initial". Compare texts: `!=` of tensors is no bool.
             if key not in NOT_STATE and repr(group[key]) != repr(group["initial"].get(key)):
                 changed[key] = group[key]
         if changed:

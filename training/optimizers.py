@@ -86,7 +86,7 @@ def make_optimizers(
     ]:
         # With tensor parallelism, biases of linear layers are on another mesh than gains of norms.
         for parameters in group_by_mesh(parameters_by_role[role]):
-            # set_learning_rates makes its "lr" lr_scale times the learning rate of each step
+            # set_learning_rates sets "lr" to lr_scale times the learning rate in each step
             group = {"params": parameters, "lr_scale": lr_scale, "weight_decay": weight_decay}
             optimizers.append(torch.optim.AdamW([group], betas=betas, fused=True))
     if make is not None:

@@ -75,7 +75,7 @@ def read_options(
         folder = options_class.checkpoint_folder(["--checkpoint_dir", str(path.parent), *flags])
         # With --overwrite, a branch begins again instead of continuing from its own newest file.
         if "overwrite" not in dict(named_flags(flags)):
-            path = newest_of_branch(path, folder)  # `path`, unless a branch of it exists
+            path = newest_of_branch(path, folder)  # `path`, unless `folder` has a branch of it
         checkpoint = load_checkpoint(path)
         if checkpoint["script"] != script:
             raise UserError(
@@ -225,7 +225,7 @@ def find_resumed(options_class: type[Options], resume: str | None, flags: list[s
     path = Path(resume)
     if not path.is_dir():
         return path  # if the file is absent, load_checkpoint raises OSError
-    newest = find_newest(find_checkpoint_folder(path))  # of runs/a, or of runs/a/checkpoints
+    newest = find_newest(find_checkpoint_folder(path))  # of runs/a: in runs/a/checkpoints
     if newest is None:
         raise UserError(f"--resume {resume}: the folder holds no checkpoint")
     return newest
@@ -309,7 +309,7 @@ def resolve_compile(options: Machine, derived: list[str]) -> Machine:
     the names of the options that no flag sets (read_options)."""
     # By default not on CPUs: there a small model takes longer to compile than to train.
     if "use_torch_compile" in derived:
-        options = replace(options, use_torch_compile=is_on_gpu(options.device))  # CUDA only
+        options = replace(options, use_torch_compile=is_on_gpu(options.device))
     return options
 
 

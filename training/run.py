@@ -285,7 +285,8 @@ class Run(Generic[Options]):
     "train.py", "recipe": {...}, "tokenizer": "gpt2", "data_order": {...}, ...}. See
     checkpoint_entries in train.py and finetune.py. Saver adds options, model and progress."""
     ended_early: bool = False
-    """True once a signal or an error has ended the loop. `finish` then says how to continue."""
+    """True once a signal or an error has ended the loop. `finish` says how to continue after a
+    signal; it is not called after an error."""
     logger: Logger = field(init=False)
     """Log of the run, set by open_log. It writes and prints on the main process only."""
 
@@ -340,9 +341,9 @@ class Run(Generic[Options]):
         with self.process.together():
             if self.process.is_main:
                 check_space(self.options, recipe, model.num_parameters())
-        # Gives `model`, which is on "meta", memory, and fills in `weights`: Rows by parameter name,
-        # of which it reads or draws the rows of this process only. --sharding is "none", or "zero1"
-        # to "zero3". Returns DDP around the model; with sharding (FSDP2) or one process, the model.
+        # Allocates `model` and fills in `weights`, Rows by name: reads or draws only the rows that
+        # this process holds. Returns DDP around the model, or the model itself with --sharding
+        # "zero1" to "zero3" (FSDP2) or in a single process.
         wrapped = wrap(model, weights, self.process, self.options.sharding)
         # Compare both ways to compute the loss now, and not in the first step. FSDP2 has given the
         # model another class, for which the result is kept. A reward model has no loss of tokens.
@@ -357,8 +358,8 @@ class Run(Generic[Options]):
             with reading_checkpoint(self.options.resumed):
                 # ValueError unless the CRC-32 of all rows add up to the checksum
                 verify(checkpoint, "optimizer", self.process)
-            # In place: of {"lm_head.weight": {"exp_avg": Tensor, ...}, ...} the part that this
-            # process holds, and counters of groups.
+            # Fills in, in place, the part of {"lm_head.weight": {"exp_avg": Tensor, ...}, ...} that
+            # this process holds, and counters of groups.
             fill_optimizers(model, optimizers, checkpoint["optimizer"], checkpoint["group_values"])
             # Again: fill_optimizers lets optimizers create their state by a step with a learning
             # rate of 0, in which some change the weights nevertheless.

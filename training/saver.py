@@ -62,7 +62,7 @@ class Saver:
     """The thread that writes or wrote last; before the first save, one that was never started."""
     error: Exception | None = None
     """Why the last save failed, on the main process; None again after a later model_last.pt.
-    `finish` raises it on all processes."""
+    Until then `finish` raises UserError on all processes."""
     attributes_before: list[dict[str, list]] = field(init=False)
     """Attributes of each optimizer outside of its state, before the first step: [{"count": [3]}].
     No checkpoint has them: check_step ends a run that changes them."""
@@ -129,11 +129,11 @@ class Saver:
         # model_best.pt has a finite loss already
         if name == LAST and not self.gives_finite_logits():
             if process.is_main:
-                self.error = UserError(  # `finish` raises it unless a later save succeeds
+                self.error = UserError(  # `finish` raises it unless a later model_last.pt succeeds
                     f"the weights of step {self.run.progress.step} give no finite loss, so they "
                     f"are not saved; {self.describe_last()}"
                 )
-            self.run.logger.print(str(self.error))  # on the main process, which alone has one
+            self.run.logger.print(str(self.error))  # on the main process, which alone has it
             return
         is_sharded = self.run.options.sharding != "none" and process.world_size > 1
         if not is_sharded and not process.is_main:

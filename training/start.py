@@ -118,7 +118,7 @@ def open_init_from(model_name: str | Path, process: Process) -> InitialModel:
         checkpoint = load_checkpoint(path)
         check_head(path, checkpoint, is_reward_model=False)  # UserError for a reward model
         return open_initial_checkpoint(path, checkpoint, process)
-    model, tokenizer_spec = open_pretrained(model_name)  # float32 on the CPU; "gpt2", "bytes", JSON
+    model, tokenizer_spec = open_pretrained(model_name)  # float32, on the CPU; such as "gpt2"
     return InitialModel(model.config, model.state_dict(), tokenizer_spec, {})  # no checkpoint
 
 
@@ -128,7 +128,7 @@ def open_initial_checkpoint(path: Path, checkpoint: Checkpoint, process: Process
     # Each process reads a part of the rows below, so all must have the same file. With --resume
     # FOLDER each machine picks its own. The CRC-32 of the checksums identifies a file.
     process.check_equal(crc32_of(checkpoint["checksums"]), DIFFERENT)
-    # Rows by parameter name, joined to float32 when they are read (model/rows.py). UserError unless
+    # Rows (model/rows.py) by parameter name, joined to float32 when they are read. UserError unless
     # they have their checksums.
     model_config, weights = open_weights(path, checkpoint, process)
     return InitialModel(model_config, weights, checkpoint["tokenizer"], checkpoint)

@@ -50,7 +50,7 @@ def agreed_model_config(
                     f"{options.weights_from} takes tokens of {identity}, the shards hold tokens of "
                     f"{stream.tokenizer_identity}"
                 )
-    check_divides(model_config, options.tensor_parallel)  # UserError for heads that do not divide
+    check_divides(model_config, options.tensor_parallel)  # UserError: heads or MLP do not divide
     return model_config
 
 

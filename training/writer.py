@@ -106,8 +106,8 @@ def sum_own_rows(sections: Sections) -> dict[str, int]:
         own_sums[section] = 0
         # {"lm_head.weight exp_avg": OwnRows, ...} of the section "optimizer"
         for name, own_rows in flatten(own_rows_by_name).items():
-            # the sum of the CRC-32 of each row, with its name and index: `rows` are [0, 1],
-            # `content` is (2, 768)
+            # the sum of the CRC-32 of each row, with its index and the name of the tensor: `rows`
+            # are [0, 1], `content` is (2, 768)
             own_sums[section] += sum_rows(name, own_rows.rows.tolist(), own_rows.content)
     return own_sums
 
@@ -196,7 +196,7 @@ def lay_out(path: Path, sections: Sections, plain_entries: dict) -> tuple[str, O
     # in the file, in bytes.
     with FakeTensorMode():
         fake_checkpoint = torch.load(temporary, weights_only=True)
-    # {"optimizer": {"lm_head.weight exp_avg": 78464, ...}, ...}: gaps that each process fills later
+    # {"optimizer": {"lm_head.weight exp_avg": 78464, ...}, ...}: where each gap begins
     offsets: Offsets = {}
     for section in sections:
         fake_tensors = flatten(fake_checkpoint[section])  # without plain values, such as a counter

@@ -147,7 +147,7 @@ def find_mistakes(options_class: type[Options], args: list[str], may_repeat: boo
         is_repeated = not may_repeat and name in given_names
         if type_texts.get(name, "").startswith("tuple") and (value is None or is_repeated):
             corrections.append(f"give --{name} once, with all of its values behind it")
-        # "INT" or "zero1 or zero2" if the value is nothing of that, else None
+        # "INT" or "npy or bin" if the value is nothing of that, else None
         expected = accepted_values(type_texts.get(name, ""), value)
         if expected is not None:
             corrections.append(f"--{name} takes {expected}, not {value}")
@@ -156,14 +156,14 @@ def find_mistakes(options_class: type[Options], args: list[str], may_repeat: boo
 
 
 def accepted_values(option_type: str, value: str | None) -> str | None:
-    """Return what an option takes, "INT", "FLOAT" or "sft or dpo", if the value is nothing of that;
+    """Return what an option takes, "INT", "FLOAT" or "npy or bin", if the value is nothing of that;
     else None. tyro's own message would quote typing.Annotated[int, ...], or offer 'None', too."""
     # Skip a flag without a value, which tyro names, and types of several numbers or also "auto".
     if value is None:
         return None
-    # "typing.Literal['zero1', 'zero2']", or with Optional or None
+    # "typing.Literal['npy', 'bin']", or with Optional or None
     if re.fullmatch(r"(typing\.Optional\[)?typing\.Literal\[[^]]*\]+( \| None)?", option_type):
-        choices = re.findall("'(.*?)'", option_type)  # ["zero1", "zero2"]
+        choices = re.findall("'(.*?)'", option_type)  # ["npy", "bin"]
         return None if value in choices else " or ".join(choices)
     # "typing.Annotated[int, 'at least 1']" of a Count; check_ranges checks the range later
     annotated = re.search(r"Annotated\[(int|float),", option_type)

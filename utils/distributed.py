@@ -87,7 +87,7 @@ class StopSignal:
                 with contextlib.suppress(OSError):
                     os.write(2, f"{message}\n".encode())
         elif number == signal.SIGINT and not self.is_launched:
-            raise SystemExit(128 + number)  # a second Ctrl-C, which torchrun may repeat by itself
+            raise SystemExit(128 + number)  # a second Ctrl-C of a person
 
 
 @dataclass(frozen=True)

@@ -113,7 +113,7 @@ def lock_folder(folder: Path, activity: str) -> int:
     Raises UserError if another process holds the lock. The message has this process's `activity`,
     such as "writing to", and the other's host and number, which the file of the lock holds.
     """
-    # for remove_unused_folders: if this run is refused, its new folders go again
+    # for remove_unused_folders: if this run is refused, it removes its new folders
     made_folders.extend(path for path in (folder, *folder.parents) if not path.exists())
     folder.mkdir(parents=True, exist_ok=True)
     # 0o666 minus the umask: with a umask of 002 the users of a group can share the folder

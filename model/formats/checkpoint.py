@@ -163,7 +163,7 @@ def flatten(section: Section) -> dict:
             for inner_name, x in flatten(value).items():
                 flat[f"{name} {inner_name}"] = x
         elif not isinstance(value, PLAIN_VALUES):
-            flat[name] = value  # a Tensor, or OwnRows of training/writer.py
+            flat[name] = value  # a Tensor, or in training/writer.py an OwnRows
     return flat
 
 

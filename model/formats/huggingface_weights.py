@@ -380,9 +380,9 @@ def find_or_download(model_name: str) -> Path:
     # skip weights in other formats, which many repositories also hold
     patterns = ["*.json", "*.jinja", "*.txt", "tokenizer.model", "*.safetensors"]
     try:
-        # `ask` makes the call, prints that it waits for HUB, the hub's address, and raises
-        # TimeoutError after its limit. First a small file: weights may take any time, a silent hub
-        # may not.
+        # `ask` makes the call, prints "waiting for huggingface.co" after ten seconds, and raises
+        # TimeoutError after its limit. First a small file, to notice a silent hub: weights may take
+        # any time.
         ask(HUB, partial(snapshot_download, model_name, allow_patterns="config.json"))
         download = partial(snapshot_download, model_name, allow_patterns=patterns)
         return Path(ask(HUB, download, limit=None))  # the folder in the hub's cache

@@ -106,7 +106,7 @@ def read_llm_c(data: Tensor) -> tuple[GPTConfig, dict[str, Tensor]]:
     for kind in model.get_submodule("transformer.h.0").state_dict():
         names += [f"transformer.h.{layer}.{kind}" for layer in range(config.n_layer)]
     names += ["transformer.ln_f.weight", "transformer.ln_f.bias"]
-    weights: dict[str, Tensor] = {}  # views of `remaining`, which has one dimension
+    weights: dict[str, Tensor] = {}  # views of `remaining`
     for name in names:
         x = model.get_parameter(name)  # on "meta": a shape without content
         weights[name] = remaining[: x.numel()].view_as(x)

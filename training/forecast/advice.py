@@ -84,10 +84,10 @@ def advise(
     helps. Return "" if no flags make the numbers of the run divide.
     """
     world_size = hardware.world_size
-    # 8 and 12, for this machine of 8 processes and another of 4, give 4: a copy is divided among 4,
-    # as in count_shards
+    # 4 for 12 processes, 8 on one machine and 4 on another: by default 4 of them divide a copy, as
+    # in count_shards
     per_machine = math.gcd(hardware.processes_per_machine, world_size)
-    # values of --shard_across for a copy over 2, 3, ... machines: 16, 24, 32 of 32 processes
+    # values of --shard_across for a copy over 2, 3, ... machines: 16, 24, 32 for 4 machines of 8
     several_machines = range(2 * per_machine, world_size + 1, per_machine)
     # --shard_across None means one copy of the state per machine. If the run gives a number, the
     # advice must give per_machine instead of None: it can replace a flag, but not remove it.
@@ -116,8 +116,8 @@ def advise(
             advice = advice or "no flags make it fit; take a smaller model, or more GPUs"
             continue
         trial = replace(trial, micro_batch_size=micro_batch_size)
-        forecast = forecast_step(trial, model_config, hardware)  # None: the speed is not known
-        # of a step; 0: the first combination that fits wins, which is the run's own if it does
+        forecast = forecast_step(trial, model_config, hardware)  # None if the speed is not known
+        # of a step; with 0 the first combination that fits wins, and the run's own is tried first
         seconds = forecast.seconds if forecast is not None else 0.0
         if seconds < best_seconds:
             best_seconds = seconds

@@ -41,7 +41,7 @@ def print_forecast(
     if not is_main_process():
         return
     if options.minutes is not None and checkpoint is None:  # a resumed run keeps its options
-        # by the forecast speed of the device; the run measures it. Prints what it chooses.
+        # by a forecast of the device's speed, which the run itself measures; prints the choice
         options = plan_for_minutes(options, recipe)
     hardware = Hardware.of(options)  # what --device names, with the number of processes
     # ALONE: only the main process gets here.
@@ -53,7 +53,7 @@ def print_forecast(
         # raises UserError if --init_from holds other weights than the resumed run began with
         init_checksum(options, checkpoint, initial, ALONE)
     stream = data["train"].stream if data else None  # TokenStream; open_data begins with "train"
-    model_config = agreed_model_config(options, recipe, stream, initial)  # initial's, or new
+    model_config = agreed_model_config(options, recipe, stream, initial)  # of `initial`, or new
     if options.micro_batch_size == "auto":
         micro_batch_size, sentence = choose_micro_batch(options, recipe, model_config, hardware)
         if sentence:  # on CUDA: "micro-batch 32, by forecast 12.34 GB of 80.00 GB free"
@@ -147,8 +147,8 @@ def check_run_files(
 
 def open_data(options: ResolvedTrainOptions) -> dict[str, Mixture]:
     """Open the folders of --data_dir, print how often the run reads them, and return a Mixture of
-    their tokens by split. Leave out a split without shards, and print a note: the user may make
-    them before the run."""
+    their tokens by split. Without train shards return {}, without validation shards only "train",
+    and print a note instead: the user may make them before the run."""
     data: dict[str, Mixture] = {}
     try:
         for split in ("train", "val"):

@@ -194,7 +194,7 @@ def sums_unsharded_gradients(options: ResolvedTrainOptions, hardware: Hardware) 
 def copies_bytes(options: ResolvedTrainOptions, model_config: GPTConfig, hardware: Hardware) -> int:
     """Return the bytes of the copies of weights that matmuls read."""
     itemsize = hardware.dtype.itemsize  # bytes of a number in matmuls
-    # of a process before sharding: of 124M 85.0M in the blocks' matrices, and 39.5M others
+    # of a process before sharding: of 124M 84.9M in the blocks' matrices, and 39.5M others
     num_matrix_weights, num_other_weights = count_weights(model_config, options.tensor_parallel)
     if uses_fsdp(options, hardware):
         num_gathered = num_matrix_weights  # of all blocks: zero1 and zero2 keep them
