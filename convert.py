@@ -98,7 +98,7 @@ def export_checkpoint(checkpoint_path: Path, out: Path) -> None:
     # options of the run that wrote the checkpoint, by flag: {"init_from": "gpt2", "method": "sft"}
     options = checkpoint["config"]
     weights_from = Path(options["init_from"] or "random weights")  # a path, or a name on the hub
-    # RUN/checkpoints, or a file in it, becomes RUN. A relative path begins in the run's working_dir.
+    # RUN/checkpoints, or a file in it, becomes RUN. A relative path begins in working_dir.
     if "checkpoints" in (weights_from.name, weights_from.parent.name):
         weights_from = Path(checkpoint.get("working_dir", "")) / weights_from
         run_folder, *_ = os.path.normpath(weights_from).rsplit("/checkpoints", 1)

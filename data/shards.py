@@ -346,7 +346,7 @@ class TokenStream:
             sizes = [shard.num_tokens for shard in folder.shards]
             if self.split in manifest.state.open:
                 # `open` counts the tokens of the shard that is not full, by split. The bytes count
-                # all of them; the manifest's `shards` may list fewer, or lack the shard.
+                # all of them. While sharding goes on, `shards` may list fewer of them, or none.
                 sizes = [size for size in sizes if size == manifest.shard_size]  # full shards
                 sizes.append(manifest.state.open[self.split])  # tokens of the open shard
             num_tokens += sum(sizes)

@@ -242,9 +242,7 @@ class FileTokenizer(Tokenizer):
                 without_weight, tools=tools, add_generation_prompt=open_turn, tokenize=False
             )
             assert isinstance(text, str)  # because of tokenize=False
-            check_rendered(
-                text, messages
-            )  # ValueError if it lacks a text of a user, system or tool
+            check_rendered(text, messages)  # ValueError if a text besides answers is missing
             if tools and text == self.render(messages, open_turn):  # the same without tools
                 raise ValueError("it writes no tools")
             return text

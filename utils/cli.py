@@ -148,14 +148,14 @@ def find_mistakes(options_class: type[Options], args: list[str], may_repeat: boo
         if type_texts.get(name, "").startswith("tuple") and (value is None or is_repeated):
             corrections.append(f"give --{name} once, with all of its values behind it")
         # "INT" or "npy or bin" if the value is nothing of that, else None
-        expected = accepted_values(type_texts.get(name, ""), value)
+        expected = expected_instead(type_texts.get(name, ""), value)
         if expected is not None:
             corrections.append(f"--{name} takes {expected}, not {value}")
         given_names.add(name)
     return corrections
 
 
-def accepted_values(option_type: str, value: str | None) -> str | None:
+def expected_instead(option_type: str, value: str | None) -> str | None:
     """Return what an option takes, "INT", "FLOAT" or "npy or bin", if the value is nothing of that;
     else None. tyro's own message would quote typing.Annotated[int, ...], or offer 'None', too."""
     # Skip a flag without a value, which tyro names, and types of several numbers or also "auto".

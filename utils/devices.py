@@ -113,7 +113,7 @@ def seconds_on_cpu(flops: float, dtype: torch.dtype) -> float:
     """Return a forecast of the seconds in which this CPU trains for a number of FLOPs."""
     fastest_seconds = min(matmul_seconds(512, dtype) for _ in range(3))
     matmul_flops_per_second = 2 * 512**3 / fastest_seconds
-    # Matmuls take about 0.6 of a step's time. The rest, such as the optimizer, has no counted FLOPs.
+    # Matmuls take about 0.6 of a step. The rest, such as the optimizer, has no counted FLOPs.
     return flops / (SHARE_OF_MATMULS * matmul_flops_per_second)
 
 
