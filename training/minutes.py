@@ -139,6 +139,10 @@ class Dial:
             self.common_flags["use_torch_compile"] = False
         self.options = replace(options, **self.common_flags)
         self.data_parallel = data_parallel
+        self.micro_batch_size = 1
+        """Sequences of which a batch has a multiple in each part of the data; 1 if no flag says."""
+        if options.micro_batch_size != "auto":
+            self.micro_batch_size = options.micro_batch_size
         self.seconds = 60 * minutes
         try:
             # a Mixture has the corpora of --data_dir; its `stream` has the tokens of all of them
@@ -197,11 +201,12 @@ class Dial:
         """Return the plan of the smallest size whose loss is within EQUAL_LOSS of the lowest.
         `elapsed` returns the seconds since the first of the processes began, 0 in a dry run.
         `measure_step` raises UserError for a size that does not fit into memory; the first time it
-        measures a step of `first_sequences` sequences of each process."""
+        measures a step of `first_sequences` sequences of each process, or a few more."""
         # by FLOPs per token; a size that is measured again, with another batch, replaces its cost
         cost_by_flops: dict[int, StepCost] = {}
         size = self.sizes[min(FIRST_MEASURED, len(self.sizes) - 1)]  # the second, or the only one
-        batch_tokens = first_sequences * size.model_config.block_size * self.data_parallel
+        first_micro_steps = -(-first_sequences // self.micro_batch_size)  # rounded up
+        batch_tokens = first_micro_steps * self.tokens_together(size)
         # {"n_layer": 2, "n_head": 2, "n_embd": 128, "block_size": 128, "total_batch_size": 1024}
         flags = size.flags | self.without_given({"total_batch_size": batch_tokens})
         measured: list[dict[str, Any]] = []  # flags of each measurement
@@ -283,7 +288,7 @@ class Dial:
         the best for the tokens that fit into `seconds`."""
         if "total_batch_size" in self.given:
             return self.options.total_batch_size
-        batch_tokens = size.model_config.block_size * self.data_parallel  # one sequence per part
+        batch_tokens = self.tokens_together(size)
         while True:
             # these tokens depend on the batch: an update takes time, too
             num_tokens = self.tokens_in(seconds, cost, batch_tokens)
@@ -291,6 +296,11 @@ class Dial:
             if best_batch_tokens < math.sqrt(2) * batch_tokens:  # nearer to this than to its double
                 return batch_tokens
             batch_tokens *= 2
+
+    def tokens_together(self, size: Size) -> int:
+        """Return the tokens of the smallest batch: one sequence, or a given micro-batch, in each
+        part of the data."""
+        return self.micro_batch_size * size.model_config.block_size * self.data_parallel
 
     def tokens_in(self, seconds: float, cost: StepCost, batch_tokens: int) -> float:
         """Return the number of tokens that a run with steps of `batch_tokens` reads in `seconds`,

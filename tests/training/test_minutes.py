@@ -92,6 +92,21 @@ def test_processes_that_share_blocks_get_sizes_whose_heads_they_can_divide(shard
     assert len(sizes) > 6 and all(size.flags["n_head"] % 2 == 0 for size in sizes)
 
 
+@pytest.mark.parametrize("micro_batch_size", [2, 24])
+def test_the_batch_divides_into_a_given_micro_batch(shards, monkeypatch, micro_batch_size):
+    planned = dial(shards, monkeypatch, 2, "--micro_batch_size", micro_batch_size)
+    batches = []
+
+    def measure(options, size):
+        batches.append(options.total_batch_size // options.block_size)
+        options.micro_steps(data_parallel=1)  # UserError unless the batch divides
+        return StepCost(size.flops_per_token, size.flops_per_token / 1e11, 0.01, 0.0)
+
+    plan = planned.choose(measure, lambda: 0.0, first_sequences=8)
+    replace(planned.options, **plan.flags).micro_steps(data_parallel=1)
+    assert batches[0] == max(8, micro_batch_size)
+
+
 def test_the_printed_run_is_compiled_if_the_chosen_one_is(shards, monkeypatch):
     for minutes, compiled in ((5, False), (20, True)):
         planned = dial(shards, monkeypatch, minutes)
