@@ -100,9 +100,8 @@ def export_checkpoint(checkpoint_path: Path, out: Path) -> None:
     weights_from = Path(options["init_from"] or "random weights")  # a path, or a name on the hub
     # RUN/checkpoints, or a file in it, becomes RUN. A relative path begins in working_dir.
     if "checkpoints" in (weights_from.name, weights_from.parent.name):
-        weights_from = Path(checkpoint.get("working_dir", "")) / weights_from
-        run_folder, *_ = os.path.normpath(weights_from).rsplit("/checkpoints", 1)
-        weights_from = Path(run_folder)
+        path = Path(os.path.abspath(Path(checkpoint.get("working_dir", "")) / weights_from))
+        weights_from = path.parent if path.name == "checkpoints" else path.parent.parent
     # CARD is the template of README.md. It also reads fields of `model_config`, and entries of
     # `checkpoint` such as "step".
     card = CARD.read_text(encoding="utf-8").format(

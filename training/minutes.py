@@ -140,7 +140,8 @@ class Dial:
         self.options = replace(options, **self.common_flags)
         self.data_parallel = data_parallel
         self.micro_batch_size = 1
-        """Sequences of which a batch has a multiple in each part of the data; 1 if no flag says."""
+        """In a step each part of the data reads a multiple of so many sequences: of a given
+        --micro_batch_size, else of 1."""
         if options.micro_batch_size != "auto":
             self.micro_batch_size = options.micro_batch_size
         self.seconds = 60 * minutes
@@ -250,8 +251,9 @@ class Dial:
         seconds = max(0.01 * seconds, seconds - validations_seconds)
 
         batch_tokens = self.choose_batch(size, cost, seconds)
-        max_steps = int(self.tokens_in(seconds, cost, batch_tokens) / batch_tokens)
-        max_steps = max(NUM_VALIDATIONS, max_steps)  # also where not one step fits into the time
+        tokens_that_fit = self.tokens_in(seconds, cost, batch_tokens)
+        # at least 10, also where not one step fits into the time
+        max_steps = max(NUM_VALIDATIONS, int(tokens_that_fit / batch_tokens))
         every = -(-max_steps // NUM_VALIDATIONS)  # steps between validations, rounded up
         flags = self.without_given(
             {
@@ -263,12 +265,15 @@ class Dial:
                 "val_tokens": val_tokens,
             }
         )
-        num_tokens = max_steps * batch_tokens
-        # by a scaling law, to compare sizes; token_worth is about 1 for GPT-2's tokens
+        # By a scaling law, to compare sizes; token_worth is about 1 for GPT-2's tokens. It counts
+        # the tokens that fit, not those of max_steps, which are more for a size that is too slow.
         loss = compared_loss(
-            size.num_parameters, self.token_worth * num_tokens, self.token_worth * self.text_tokens
+            size.num_parameters,
+            self.token_worth * tokens_that_fit,
+            self.token_worth * self.text_tokens,
         )
-        return Plan(size, size.flags | flags | self.common_flags, num_tokens, loss)
+        flags = size.flags | flags | self.common_flags
+        return Plan(size, flags, max_steps * batch_tokens, loss)
 
     def choose_val_tokens(self, cost: StepCost, seconds: float) -> int:
         """Return --val_tokens: the largest power of two with which NUM_VALIDATIONS validations take

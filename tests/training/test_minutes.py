@@ -107,6 +107,13 @@ def test_the_batch_divides_into_a_given_micro_batch(shards, monkeypatch, micro_b
     assert batches[0] == max(8, micro_batch_size)
 
 
+def test_large_micro_batches_do_not_make_a_size_look_fast(shards, monkeypatch):
+    planned = dial(shards, monkeypatch, 2, "--micro_batch_size", 512)
+    planned.text_tokens = 10**8
+    # at this speed ten such batches do not fit into the time for any size
+    assert choose(planned, 1e9).size == planned.sizes[0]
+
+
 def test_the_printed_run_is_compiled_if_the_chosen_one_is(shards, monkeypatch):
     for minutes, compiled in ((5, False), (20, True)):
         planned = dial(shards, monkeypatch, minutes)
