@@ -139,7 +139,7 @@ def main() -> None:
             run.ended_early = True  # run.finish then prints how to continue
             saver.save_last()
         except RewardError:  # on all processes: save first
-            run.ended_early = True  # the run ends
+            run.ended_early = True  # the saver then does not print that the run continues
             saver.save_last()
             saver.finish()
             raise

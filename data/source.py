@@ -341,7 +341,7 @@ def number_pieces(pieces: Iterable[str], separator: str) -> Iterator[tuple[int, 
     rest = "\n"  # a character for (?<=\n), then the characters that are not yielded yet
     for piece in chain(pieces, [""]):  # "": the end
         rest += piece
-        start = 1  # behind the character for (?<=\n)
+        start = 1  # `rest` begins with a character that only (?<=\n) looks at
         for match in pattern.finditer(rest, 1):
             # the next piece may begin with the line break behind this separator
             if piece and match.end() > len(rest) - 2:
@@ -354,7 +354,7 @@ def number_pieces(pieces: Iterable[str], separator: str) -> Iterator[tuple[int, 
         # the last 2.
         end = max(start, len(rest) - max_length - 2) if piece else len(rest)
         yield index, rest[start:end]
-        rest = rest[end - 1 :]  # with the character before it, for (?<=\n)
+        rest = rest[end - 1 :]  # with one character more, for (?<=\n)
 
 
 def read_json(file: IO[str]) -> Iterator[object]:

@@ -278,8 +278,8 @@ class FileTokenizer(Tokenizer):
             text = self.backend.normalizer.normalize_str(text)
         # Count the characters that `decoded` lacks: "bb" of "abba" and "a a". A difference of
         # Counters ignores characters that `decoded` has in addition, such as the space.
-        # Tokens of SentencePiece decode a "▁" of the text to a space: this is no loss. Other
-        # tokenizers keep it, so both texts get spaces.
+        # SentencePiece decodes a "▁" of the text to a space, which is no loss: compare both texts
+        # with spaces for it.
         lost_counts = Counter(text.replace(SPACE, " ")) - Counter(decoded.replace(SPACE, " "))
         return "".join(lost_counts.elements())
 

@@ -168,7 +168,7 @@ def packing_agrees(model: GPT) -> bool:
     tokens = torch.randint(model.config.vocab_size, (block_size + 2 * length,)).tolist()
     context = tokens[: block_size - length + 1]  # + length - 1 inputs of a choice = block_size
     choices = [tokens[block_size : block_size + length], tokens[block_size + length :]]
-    # 0: first_index, which make_batch does not read
+    # first_index is 0, because make_batch does not read it
     packed = make_batch([PackedItem(0, context, choices)], torch.device("cpu"))
     alone = make_batch([PackedItem(0, context, [choice]) for choice in choices], packed.idx.device)
     return agrees(  # True if they differ only by rounding

@@ -89,8 +89,8 @@ def decode_completion(
     `keep_cut`, else before that character."""
     if chat:  # without <|im_start|> and the like
         ids = [token_id for token_id in ids if token_id not in tokenizer.special_ids]
-    # The third argument is `final`: if True, an incomplete last character is an error, which
-    # "replace" turns into U+FFFD; if False, its bytes are left out.
+    # keep_cut, as the argument `final`, turns an incomplete last character into U+FFFD; without it
+    # its bytes are left out.
     text, _ = codecs.utf_8_decode(tokenizer.decode_bytes(ids), "replace", keep_cut)
     # The project's own format writes "Assistant: 5"; the prompt ends with the colon.
     if chat and is_start and not tokenizer.chat_template:

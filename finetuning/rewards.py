@@ -117,7 +117,7 @@ def reward_checksum(name: str) -> int:
         return 0
     if path.suffix == ".py":
         _, _, function_name = name.rpartition(":")
-        # of the file, then of the name: another function of the file is another reward
+        # of the file and the function's name: two functions of one file are two rewards
         return zlib.crc32(function_name.encode(), zlib.crc32(path.read_bytes()))
     return crc32_of(load_checkpoint(path)["checksums"])
 

@@ -229,7 +229,7 @@ class Dial:
             costs = list(cost_by_flops.values())
             plans = [self.plan(size, costs, seconds) for size in self.sizes]  # smallest size first
             lowest = min(plan.loss for plan in plans)
-            plan = next(plan for plan in plans if plan.loss < lowest + EQUAL_LOSS)  # 0.005
+            plan = next(plan for plan in plans if plan.loss < lowest + EQUAL_LOSS)
             # Measure this size with its planned batch next, unless that is done or measuring has
             # taken a tenth of the time.
             size = plan.size
@@ -312,7 +312,7 @@ class Dial:
         at most as many as repeats of the text make useful."""
         # each token also takes its share of the update that ends a step
         num_tokens = seconds / (cost.token_seconds + cost.update_seconds / batch_tokens)
-        return min(num_tokens, MOST_EPOCHS * self.text_tokens)  # 47 epochs
+        return min(num_tokens, MOST_EPOCHS * self.text_tokens)
 
 
 def cost_of(size: Size, costs: list[StepCost]) -> StepCost:
@@ -378,7 +378,7 @@ def measure_step(
     seconds_of(1, update=True)  # creates the state of the optimizers
     assert options.minutes is not None  # Dial has checked it, and only `choose` measures
     passes_seconds = max(MIN_PASSES_SECONDS, PASSES_SHARE * 60 * options.minutes)
-    passes_seconds = min(MAX_PASSES_SECONDS, passes_seconds)  # 0.5 to 10 s
+    passes_seconds = min(MAX_PASSES_SECONDS, passes_seconds)
     num_passes = max(1, int(passes_seconds / seconds_of(1, update=False)))
     pass_seconds = seconds_of(num_passes, update=False)
     # each of these passes ends with an update; noise can make the difference negative
