@@ -139,11 +139,6 @@ class Dial:
             self.common_flags["use_torch_compile"] = False
         self.options = replace(options, **self.common_flags)
         self.data_parallel = data_parallel
-        self.micro_batch_size = 1
-        """In a step each part of the data reads a multiple of so many sequences: of a given
-        --micro_batch_size, else of 1."""
-        if options.micro_batch_size != "auto":
-            self.micro_batch_size = options.micro_batch_size
         self.seconds = 60 * minutes
         try:
             # a Mixture has the corpora of --data_dir; its `stream` has the tokens of all of them
@@ -206,8 +201,9 @@ class Dial:
         # by FLOPs per token; a size that is measured again, with another batch, replaces its cost
         cost_by_flops: dict[int, StepCost] = {}
         size = self.sizes[min(FIRST_MEASURED, len(self.sizes) - 1)]  # the second, or the only one
-        first_micro_steps = -(-first_sequences // self.micro_batch_size)  # rounded up
-        batch_tokens = first_micro_steps * self.tokens_together(size)
+        first_tokens = first_sequences * size.model_config.block_size * self.data_parallel
+        smallest_batch = self.tokens_of_smallest_batch(size)
+        batch_tokens = -(-first_tokens // smallest_batch) * smallest_batch  # rounded up
         # {"n_layer": 2, "n_head": 2, "n_embd": 128, "block_size": 128, "total_batch_size": 1024}
         flags = size.flags | self.without_given({"total_batch_size": batch_tokens})
         measured: list[dict[str, Any]] = []  # flags of each measurement
@@ -293,7 +289,7 @@ class Dial:
         the best for the tokens that fit into `seconds`."""
         if "total_batch_size" in self.given:
             return self.options.total_batch_size
-        batch_tokens = self.tokens_together(size)
+        batch_tokens = self.tokens_of_smallest_batch(size)
         while True:
             # these tokens depend on the batch: an update takes time, too
             num_tokens = self.tokens_in(seconds, cost, batch_tokens)
@@ -302,10 +298,13 @@ class Dial:
                 return batch_tokens
             batch_tokens *= 2
 
-    def tokens_together(self, size: Size) -> int:
+    def tokens_of_smallest_batch(self, size: Size) -> int:
         """Return the tokens of the smallest batch: one sequence, or a given micro-batch, in each
         part of the data."""
-        return self.micro_batch_size * size.model_config.block_size * self.data_parallel
+        num_sequences = 1
+        if self.options.micro_batch_size != "auto":
+            num_sequences = self.options.micro_batch_size
+        return num_sequences * size.model_config.block_size * self.data_parallel
 
     def tokens_in(self, seconds: float, cost: StepCost, batch_tokens: int) -> float:
         """Return the number of tokens that a run with steps of `batch_tokens` reads in `seconds`,
