@@ -259,13 +259,11 @@ def check_space(options: ResolvedOptions, recipe: Recipe, num_parameters: int) -
 
 def followed_recipe(recipe: dict[str, Any], options: ResolvedOptions) -> dict[str, Any]:
     """Return the fields of Recipe by name as the run follows them. `recipe` has them as --recipe
-    gives them, such as {"optimizer": "adamw", "max_lr": None, ...}. Options decide four of them."""
-    return recipe | {
-        "max_lr": options.max_lr,
-        "weight_decay": options.weight_decay,
-        "schedule": options.schedule,
-        "to_zero": options.min_lr == 0,
-    }
+    gives them, such as {"optimizer": "adamw", "max_lr": None, ...}."""
+    # where a field and an option have one name, the option decides: max_lr, weight_decay, schedule
+    shared_names = recipe.keys() & vars(options).keys()
+    followed = {name: vars(options)[name] for name in shared_names}
+    return recipe | followed | {"to_zero": options.min_lr == 0}
 
 
 @dataclass
@@ -302,7 +300,7 @@ class Run(Generic[Options]):
         warn_of_order(process, checkpoint, entries["data_order"])  # prints if seed or data differ
         warn_of_log(process, options, checkpoint)  # prints if the log lies elsewhere
         in_float16 = process.dtype is torch.float16
-        scaler = GradScaler(process.device.type, FIRST_LOSS_SCALE, enabled=in_float16)  # 1,024
+        scaler = GradScaler(process.device.type, FIRST_LOSS_SCALE, enabled=in_float16)
         # the saved state is {} unless the run trained in float16
         if checkpoint is not None and checkpoint["scaler"]:
             scaler.load_state_dict(checkpoint["scaler"])
