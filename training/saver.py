@@ -257,7 +257,7 @@ class Saver:
         if progress.bad_steps < PATIENCE:  # 5; bad_steps are the same on every process
             return
         progress.bad_steps = 0  # saved, so that a resumed run can skip PATIENCE steps again
-        self.run.ended_early = True  # the run ends
+        self.run.ended_early = True  # `write` then does not print that the run continues
         self.save_last()
         self.wait()
         with self.run.process.together():  # raises on all; the others may lack the folder

@@ -34,8 +34,8 @@ def compared_loss(num_parameters: float, num_tokens: float, text_tokens: float) 
     # The best number of parameters N for D = text_tokens: of all with the same product N D the loss
     # is lowest where ALPHA A / N^ALPHA = BETA B / D^BETA.
     best_parameters = (ALPHA * A / (BETA * B) * text_tokens**BETA) ** (1 / ALPHA)
-    parameters = effective_number(num_parameters, best_parameters, EXCESS_PARAMETERS)  # decay 5.3
-    tokens = effective_number(num_tokens, text_tokens, REPEATED_TOKENS)  # decay 15.4
+    parameters = effective_number(num_parameters, best_parameters, EXCESS_PARAMETERS)
+    tokens = effective_number(num_tokens, text_tokens, REPEATED_TOKENS)
     return LOWEST + A / parameters**ALPHA + B / tokens**BETA
 
 
