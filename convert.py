@@ -178,8 +178,9 @@ def main(options: ConvertOptions) -> None:
         raise UserError(f"--out {options.out} exists already: choose another path, or --overwrite")
     options.out.parent.mkdir(parents=True, exist_ok=True)
     if is_for_nanogpt:
+        # a GPT; nanoGPT's file has no place for its tokenizer
         model, _, _ = open_model(model_name, float32=True)
-        nanogpt_checkpoint = to_nanogpt(model)
+        nanogpt_checkpoint = to_nanogpt(model)  # {"model": {...}, "model_args": {...}, ...}
         with writing(options.out), atomic_write(options.out) as file:  # the disk may be full
             torch.save(nanogpt_checkpoint, file)
     elif options.model is not None:

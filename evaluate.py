@@ -102,6 +102,7 @@ def default_tasks(options: EvalOptions, checkpoint_path: Path | None) -> tuple[s
     run of the checkpoint (None for a model of another project)."""
     folders = options.data_dir
     if checkpoint_path and not folders:
+        # --data_dir of its run; () for a model of another script
         folders = training_folders(load_checkpoint(checkpoint_path))
     has_shards = any(folder.is_dir() for folder in folders_of(folders))  # data/a of data/a:0.7
     return ("val",) if has_shards and not options.data else ("hellaswag", "lambada")
@@ -187,7 +188,8 @@ def open_questions(path: Path, options: EvalOptions, encoder: TextEncoder) -> li
     # `to_question` turns a row into a Question, whose prompt is ids. read_examples raises UserError
     # for a row without an answer, and for a prompt that leaves no room for max_new_tokens.
     to_question = partial(encoder.question, max_new_tokens=options.max_new_tokens, has_answer=True)
-    return spread_evenly(read_examples(path, to_question), options.limit)
+    questions = read_examples(path, to_question)  # one for each line that is not empty
+    return spread_evenly(questions, options.limit)  # at equal distances over the file
 
 
 def open_task(
@@ -212,6 +214,7 @@ def open_task(
     if benchmark is None:  # val
         with scorer.process.together():
             val = open_validation(options, block_size, tokenizer)
+        # val.checksum identifies the val shards; UserError if other machines have other ones
         refuse_other_data(scorer.process, task_name, val.checksum)
         return partial(score_validation, val, options.val_tokens, scorer)  # called by `main`
     protocols = benchmark.protocols  # all: ("build-nanogpt", "lm-eval") of HellaSwag
@@ -295,6 +298,7 @@ def main(options: EvalOptions) -> None:
             content = {**header, "results": [asdict(result) for result in results_to_write]}
             write_file(out, to_json(content, indent=1))  # null for NaN, which is not valid JSON
             if options.dump:
+                # a line for each example: {"task": ..., "index": ...}
                 write_file(options.dump, "".join(f"{to_json(row)}\n" for row in dump_rows))
             print(f"wrote {out}", flush=True)
     bar.close()

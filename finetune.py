@@ -83,7 +83,8 @@ def main() -> None:
     assert device_options.data is not None  # FinetuneOptions refuses a run without --data
     num_rows = len(read_lines(device_options.data))  # lines that are not empty
     num_parameters = model.num_parameters()
-    # UserError if a step does not divide into micro-batches of all processes
+    # data_parallel: the number of parts into which the processes divide a batch. UserError if a
+    # batch does not divide into micro-batches of all parts.
     options = resolve_options(device_options, num_rows, num_parameters, process.data_parallel)
     # {"tokenizer": "gpt2", "data_order": {...}, ...}, which all checkpoints of the run repeat
     entries = checkpoint_entries(options, derived, initial.tokenizer_spec, weights_checksum)
@@ -156,6 +157,7 @@ def evaluate(run: Run[ResolvedFinetuneOptions], method: Method, model: GPT, save
         metrics = method.evaluate(model)  # {"loss": 0.29, ...}; of grpo {"reward": 0.4}
     # grpo has a mean reward and no loss, and keeps no best model
     has_loss = "loss" in metrics
+    # for metrics.jsonl, the console and W&B; `step` is the number of steps done
     run.logger.log_evaluation("val" if has_loss else "held_out", metrics, run.progress.step)
     if has_loss:
         saver.save_if_best(metrics["loss"])
@@ -387,6 +389,7 @@ def open_method(
             weights = open_original(options, checkpoint, process)
         # executed like `model`, because both must round alike
         reference = build_without_weights(GPT, model.config)
+        # activation checkpointing and torch.compile, applied in place
         execute(reference, Execution(options.activation_checkpointing, options.use_torch_compile))
         # Allocates `reference`, too: whole on every process, even if --sharding divides `model`.
         fill_model(reference, weights, process.device)

@@ -197,11 +197,13 @@ class LoadedModel:
         writer = Writer(self.model, self.tokenizer, sampling)
         prompt_ids = writer.prompt_ids(prompt, [])  # no earlier messages
         with self.autocast():
+            # a GeneratedTokens for each list of ids; its `tokens` end before the first of end_ids
             [completion] = complete(self.model, [prompt_ids], self.tokenizer.end_ids, sampling)
         return writer.decode(completion.tokens)  # ids, without the end token
 
     def autocast(self) -> contextlib.AbstractContextManager:
         """Return a context that casts the weights which prepare_for_inference left in float32."""
+        # matmuls in self.dtype; does nothing for float32
         return autocast(self.device, self.dtype)
 
 
@@ -209,7 +211,7 @@ def load(model_name: str | Path, device: str = "auto", dtype: str = "auto") -> L
     """Return the model of a run's folder, of a checkpoint of any project that --model names, or of
     a Hugging Face name or folder, for `load("gpt2").complete("Once upon a time")`."""
     torch_device = pick_device(device)
-    torch_dtype = pick_dtype(dtype, torch_device)
+    torch_dtype = pick_dtype(dtype, torch_device)  # "auto": the faster one, timed on a CPU
     # bfloat16 matmuls need only the bfloat16 half of each weight: read half of the bytes.
     is_float32 = torch_dtype is not torch.bfloat16
     # The spec of GPT-2's tokenizer is "gpt2". `checkpoint` is the content of the file, {} for a

@@ -246,6 +246,7 @@ def read_documents(
         point = sharder.manifest.state  # of an earlier run, or ResumePoint()
         # point.source is a SourcePosition as JSON; None: from the beginning
         for row_batch in source.batches(point.source):
+            # of the texts of the batch, in UTF-8
             num_bytes = sum(size_of(row) for row in row_batch.rows if not isinstance(row, Skipped))
             pending.append((workers.submit(tokenize_batch, row_batch, point), num_bytes))
             pending_bytes += num_bytes

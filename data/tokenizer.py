@@ -534,7 +534,9 @@ def pretrained_tokenizer_spec(folder: Path, declared_vocab_size: int) -> str:
             known_name = CHECKSUMS.get(definition_checksum(definition_of(backend)))
             if known_name and tokenizer_json_says_all(folder, TOKENIZERS[known_name].eot):
                 return known_name
-        # model_tokens: chat template, eos_token and eos_token_id of the folder's other files
+        # As transformers opens the folder. tokenizer_json: a str, without added tokens whose ids
+        # are not below declared_vocab_size. model_tokens: chat template, eos_token and eos_token_id
+        # of the other files.
         tokenizer_json, model_tokens = read_folder(folder, declared_vocab_size)
         backend = make_backend(tokenizer_json)
         # some classes of transformers replace the pre-tokenizer or the normalizer of the file
@@ -552,7 +554,9 @@ def pretrained_tokenizer_spec(folder: Path, declared_vocab_size: int) -> str:
 def check_round_trip(tokenizer: FileTokenizer) -> None:
     """Raise ValueError if encoding and decoding does not restore words of the vocabulary with
     spaces between them, as with tokens that have marks within words."""
-    ids = sorted(tokenizer.bytes_of_id)  # a vocabulary may list them in any order
+    # bytes_of_id: {0: b"!", ...}, whose keys a vocabulary may list in any order
+    ids = sorted(tokenizer.bytes_of_id)
+    # decoded: ["!", ..., " the", ...]
     tokens = [tokenizer.decode_bytes([token_id]).decode(errors="replace") for token_id in ids]
     words = [token.strip() for token in tokens if token.strip().isalpha()]
     text = " ".join(words[:100])

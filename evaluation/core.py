@@ -94,7 +94,9 @@ class FewShotTask(Task):
         # get_field raises ValueError if a field is missing or has another type
         if self.type == "multiple_choice":  # one question, several answers
             question = f"{get_field(row, 'query', str)}{self.delimiter}"
+            # "choices": ["3", "4"]
             return [f"{question}{choice}" for choice in get_field(row, "choices", list)]
+        # " 4"; "continuation" is the answer without the delimiter
         answer = f"{self.delimiter}{get_field(row, 'continuation', str)}"
         if self.type == "schema":  # several questions, one answer
             return [f"{question}{answer}" for question in get_field(row, "context_options", list)]
@@ -130,7 +132,10 @@ class FewShotTask(Task):
     def label(self, row: dict, num_prompts: int) -> int:
         """Return the index of the right prompt of a row: the field "gold". language_modeling has a
         single prompt, so the index is 0."""
-        return 0 if self.type == "language_modeling" else get_label(row, "gold", num_prompts)
+        if self.type == "language_modeling":
+            return 0
+        # an index below num_prompts; else ValueError
+        return get_label(row, "gold", num_prompts)
 
     def continuations(
         self, item: Item, tokenizer: Tokenizer, block_size: int
@@ -146,6 +151,7 @@ class FewShotTask(Task):
         start_ids = list(tokenizer.start_ids)
         whole_ids: list[list[int]] = []  # for each choice start_ids, examples, question, answer
         for choice in item.choices:
+            # `encode` writes no special token and returns an array of ids
             whole_ids.append(start_ids + tokenizer.encode(item.context + choice).tolist())
         shortest = min(len(ids) for ids in whole_ids)  # in tokens
         # counted_starts[i] is the index in whole_ids[i] of the first id that counts

@@ -97,8 +97,10 @@ def make_batch(packed_items: list[PackedItem], device: torch.device) -> PackedBa
     A context "a b" with the continuations "c d" and "e f" becomes one row:
 
         idx        a  b  c  e        "c" and "e" both follow "b", and "e" does not attend to "c"
-        positions  0  1  2  2
-        segment    0  0  1  2        0: context; 1, 2, ...: continuations; -1: padding
+        positions  0  1  2  2        each continuation goes on after the context
+        segment    0  0  1  2        0: context; 1, 2, ...: continuations
+
+    Zeros, which are a segment -1, fill a row up to its length, a multiple of 8.
 
     There are four targets: "c" and "e" are predicted at "b", "d" at "c", and "f" at "e".
     """
@@ -276,6 +278,7 @@ def score_items(
     packed_items.sort(key=lambda packed_item: packed_item.length, reverse=True)
     batches: list[list[PackedItem]] = []
     for _, equal_rows in groupby(packed_items, key=lambda packed_item: packed_item.length):
+        # lists of batch_size rows; the last list may be shorter
         batches += batched(list(equal_rows), scorer.batch_size)
 
     # Process.map shares the batches among the processes, returns the predictions of all processes,
@@ -303,6 +306,7 @@ def refuse_other_data(process: Process, name: str, content: object) -> None:
     `name`: plain values, or objects of dataclasses. Each would score other examples than the table
     says."""
     message = f"the machines have different data of {name}: give all of them one file"
+    # raises UserError(message) on every process unless all give one number
     process.check_equal(zlib.crc32(repr(content).encode()), message)
 
 

@@ -248,23 +248,23 @@ class Task(Benchmark):
         """Encode the choices of an item, each with its context, as lm-evaluation-harness does."""
         # As in the harness, white space at the end of a context belongs to the continuation.
         # Context and choice are encoded together, because a merge can join their characters. The
-        # ids after the first len(context) ids belong to the continuation.
-        context: list[int] = tokenizer.encode(item.context.rstrip()).tolist()
+        # continuation begins after as many ids as the context has alone. `encode` adds no BOS.
+        context_ids: list[int] = tokenizer.encode(item.context.rstrip()).tolist()
         # ids of the context and each choice as one text
         whole_ids = [tokenizer.encode(item.context + choice).tolist() for choice in item.choices]
         # Index in each list of whole_ids, at which the continuation begins. One token may contain
         # the end of the context and a whole choice; then the continuation begins with that token.
         # The harness fails on such an item.
-        seam = min(len(context), min(len(ids) for ids in whole_ids) - 1)
+        seam = min(len(context_ids), min(len(ids) for ids in whole_ids) - 1)
         # As in the harness, only BOS stands before a context. GPT-2 has none (bos_ids is ()): its
         # published scores are without end of text. An empty context becomes end of text then, as it
         # needs one token.
-        context = [*tokenizer.bos_ids, *context[:seam]] or [tokenizer.eot]
+        start_ids = [*tokenizer.bos_ids, *context_ids[:seam]] or [tokenizer.eot]
         continuations = []
         for ids in whole_ids:
             # All ids from `seam` on are the continuation. Its last token is no input of the model,
             # so block_size + 1 tokens fit. split_ids drops the first tokens of a longer text.
-            continuation = split_ids(context + ids[seam:], len(context), block_size + 1)
+            continuation = split_ids(start_ids + ids[seam:], len(start_ids), block_size + 1)
             continuations.append(continuation)
         return continuations
 

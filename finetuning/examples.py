@@ -86,6 +86,7 @@ def encode_completion(
         return Example.of_completion(prompt_ids, completion_ids)
     # Answers of earlier turns belong to the prompt here: they do not count in the loss.
     dialog = [*as_messages(prompt), {"role": "assistant", "content": completion}]
+    # list of ids, by the chat template or in the project's own format
     ids = encode_dialog(dialog, tokenizer, tools=tools)
     # slice of `ids` that holds the completion, with the token that ends it
     answer_slice = find_answer(dialog, len(dialog) - 1, ids, tokenizer, tools)
@@ -162,12 +163,13 @@ class TextEncoder:
         """
         # plain text has no turns, so its rows need a prompt in place of messages
         if self.chat and "messages" in row:
+            # [{"role": "user", "content": "2+3?"}, ...]; a text alone is a turn of the user
             messages = as_messages(self.get_text_or_messages(row, "messages"))
             # cut to the context; the assistant's turns count in the loss
             return self.cut(encode_messages(messages, self.tokenizer, row.get("tools")))
         # Alpaca's names; "input", the text that the instruction is about, is often empty
         if "instruction" in row and "prompt" not in row:
-            prompt = get_field(row, "instruction", str)
+            prompt = get_field(row, "instruction", str)  # ValueError if it is no str
             if row.get("input"):
                 prompt += "\n\n" + get_field(row, "input", str)
             return self.completion({**row, "prompt": prompt}, "output")  # which holds the answer

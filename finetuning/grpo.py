@@ -110,6 +110,7 @@ class GroupRelativePolicy(Method):
         def complete_micro_batch(indices: list[int]) -> list[Completion]:
             """Return the completions of a micro-batch, which has consecutive indices."""
             questions_here = [questions[index] for index in indices]
+            # a Completion for each question; set_rewards gives it a reward
             return complete_questions(
                 model, questions_here, self.encoder, sampling, self.process, first_index=indices[0]
             )
@@ -140,6 +141,7 @@ class GroupRelativePolicy(Method):
     def make_batch(self, completions: list[Completion]) -> Batch:
         """Return N completions as a batch, with their advantages and the log-probabilities of
         their tokens under the reference model, if there is one."""
+        # idx and targets (N, T) on the device; its other fields are still None
         batch = super().make_batch([completion.example for completion in completions])
         advantages = torch.tensor([completion.advantage for completion in completions])
         batch.advantages = self.process.copy_to_device(advantages)  # (N,), float32

@@ -41,6 +41,7 @@ def find_answer(
     # text of the dialog up to the answer, where sampling would begin, and up to the answer's end
     prompt = tokenizer.render(messages[:index], open_turn=True, tools=tools)
     until_answer = tokenizer.render(messages[: index + 1], tools=tools)
+    # ids, in which "<|im_start|>" is one token; the template has written BOS, if any, as text
     prompt_ids = tokenizer.encode_with_special_tokens(prompt)
     start = len(prompt_ids)  # index of the answer in dialog_ids
     # Drop text after the end of an answer, such as a line break: sampling never writes it.

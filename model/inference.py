@@ -116,4 +116,5 @@ def prepared_agrees(prepare: Callable[[GPT], None], dtype: torch.dtype, model: G
     with autocast(torch.device("cpu"), dtype):
         plain = model(idx)
         prepare(model)
+        # True if they are equal up to the rounding of `dtype` (model/proof.py)
         return agrees(model(idx), plain, dtype)

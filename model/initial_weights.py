@@ -215,7 +215,7 @@ def give_memory(x: Tensor) -> None:
 
 def allocate(model: nn.Module, device: torch.device) -> None:
     """Give the parameters of a model memory on `device`, without content. Buffers move there with
-    their content: those that are not persistent are in no file."""
+    their content: no checkpoint has those that are not persistent."""
     # a new parameter for each of the model's, so that modules still share what they shared
     new_parameter_of: dict[Tensor, nn.Parameter] = {}
     for p in model.parameters():

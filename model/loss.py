@@ -46,11 +46,12 @@ class ChunkedLoss(nn.Module):
         reduction "none" return the loss of each target (N,), which is 0 for -1."""
         max_bytes = chunk_bytes(x.device)  # of float32 logits: 2**30, on a CPU 2**26
         if reduction == "none":
+            # All of max_bytes: this is mostly evaluation, where autograd keeps nothing of a chunk.
             losses = self.chunked_token_losses(model, x, targets, max_bytes)
             return losses.masked_fill(targets < 0, 0)  # whatever the definition gives for -1
         all_logits_bytes = 4 * len(x) * model.config.padded_vocab_size  # in float32
-        # Up to PLAIN_BYTES, 4 MiB, the definition is faster. The first call of has_fast_loss
-        # compares ChunkedCrossEntropy with the definition.
+        # Up to PLAIN_BYTES, 4 MiB, the definition (GPT.token_losses) is faster. The first call of
+        # has_fast_loss compares ChunkedCrossEntropy with the definition.
         if all_logits_bytes > PLAIN_BYTES and has_fast_loss(model):
             # asked here, because gradients are always off inside an autograd.Function
             needs_grad = torch.is_grad_enabled()
@@ -86,6 +87,7 @@ class ChunkedLoss(nn.Module):
 
 def losses_of_chunk(model: GPT, x: Tensor, targets: Tensor) -> Tensor:
     """Return the loss of each token (n,) of a chunk, whose logits (n, V) are all in memory."""
+    # GPT.token_losses: the definition of the loss, log-softmax of the logits at the targets
     return model.token_losses(model.logits(x).float(), targets)
 
 

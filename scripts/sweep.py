@@ -38,7 +38,7 @@ from evaluation.figure import (
 )
 from recipes import parse_recipe
 from training.options import expand_flags, read_options
-from training.start import list_changes
+from training.start import describe_differences
 from utils.cli import flag_value, named_flags, start_script
 from utils.errors import UserError
 from utils.logger import logged_run
@@ -160,6 +160,7 @@ def describe_changes(saved: dict, flags: list[str]) -> str:
     the config.json of an earlier run: "grad_clip 1.0 (here 2.0)", or "" if they do not differ."""
     # The recipe fills in what the flags leave open. to_dict gives plain values, as in config.json.
     given_options, _derived, _checkpoint = read_options(TrainOptions, "train.py", flags)
+    # parse_recipe: a Recipe of "modern" or "modern,qk_norm=False"
     options = resolve_from_recipe(given_options, parse_recipe(given_options.recipe)).to_dict()
     if options["dtype"] == "auto":  # the device decides; `saved` has its decision
         options["dtype"] = saved["dtype"]
@@ -168,7 +169,8 @@ def describe_changes(saved: dict, flags: list[str]) -> str:
         names = dict(named_flags(expand_flags(flags)))
         given_names = {name.removeprefix("no_") for name in names} | {"data_dir"}
         saved = {name: value for name, value in saved.items() if name in given_names}
-    return list_changes(comparable(saved), comparable(options))
+    # str: "grad_clip 1.0 (here 2.0)"
+    return describe_differences(comparable(saved), comparable(options))
 
 
 def comparable(options: dict) -> dict:

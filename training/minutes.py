@@ -186,7 +186,8 @@ class Dial:
         return {name: value for name, value in flags.items() if name not in self.given}
 
     def make_size(self, recipe: Recipe, vocab_size: int, flags: dict[str, Any]) -> Size:
-        """Return the size of a model with these flags."""
+        """Return the size of a model with these flags, {"n_layer": 2, "n_head": 2, ...}."""
+        # the sizes of `flags`, or where it is {} those of --model_type; the rest is the recipe's
         model_config = replace(self.options, **flags).model_config(recipe, vocab_size)
         model = build_without_weights(GPT, model_config)  # on "meta", only for its counts
         return Size(flags, model_config, model.num_parameters(), model.flops_per_token())
@@ -236,18 +237,18 @@ class Dial:
     def plan(self, size: Size, costs: list[StepCost], seconds: float) -> Plan:
         """Return the run with a model of this size that takes `seconds`, by the measured costs."""
         cost = cost_of(size, costs)  # measured, or interpolated from other sizes
-        # for steps and validations: less 7 % (batches, log, other programs) and less compiling
-        seconds = max(1.0, (1 - OTHER_SHARE) * seconds - cost.compile_seconds)
-        val_tokens = self.choose_val_tokens(cost, seconds)  # of each corpus
-        validation_tokens = min(self.num_val_corpora * val_tokens, self.available_val_tokens)
+        # Steps and validations get what compiling and OTHER_SHARE (7 % for batches, log and other
+        # programs) leave.
+        busy_seconds = max(1.0, (1 - OTHER_SHARE) * seconds - cost.compile_seconds)
+        val_tokens = self.choose_val_tokens(cost, busy_seconds)  # of each corpus
+        tokens_per_validation = min(self.num_val_corpora * val_tokens, self.available_val_tokens)
         # A validation has forward passes only, a third of the FLOPs of training.
-        validations_seconds = NUM_VALIDATIONS * validation_tokens * cost.token_seconds / 3
-        # For the steps: at least 1 %, because the validations of a size that is too large may take
-        # all of the time.
-        seconds = max(0.01 * seconds, seconds - validations_seconds)
+        validations_seconds = NUM_VALIDATIONS * tokens_per_validation * cost.token_seconds / 3
+        # at least 1 %, because the validations of a size that is too large may take all of the time
+        steps_seconds = max(0.01 * busy_seconds, busy_seconds - validations_seconds)
 
-        batch_tokens = self.choose_batch(size, cost, seconds)
-        tokens_that_fit = self.tokens_in(seconds, cost, batch_tokens)
+        batch_tokens = self.choose_batch(size, cost, steps_seconds)
+        tokens_that_fit = self.tokens_in(steps_seconds, cost, batch_tokens)
         # at least 10, also where not one step fits into the time
         max_steps = max(NUM_VALIDATIONS, int(tokens_that_fit / batch_tokens))
         every = -(-max_steps // NUM_VALIDATIONS)  # steps between validations, rounded up
@@ -350,6 +351,7 @@ def measure_step(
     # DDP's module around the model, with its memory allocated and filled; the model itself in a
     # single process or with --sharding
     wrapped = wrap(model, weights, process, options.sharding)
+    # AdamW, or Muon and AdamW; Muon's matmuls are in process.dtype
     optimizers = make_optimizers(model, options, recipe, process.dtype)
     shape = (options.sequences_per_pass, options.block_size)  # (B, T)
     idx = torch.randint(model_config.vocab_size, shape, device=process.device)
@@ -364,7 +366,7 @@ def measure_step(
                     loss = wrapped(idx, idx)  # any targets take as long
                 loss.backward()
             if update:
-                clip_grad_norm(wrapped, options.grad_clip)
+                clip_grad_norm(wrapped, options.grad_clip)  # in place, over all processes
                 for optimizer in optimizers:
                     optimizer.step()
                 wrapped.zero_grad(set_to_none=True)
@@ -402,6 +404,7 @@ def forecast_cost(
         flops_per_second = hardware.world_size * hardware.gpu.peak_flops * ASSUMED_UTILIZATION
         token_seconds = flops_per_token / flops_per_second
     else:
+        # at a fixed share of the rate of a matmul, which it times
         token_seconds = seconds_on_cpu(flops_per_token, hardware.dtype)
     # updates and compiling are not forecast
     return StepCost(flops_per_token, token_seconds, update_seconds=0.0, compile_seconds=0.0)
@@ -461,6 +464,7 @@ def apply_plan(dial: Dial, plan: Plan) -> tuple[ResolvedTrainOptions, list[str]]
         print(f"{plan.num_tokens:,} tokens fit into that time: {epochs:,.2f} epochs{stop}")
         # the command line without --minutes VALUE or --minutes=VALUE
         rest = re.sub("--minutes[ =][^ ]* ?", "", shlex.join(command_line))
+        # `launcher` returns "python", or "torchrun ..." with the present number of processes
         print(f"the same run: {launcher()} train.py {shlex.join(words)} {rest}")
     # Parse them as if the user had typed them. No flag stands twice: plan.flags has none that the
     # user gives. `checkpoint` is None, because a resumed run keeps its options.

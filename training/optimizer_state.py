@@ -104,7 +104,8 @@ def fill_state(model: GPT, name: str, created: dict, saved: dict) -> dict:
         if isinstance(x, Tensor) and x.shape == leaf.shape:
             fill(model, name, x, leaf)  # in place: the rows of `leaf` that this process holds
             return x
-        # Not created by create_state's step, whose gradients are 0: every process keeps it whole.
+        # Not created by create_state's step, whose gradients are 0, or in another shape: every
+        # process keeps it whole.
         # Without a copy it would, on a CPU, stay mapped and keep the checkpoint's file open.
         return leaf.to(model.get_parameter(name).device, copy=True)
 

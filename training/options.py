@@ -38,7 +38,7 @@ from training.forecast.advice import choose_micro_batch
 from training.forecast.memory import Hardware
 from training.optimizers import matrix_optimizer
 from training.parallel.tensor_parallel import check_divides
-from training.start import list_changes, refuse_missing
+from training.start import describe_differences, refuse_missing
 from utils.cli import expand_home, flag_value, named_flags, parse, to_flags
 from utils.devices import is_bfloat16_faster, pick_device
 from utils.distributed import Process
@@ -86,11 +86,13 @@ def read_options(
 
     # finetune.py names its folder after --method if --checkpoint_dir is not given
     checkpoint_dir = options_class.checkpoint_folder(flags)
+    # `parse` ends the script with a sentence about a wrong flag
     options = replace(parse(options_class, flags), resume=resume, checkpoint_dir=checkpoint_dir)
     if checkpoint is not None:
         check_inputs(options, given_flags, checkpoint)  # UserError for a missing file
     # --overwrite removes other checkpoints from the folder when the log is opened (Run.open_log)
     if options.overwrite and options.init_from:
+        # of runs/a: runs/a/checkpoints; other paths stay
         weights_folder = find_checkpoint_folder(Path(options.init_from)).resolve()
         if weights_folder.is_relative_to(options.checkpoint_dir.resolve()):
             raise UserError(
@@ -136,7 +138,8 @@ def check_inputs(options: Options, given_flags: list[str], checkpoint: Checkpoin
             value = folders_of(value)
         for path in value if isinstance(value, tuple) else (value,):
             if isinstance(path, Path):
-                refuse_missing(path, name, checkpoint)  # UserError unless it exists
+                # UserError unless it exists; `checkpoint` has the folder where the path was valid
+                refuse_missing(path, name, checkpoint)
 
 
 def saved_options(checkpoint: Checkpoint, folder: Path) -> dict[str, Any]:
@@ -218,14 +221,15 @@ def find_resumed(options_class: type[Options], resume: str | None, flags: list[s
         # checkpoint_folder looks for --checkpoint_dir in the raw flags. They cannot be parsed yet,
         # because the options of the checkpoint come before them.
         folder = options_class.checkpoint_folder(flags)
-        newest = find_newest(folder)
+        newest = find_newest(folder)  # the file of the latest step
         if newest is None and is_main_process():
             print(f"no checkpoint in {folder}: a new run")  # the user may have misspelled it
         return newest
     path = Path(resume)
     if not path.is_dir():
         return path  # if the file is absent, load_checkpoint raises OSError
-    newest = find_newest(find_checkpoint_folder(path))  # of runs/a: in runs/a/checkpoints
+    # the file of the latest step; of runs/a in runs/a/checkpoints, of another folder in itself
+    newest = find_newest(find_checkpoint_folder(path))
     if newest is None:
         raise UserError(f"--resume {resume}: the folder holds no checkpoint")
     return newest
@@ -362,6 +366,7 @@ def fit_micro_batch(
     hardware = replace(
         hardware, free_bytes=free_bytes, processes_per_machine=process.processes_per_machine
     )
+    # (32, "micro-batch 32, by forecast 12.34 GB of 80.00 GB free")
     return choose_micro_batch(options, recipe, model_config, hardware)
 
 
@@ -393,7 +398,8 @@ def continued_model_config(
         options_model_config = replace(model_config, block_size=options.block_size)
     if options_model_config == model_config:
         return model_config
-    changes = list_changes(vars(model_config), vars(options_model_config))
+    # "n_layer 12 (here 6), n_head 12 (here 6)"
+    changes = describe_differences(vars(model_config), vars(options_model_config))
     raise UserError(
         f"{options.weights_from} holds a model of another architecture: {changes}; leave out "
         "--recipe, --model_type and the sizes, or begin a new model in another --checkpoint_dir"

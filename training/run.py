@@ -338,6 +338,7 @@ class Run(Generic[Options]):
         # `together` raises the error on all processes.
         with self.process.together():
             if self.process.is_main:
+                # UserError if the disk has no room for its checkpoints
                 check_space(self.options, recipe, model.num_parameters())
         # Allocates `model` and fills in `weights`, Rows by name: reads or draws only the rows that
         # this process holds. Returns DDP around the model, or the model itself with --sharding

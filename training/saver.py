@@ -213,6 +213,7 @@ class Saver:
         keep = self.run.options.keep_last  # how many numbered checkpoints to keep
         step = entries["step"]
         try:
+            # `weights` and `optimizer_state`: the rows that this process writes, copied to the CPU
             save_checkpoint(folder / name, weights, optimizer_state, entries, process)
             if not self.run.process.is_main:
                 return

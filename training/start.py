@@ -153,6 +153,7 @@ def compare_processes(options: RunOptions, entries: Checkpoint, process: Process
     for name, value in {**entries, **options.to_dict()}.items():
         if not name.endswith(MACHINE_SUFFIXES):  # not "data_dir", "device", ...
             compared[name] = value
+    # raises UserError(DIFFERENT) on every process unless all give one number
     process.check_equal(crc32_of(compared), DIFFERENT)
 
 
@@ -174,7 +175,7 @@ def warn_of_order(process: Process, checkpoint: Checkpoint | None, data_order: d
     # without optimizer state no step has read data yet
     if checkpoint is None or not checkpoint["optimizer"]:
         return
-    changes = list_changes(checkpoint["data_order"], data_order)  # "seed 1 (here 2)", or ""
+    changes = describe_differences(checkpoint["data_order"], data_order)  # "seed 1 (here 2)", or ""
     if changes:
         process.print(f"warning: the data order changes: {changes}")
 
@@ -192,7 +193,7 @@ def warn_of_log(process: Process, options: ResolvedOptions, checkpoint: Checkpoi
         )
 
 
-def list_changes(saved: Mapping[str, object], here: Mapping[str, object]) -> str:
+def describe_differences(saved: Mapping[str, object], here: Mapping[str, object]) -> str:
     """Return the names whose values differ as text: "n_layer 12 (here 6), n_head 12 (here 6)" for
     {"n_layer": 12, "n_head": 12} and {"n_layer": 6, "n_head": 6}. Messages of a resumed run or
     sweep show it."""

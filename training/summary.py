@@ -38,9 +38,11 @@ def agreed_model_config(
     if initial is None:
         # without shards (in a dry run) GPT-2's, 50257
         vocab_size = GPTConfig.vocab_size if stream is None else stream.vocab_size
+        # sizes of --model_type and of the flags, the rest of the recipe
         model_config = options.model_config(recipe, vocab_size)
     else:
-        # the architecture of the weights; UserError if the options or the recipe ask for another
+        # the architecture of the weights, with the options' dropout and perhaps a shorter context;
+        # UserError if the options or the recipe ask for another
         model_config = continued_model_config(options, recipe, initial.model_config)
         if stream is not None:
             # "gpt2", "bytes" or "tokenizer-8f3a01c2 with <|endoftext|>"

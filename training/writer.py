@@ -57,10 +57,11 @@ def save_checkpoint(
     entries: Mapping[str, object],
     process: Process = ALONE,
 ) -> None:
-    """Write the float32 weights, the optimizer state (both as copy_state returns them) and
-    `entries`, such as {"step": 100, "config": {...}, ...}, to a file, atomically: `path` is always
-    the old file or the whole new one. Every process must call it, with its own rows, and needs the
-    same folder if it has any. Raises UserError if writing fails, as on a full disk."""
+    """Write the weights, the optimizer state (both as copy_state returns them) and `entries`, such
+    as {"step": 100, "config": {...}, ...}, to a file, atomically: `path` is always the old file or
+    the whole new one. Every rank of `process` must call it, with its own rows, and needs the same
+    folder if it has any; ALONE has all rows. Raises UserError if writing fails, as on a full disk.
+    """
     with writing(path):  # any error becomes a UserError that names the path
         # Here and below, if one process fails, `together` raises an error on all: the caller goes
         # on without the file, and one process alone would miss the collectives that follow.
@@ -140,7 +141,7 @@ def write_together(path: Path, sections: Sections, plain_entries: dict, process:
         with process.together():
             if process.is_main:
                 layout[0] = lay_out(path, sections, plain_entries)
-        temporary_name, offsets = process.merge(layout)[0]
+        temporary_name, offsets = process.merge(layout)[0]  # where each gap begins, in bytes
         # All processes write into this file. The main process renames it when it is complete.
         temporary = path.with_name(temporary_name)
         # `meeting`, because a write may take longer than a collective waits.
@@ -257,5 +258,6 @@ def sum_written_rows(path: Path, rank: int, writers: list[int]) -> dict[str, int
         checkpoint: Mapping[str, Any] = load_checkpoint(path)  # maps the file, reads no tensor
         part = (writers.index(rank), len(writers))  # (1, 4): the second quarter of the rows
         for section in own_sums:
+            # `flatten` gives tensors by name; sums of CRC-32 add up over processes
             own_sums[section] = sum_part(flatten(checkpoint[section]), *part)
     return own_sums

@@ -310,8 +310,8 @@ def collective() -> Iterator[None]:
         raise Disconnected(reason) from error
 
 
-# Stands for the only process of a script, in calls of functions that scripts share with training
-# runs. Its collectives return at once.
+# Stands for the only process, in calls of functions that are collectives in a run of several: of a
+# script, or of the main process that saves while the others train on. It waits for no other one.
 ALONE = Process(0, 1, torch.device("cpu"))
 
 
@@ -430,6 +430,7 @@ def start(
 def join(launch: Launch, device: torch.device) -> None:
     """Join the process group of a launch, once all of its processes have come. Raises UserError if
     they do not come within TIMEOUT."""
+    # address: "host:29500" of the main process
     waiting = f"waiting for {launch.world_size} processes at {launch.address}"
     try:
         # The main process says at once what a run waits for. Another one says it after ten seconds:

@@ -286,7 +286,7 @@ def load_model(
     check_head(path, checkpoint, model_class is not GPT)
     config, weights = open_weights(path, checkpoint, float32=float32)  # Rows by name
     with reading_checkpoint(path):
-        model = build_without_weights(model_class, config)
+        model = build_without_weights(model_class, config)  # on "meta": shapes only
         whole = {name: rows[...] for name, rows in weights.items()}  # Tensors with all rows
         # assign=True, because a model on the device "meta" has no memory to copy into
         model.load_state_dict(whole, strict=True, assign=True)

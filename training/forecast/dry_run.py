@@ -85,6 +85,7 @@ def print_forecast(
         utilization *= forecast.compute_seconds / forecast.seconds
     # sending_seconds: of weights and gradients
     if not fits or (forecast is not None and forecast.sending_seconds > forecast.compute_seconds):
+        # the flags with which the run fits, the fastest by forecast
         print(f"advice: {advise(options, recipe, model_config, hardware)}")
 
     print_time_and_cost(options, checkpoint, model, hardware, utilization)
@@ -92,6 +93,7 @@ def print_forecast(
     # Forecast the loss only of new models like those of the fit, which had GPT-2's tokens.
     has_gpt2_tokens = model_config.vocab_size == TOKENIZERS["gpt2"].vocab_size
     if options.init_from is None and has_gpt2_tokens:
+        # one sentence, by a scaling law
         print(describe_loss(model.num_parameters(), options.total_batch_size * options.max_steps))
     if plan is None:  # a named GPU is in another machine, which has its own folders
         check_run_files(options, recipe, checkpoint, model, data)
@@ -221,10 +223,11 @@ def print_sending(forecast: StepForecast) -> None:
 
 def describe_time(flops: float, hardware: Hardware, utilization: float, mfu: float) -> str:
     """Return the end of a line: the time of `flops` FLOPs on all devices, and the cost of GPUs that
-    compute at the fraction `utilization` of their peak. `mfu` is only printed. Return "" for a GPU
-    whose peak is not known."""
+    compute at the fraction `utilization` of their peak. `flops` and `utilization` count what is
+    recomputed; `mfu`, which is only printed, does not. Return "" for a GPU of unknown peak."""
     if hardware.device.type == "cpu":
-        hours = seconds_on_cpu(flops, hardware.dtype) / 3600  # measured by a matmul
+        # at a fixed share of the rate of a matmul, which it times
+        hours = seconds_on_cpu(flops, hardware.dtype) / 3600
         # train.sh quotes the text between "about" and "on this processor"
         text = f": about {describe_hours(hours)} on this processor"
         return text if hours < LONG_HOURS else f"{text}; bash train.sh demo takes minutes"

@@ -67,9 +67,10 @@ class Hardware:
             if dtype_name not in ("float16", gpu.dtype_name):  # the peak in this dtype is not known
                 gpu = None
         else:
-            device = pick_device(options.device, launch.local_rank)
+            device = pick_device(options.device, launch.local_rank)  # "cuda" is cuda:local_rank
             free_bytes = free_memory(device)
             dtype = pick_dtype(options.dtype, device)  # on a CPU, "auto" times matmuls
+            # None for a CPU, and for a GPU or dtype whose peak FLOP/s are not known
             gpu = gpu_of(device, dtype)
         world_size = launch.world_size
         processes_per_machine = launch.processes_per_machine
@@ -172,7 +173,7 @@ def count_weights(model_config: GPTConfig, tensor_parallel: int) -> tuple[int, i
     """Return the number of matrix weights (in the matrices of the blocks) and of other weights
     (embeddings, head, biases, gains) of a process, before sharding. Tensor parallelism, optimizers
     and FSDP2 treat them differently."""
-    model = build_without_weights(GPT, model_config)
+    model = build_without_weights(GPT, model_config)  # on "meta": shapes only
     num_weights = sum(p.numel() for p in model.parameters())
     num_matrix_weights = sum(p.numel() for p in model.transformer.h.parameters() if p.dim() >= 2)
     # Tensor parallelism divides the matrices, and biases of c_attn and c_fc, too few to count.

@@ -114,9 +114,10 @@ def forecast_step(
     activation_bytes, _ = split_by_link(  # _ is 0: a group is in one machine
         step_activation_bytes, options.tensor_parallel, options.tensor_parallel
     )
+    # FLOP/s of all GPUs together; step_flops are of all, too, and the bytes of each
+    flops_per_second = hardware.world_size * gpu.peak_flops * ASSUMED_UTILIZATION
     return StepForecast(
-        compute_seconds=step_flops(options, model_config)
-        / (hardware.world_size * gpu.peak_flops * ASSUMED_UTILIZATION),
+        compute_seconds=step_flops(options, model_config) / flops_per_second,
         machine_bytes=shard_machine_bytes + replica_machine_bytes,
         network_bytes=shard_network_bytes + replica_network_bytes,
         activation_bytes=activation_bytes,
@@ -135,7 +136,7 @@ def bytes_of_shards(
     # of 39M float32 others, and 2 reductions of 124M float32 gradients. These are the numbers of
     # weights of a process before sharding:
     num_matrix_weights, num_other_weights = count_weights(model_config, options.tensor_parallel)
-    micro_steps = hardware.count_micro_steps(options)
+    micro_steps = hardware.count_micro_steps(options)  # passes of one process in a step
     # zero3 frees the blocks after the forward pass and gathers them again for the backward.
     num_gathers = 2 * micro_steps if options.sharding == "zero3" else 1
     num_reductions = 1 if options.sharding == "zero1" else micro_steps
@@ -169,7 +170,7 @@ def bytes_of_activations(
         # Recomputation repeats the all-reduce after attention, and with dropout also the all-reduce
         # after the MLP. Under "cheap" the compiler keeps the results of both.
         number_bytes += itemsize if model_config.dropout == 0 else 2 * itemsize
-    data_parallel, _ = hardware.parallel_degrees(options)
+    data_parallel, _ = hardware.parallel_degrees(options)  # number of parts of the data
     num_tokens = options.total_batch_size // data_parallel  # of the group, in a step
     num_channels = model_config.n_layer * model_config.n_embd  # of a token in all blocks
     # An all-reduce is a reduce-scatter and an all-gather, so its bytes count twice.
