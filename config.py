@@ -98,7 +98,7 @@ class RunOptions:
         """Return the --checkpoint_dir of a command line that is not parsed yet. --resume auto looks
         for a checkpoint there before parsing, because the checkpoint adds options."""
         # `flags` are ["--max_lr", "6e-4", ...]; flag_value returns None if there is no such flag
-        return Path(flag_value(flags, "checkpoint_dir") or cls.checkpoint_dir)
+        return Path(flag_value(flags, "checkpoint_dir") or cls.checkpoint_dir)  # the default
 
     def to_dict(self) -> dict:
         """Return the resolved options of all groups as plain values, without those of PER_LAUNCH,
@@ -200,7 +200,7 @@ class ModelOptions:
             n_head=self.n_head or n_head,
             n_embd=self.width,
             dropout=self.dropout,
-            **recipe.model_fields(self.width),  # {} of gpt2, {"norm": "rms", ...} of modern
+            **recipe.model_fields(self.width),  # {} of gpt2, {"n_inner": 2048, ...} of modern
         )
 
 
@@ -381,9 +381,10 @@ class ResolvedOptions(MachineOptions, SaveOptions, OptimizerOptions, RunOptions,
             # A resumed run has the flags that it was begun with.
             origin = "" if self.resumed is None else f", one of which is of the run {self.resumed}"
             raise UserError(f"--min_lr {self.min_lr} is above --max_lr {self.max_lr}{origin}")
-        # DDP divides no state. A resumed run may have the flag from a checkpoint with sharding.
-        is_divided = self.shard_across is not None and self.resumed is None
-        if self.sharding == "none" and (is_divided or self.tensor_parallel > 1):
+        # DDP divides no state. A resumed run may have --shard_across from a checkpoint with
+        # sharding, and no flag can unset it. (--tensor_parallel 1 unsets the other option.)
+        needs_sharding = self.shard_across is not None and self.resumed is None
+        if self.sharding == "none" and (needs_sharding or self.tensor_parallel > 1):
             raise UserError(
                 "--tensor_parallel and --shard_across need --sharding zero1, zero2 or zero3"
             )

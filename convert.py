@@ -98,10 +98,12 @@ def export_checkpoint(checkpoint_path: Path, out: Path) -> None:
     # options of the run that wrote the checkpoint, by flag: {"init_from": "gpt2", "method": "sft"}
     options = checkpoint["config"]
     weights_from = Path(options["init_from"] or "random weights")  # a path, or a name on the hub
-    # RUN/checkpoints, or a file in it, becomes RUN. A relative path begins in working_dir.
+    # RUN/checkpoints, or a file in it, becomes RUN. A relative path begins in working_dir, which
+    # not all checkpoints have. abspath, because the parent of a bare "checkpoints" has no name.
     if "checkpoints" in (weights_from.name, weights_from.parent.name):
-        path = Path(os.path.abspath(Path(checkpoint.get("working_dir", "")) / weights_from))
-        weights_from = path.parent if path.name == "checkpoints" else path.parent.parent
+        weights_path = Path(os.path.abspath(Path(checkpoint.get("working_dir", "")) / weights_from))
+        is_folder = weights_path.name == "checkpoints"
+        weights_from = weights_path.parent if is_folder else weights_path.parent.parent
     # CARD is the template of README.md. It also reads fields of `model_config`, and entries of
     # `checkpoint` such as "step".
     card = CARD.read_text(encoding="utf-8").format(
@@ -137,7 +139,8 @@ def to_nanogpt(model: GPT) -> dict:
         raise UserError(f"nanoGPT has no model that differs from GPT-2 in {', '.join(differing)}")
     weights = model.state_dict()  # its parameter names are the same as nanoGPT's
     refuse_other_weights(weights, model_config)
-    # transformers' GPT-2 computes the same as nanoGPT's with the GELU of the model
+    # UserError if the logits differ from those of transformers' GPT-2, which computes the same as
+    # nanoGPT's but takes the GELU of `model`
     refuse_another_architecture(model)
     # Drop the padding of the vocabulary: nanoGPT would sample these ids.
     weights[EMBEDDING] = weights[EMBEDDING][: model_config.vocab_size]  # (50257, C) of GPT-2
@@ -178,9 +181,9 @@ def main(options: ConvertOptions) -> None:
         raise UserError(f"--out {options.out} exists already: choose another path, or --overwrite")
     options.out.parent.mkdir(parents=True, exist_ok=True)
     if is_for_nanogpt:
-        # a GPT; nanoGPT's file has no place for its tokenizer
+        # float32=True reads all bits of the weights. nanoGPT's file has no place for a tokenizer.
         model, _, _ = open_model(model_name, float32=True)
-        nanogpt_checkpoint = to_nanogpt(model)  # {"model": {...}, "model_args": {...}, ...}
+        nanogpt_checkpoint = to_nanogpt(model)  # {"model": {...}, "model_args": {...}}
         with writing(options.out), atomic_write(options.out) as file:  # the disk may be full
             torch.save(nanogpt_checkpoint, file)
     elif options.model is not None:

@@ -102,10 +102,10 @@ def default_tasks(options: EvalOptions, checkpoint_path: Path | None) -> tuple[s
     run of the checkpoint (None for a model of another project)."""
     folders = options.data_dir
     if checkpoint_path and not folders:
-        # --data_dir of its run; () for a model of another script
+        # --data_dir of its run; () if train.py has not made it
         folders = training_folders(load_checkpoint(checkpoint_path))
-    has_shards = any(folder.is_dir() for folder in folders_of(folders))  # data/a of data/a:0.7
-    return ("val",) if has_shards and not options.data else ("hellaswag", "lambada")
+    has_folder = any(folder.is_dir() for folder in folders_of(folders))  # data/a of data/a:0.7
+    return ("val",) if has_folder and not options.data else ("hellaswag", "lambada")
 
 
 def training_folders(checkpoint: Checkpoint) -> tuple[Path, ...]:
@@ -172,7 +172,8 @@ def open_validation(options: EvalOptions, block_size: int, tokenizer: Tokenizer)
 def score_validation(val: Mixture, num_tokens: int, scorer: Scorer) -> TaskScores:
     """Return loss, bits per byte and perplexity of each corpus of --data_dir, and the weighted mean
     of several corpora. Result.protocol is the name of the corpus, or "weighted mean"."""
-    # {"FineWeb-Edu": {"loss": 3.29, "n": 10_485_760, "bits_per_byte": 0.98}}
+    # {"FineWeb-Edu": {"loss": 3.29, "n": 10_485_760, "bits_per_byte": 0.98}}, over about
+    # num_tokens targets of each corpus, or all if it has fewer; all processes share the work
     metrics_by_corpus = scorer.metrics_by_corpus(val, num_tokens)
     results = []
     for corpus, metrics in metrics_by_corpus.items():
@@ -214,10 +215,11 @@ def open_task(
     if benchmark is None:  # val
         with scorer.process.together():
             val = open_validation(options, block_size, tokenizer)
-        # val.checksum identifies the val shards; UserError if other machines have other ones
+        # val.checksum identifies the val shards; UserError if the machines have different ones
         refuse_other_data(scorer.process, task_name, val.checksum)
         return partial(score_validation, val, options.val_tokens, scorer)  # called by `main`
     protocols = benchmark.protocols  # all: ("build-nanogpt", "lm-eval") of HellaSwag
+    # reads or downloads the data now; the function that it returns runs the model
     return open_benchmark(benchmark, path, options.limit, scorer, tokenizer, protocols)
 
 
@@ -295,10 +297,11 @@ def main(options: EvalOptions) -> None:
             # --out gets all tasks so far, else each task has a file, such as model_best_val.json
             out = options.out or Path(f"{stem}_{Path(task_name).stem}.json")
             results_to_write = results if options.out else task_results
+            # {"step": None, "model": "gpt2", "dtype": "bfloat16", "results": [...]}
             content = {**header, "results": [asdict(result) for result in results_to_write]}
             write_file(out, to_json(content, indent=1))  # null for NaN, which is not valid JSON
             if options.dump:
-                # a line for each example: {"task": ..., "index": ...}
+                # a line for each example and protocol
                 write_file(options.dump, "".join(f"{to_json(row)}\n" for row in dump_rows))
             print(f"wrote {out}", flush=True)
     bar.close()

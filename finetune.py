@@ -83,8 +83,7 @@ def main() -> None:
     assert device_options.data is not None  # FinetuneOptions refuses a run without --data
     num_rows = len(read_lines(device_options.data))  # lines that are not empty
     num_parameters = model.num_parameters()
-    # data_parallel: the number of parts into which the processes divide a batch. UserError if a
-    # batch does not divide into micro-batches of all parts.
+    # UserError unless a step divides into micro-batches for all `data_parallel` parts of the data
     options = resolve_options(device_options, num_rows, num_parameters, process.data_parallel)
     # {"tokenizer": "gpt2", "data_order": {...}, ...}, which all checkpoints of the run repeat
     entries = checkpoint_entries(options, derived, initial.tokenizer_spec, weights_checksum)
@@ -122,7 +121,7 @@ def main() -> None:
                 example_ids = sequence_ids_of_step(step, options.batch_size, num_rows, options.seed)
                 prepared = method.prepare(model, step, example_ids)  # batches and their divisor
                 result = train_step(run, wrapped, optimizers, method, prepared)  # a StepResult
-                progress.advance(result)  # counts the step, even if it was skipped
+                progress.advance(result)  # progress.step is now step + 1, even if skipped
                 if result.skip_reason is None:
                     speed = timer.stop(result.num_tokens)  # tokens_per_s, mfu, ms
                     run.logger.log_train(result.metrics | speed, progress.step)
@@ -157,7 +156,7 @@ def evaluate(run: Run[ResolvedFinetuneOptions], method: Method, model: GPT, save
         metrics = method.evaluate(model)  # {"loss": 0.29, ...}; of grpo {"reward": 0.4}
     # grpo has a mean reward and no loss, and keeps no best model
     has_loss = "loss" in metrics
-    # for metrics.jsonl, the console and W&B; `step` is the number of steps done
+    # for metrics.jsonl, the console and W&B; progress.step is the number of steps done
     run.logger.log_evaluation("val" if has_loss else "held_out", metrics, run.progress.step)
     if has_loss:
         saver.save_if_best(metrics["loss"])
@@ -217,14 +216,15 @@ def train_step(
     "loss", and lr, grad_norm and tokens as in train.py. `wrapped` comes from Run.distribute."""
     options = run.options
     process = run.process
-    progress = run.progress
-    lr = set_learning_rates(optimizers, options, progress.step)  # warmup and decay
+    progress = run.progress  # its `step` and `tokens` do not include this step
+    # sets the rate of each parameter group by warmup and decay
+    lr = set_learning_rates(optimizers, options, progress.step)
     seed_step(options.seed, progress.step, process.rank)  # for dropout
 
-    # gradient accumulation: each micro-batch adds its gradients to those before
     # scalars, what this process adds to each mean of the step: {"loss": 0.29, "accuracy": 0.06}
     addends: dict[str, Tensor] = {}
     num_local_tokens = 0  # of this process in this step
+    # gradient accumulation: each micro-batch adds its gradients to those before
     for batch in prepared.batches:  # Batch objects: idx, targets (B, T), ...
         is_last = batch is prepared.batches[-1]
         # --sharding none and zero1 reduce gradients after the last micro-batch, others after each
@@ -257,7 +257,8 @@ def train_step(
     addends["signals"] = torch.full_like(grad_norm, process.signal != 0)  # 1.0: told to stop
     # tolist waits for the GPU, and so does get_scale in float16
     totals = process.sum(torch.stack(list(addends.values()))).tolist()
-    metrics = dict(zip(addends, totals, strict=True))  # the same on every process
+    # {"loss": 0.29, ..., "grad_norm": 1.1, "tokens": 8192.0, "signals": 0.0} on every process
+    metrics = dict(zip(addends, totals, strict=True))
     got_signal = metrics.pop("signals") > 0  # some process got a signal: main raises Stopped
 
     # update the weights, unless the loss or gradient is not finite: then no process updates
@@ -387,9 +388,8 @@ def open_method(
         # before would make the loss jump: open_original raises UserError for them.
         if checkpoint is not None:
             weights = open_original(options, checkpoint, process)
-        # executed like `model`, because both must round alike
-        reference = build_without_weights(GPT, model.config)
-        # activation checkpointing and torch.compile, applied in place
+        reference = build_without_weights(GPT, model.config)  # on the device "meta"
+        # in place, with the same options as `model`, because both must round alike
         execute(reference, Execution(options.activation_checkpointing, options.use_torch_compile))
         # Allocates `reference`, too: whole on every process, even if --sharding divides `model`.
         fill_model(reference, weights, process.device)

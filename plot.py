@@ -29,7 +29,7 @@ class PlotOptions:
 
 
 def main(options: PlotOptions) -> None:
-    model_type = NICKNAMES[options.sz] if options.sz else None  # "gpt2" of 124M
+    model_type = NICKNAMES[options.sz] if options.sz else None  # "gpt2"; None: no dashed lines
     draw(list(options.log), options.out, model_type)
     print(f"wrote {options.out}")
 

@@ -132,7 +132,8 @@ def parse_recipe(text: str) -> Recipe:
     # NOT_IN_RECIPES: the fields of GPTConfig that options or the tokenizer set, such as n_layer
     model_defaults = {f.name: f.default for f in fields(GPTConfig) if f.name not in NOT_IN_RECIPES}
     defaults: dict[str, Any] = recipe_defaults | model_defaults
-    defaults["max_lr"], _ = rate_and_batch(GPTConfig.n_embd)  # 6e-4, behind its default None
+    # The default of max_lr is None, which parse_value takes for an int: use gpt2's rate, a float.
+    defaults["max_lr"], _ = rate_and_batch(GPTConfig.n_embd)  # 6e-4; _: the tokens of a step
     for change in changes:
         field_name, _, value_text = change.strip().partition("=")  # "qk_norm", "=", "False"
         try:

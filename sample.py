@@ -157,7 +157,7 @@ class Writer:
                 if question.strip() == "/new":
                     history = []
                 elif question:
-                    answer = self.write(question, history, seed)
+                    answer = self.write(question, history, seed)  # the first of those it prints
                     # Append both after the answer: Ctrl-C or an error then drops the question, too.
                     history.append({"role": "user", "content": question})
                     history.append({"role": "assistant", "content": answer})
@@ -211,7 +211,7 @@ def load(model_name: str | Path, device: str = "auto", dtype: str = "auto") -> L
     """Return the model of a run's folder, of a checkpoint of any project that --model names, or of
     a Hugging Face name or folder, for `load("gpt2").complete("Once upon a time")`."""
     torch_device = pick_device(device)
-    torch_dtype = pick_dtype(dtype, torch_device)  # "auto": the faster one, timed on a CPU
+    torch_dtype = pick_dtype(dtype, torch_device)  # "auto": bfloat16 where it is faster
     # bfloat16 matmuls need only the bfloat16 half of each weight: read half of the bytes.
     is_float32 = torch_dtype is not torch.bfloat16
     # The spec of GPT-2's tokenizer is "gpt2". `checkpoint` is the content of the file, {} for a

@@ -86,7 +86,7 @@ def main() -> None:
     del initial, weights, checkpoint  # closes the file that their tensors are mapped from
 
     batches = open_batches(run, train_data)  # TrainBatches, endless, in an order of the seed
-    micro_steps = options.micro_steps(process.data_parallel)  # of each step
+    micro_steps = options.micro_steps(process.data_parallel)  # micro-batches per process and step
     evaluator = Evaluator(options, model, val_data, process)  # validation, benchmarks, samples
     timer = StepTimer(model.flops_per_token(), process)  # for tokens/s and MFU
     with run.open_log(model.config):  # closes the log after an error, too
@@ -153,7 +153,7 @@ def train_step(
     options = run.options
     process = run.process
     progress = run.progress
-    lr = set_learning_rates(optimizers, options, progress.step)  # warmup and decay
+    lr = set_learning_rates(optimizers, options, progress.step)  # in place, with warmup and decay
     seed_step(options.seed, progress.step, process.rank)  # for dropout
 
     # Forward and backward, micro-batch by micro-batch. Gradients accumulate, and own_loss becomes
@@ -180,7 +180,7 @@ def train_step(
     # float16: undo the loss scale in the gradients before they are clipped.
     for optimizer in optimizers:
         run.scaler.unscale_(optimizer)  # also records infinities, for scaler.update below
-    # (), the norm before clipping of the gradient of all processes, the same on each
+    # Clips in place; 0 means no limit. grad_norm, (), is the norm over all processes before it.
     grad_norm = clip_grad_norm(wrapped, options.grad_clip)
 
     # Average over processes. process.sum counts the processes of a tensor-parallel group as one,
@@ -231,7 +231,7 @@ def open_batches(run: Run[ResolvedTrainOptions], train_data: Mixture) -> TrainBa
     """Return the micro-batches of this process from the next step on, without end, as inputs and
     targets (B, T) on its device."""
     process = run.process
-    # which sequences of a micro-step this process reads
+    # this process reads B = sequences_per_pass sequences of each micro-step, those of data_rank
     slicing = Slicing(run.options.sequences_per_pass, process.data_rank, process.data_parallel)
     position = run.progress.position  # int: the sequences that all processes have read so far
     # NumPy arrays (B, T) of inputs and targets, read when `next` asks for them

@@ -78,13 +78,14 @@ def save_tokenizer(
         # tokens by their names in transformers; template_tokens may have another eos_token
         special_tokens = {"eos_token": tokenizer.end_of_text} | tokenizer.template_tokens
         if not tokenizer.chat_template:  # a chat template needs the bos_token of its model
+            # start_ids stand before a text: BOS, or end of text for a tokenizer without BOS
             bos_token = tokenizer.backend.id_to_token(tokenizer.start_ids[0])
             special_tokens["bos_token"] = str(bos_token)  # never None: it is an id of this file
         if not tokenizer.end_ids:
             # End of text is a line break. transformers would drop a special token from a text.
             special_tokens = {}
     else:
-        tokenizer_json = to_backend(tokenizer).to_str()  # it has no file
+        tokenizer_json = to_backend(tokenizer).to_str()  # made here, as it has no file
         # a named tokenizer, gpt2 or bytes, has one token for all of these roles
         special_tokens = dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_TEXT)
     # a PreTrainedTokenizerFast of transformers, which warns of texts above `block_size` tokens

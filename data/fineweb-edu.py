@@ -134,6 +134,7 @@ def find_cut(tokenizer: Tokenizer, piece: str) -> int | None:
             before, after = piece[end - MARGIN : end], piece[end : end + MARGIN]
             # encode would begin `after` with the space that some tokenizers put before a text
             ids_with_cut = [tokenizer.encode(before), tokenizer.encode_continuation(after)]
+            # without another place in it, `before` may lie within one long word
             if pattern.search(before) and np.array_equal(
                 np.concatenate(ids_with_cut), tokenizer.encode(before + after)
             ):
@@ -246,7 +247,7 @@ def read_documents(
         point = sharder.manifest.state  # of an earlier run, or ResumePoint()
         # point.source is a SourcePosition as JSON; None: from the beginning
         for row_batch in source.batches(point.source):
-            # of the texts of the batch, in UTF-8
+            # size of the texts of the batch in UTF-8
             num_bytes = sum(size_of(row) for row in row_batch.rows if not isinstance(row, Skipped))
             pending.append((workers.submit(tokenize_batch, row_batch, point), num_bytes))
             pending_bytes += num_bytes
@@ -318,7 +319,7 @@ def continue_sharding(options: ShardOptions, folder: Path) -> tuple[Manifest, in
                 f"--tokenizer {path} is neither {' nor '.join(TOKENIZERS)}, nor a file: "
                 "data/train_tokenizer.py makes a tokenizer.json for your text"
             )
-        # JSON, or "gpt2" or "bytes"
+        # JSON with the content of the file; "gpt2" or "bytes" if the file defines that tokenizer
         tokenizer_spec = read_tokenizer_spec(path, options.end_of_text)
     tokenizer = load_tokenizer(tokenizer_spec)
     # the tokens depend on these: Sharder refuses a folder with shards of other settings
@@ -342,8 +343,8 @@ def continue_sharding(options: ShardOptions, folder: Path) -> tuple[Manifest, in
     if isinstance(tokenizer, FileTokenizer):  # the names "gpt2" and "bytes" tell their end of text
         settings.end_of_text = tokenizer.end_of_text  # "</s>"; read by find_tokenizer_spec
     source = Source(settings, folder)  # keeps long texts in the folder
-    # Two processes would overwrite each other's shards. The lock is a file descriptor. Raises
-    # UserError if another process holds the lock.
+    # Two processes would overwrite each other's shards. lock_folder returns a file descriptor, or
+    # raises UserError, "another process is sharding into FOLDER: ...".
     lock = lock_folder(folder, "sharding into")
     try:
         sharder = Sharder(folder, settings, source, options.max_shards)  # refuses other settings
@@ -353,6 +354,7 @@ def continue_sharding(options: ShardOptions, folder: Path) -> tuple[Manifest, in
         # the manifest of an earlier run, or a new manifest; the sharder updates it in place
         manifest = sharder.manifest
         source.counts_by_file.update(manifest.ledger)  # rows that earlier runs have sharded
+        # ShardFolder.name recognizes FineWeb-Edu by it
         manifest.source = list(options.input) or [options.dataset, options.remote_name]
         if manifest.complete:  # the source is read to its end
             return manifest, 0

@@ -268,7 +268,7 @@ class Mixture:
         """Return the sequence ids (N,) at N positions of the data order."""
         # position 10 of periods of 4 is place 2 of period 2
         num_periods, places = np.divmod(np.asarray(positions), self.period)  # (N,) each
-        sequence_ids = np.empty_like(places)
+        sequence_ids = np.empty_like(places)  # (N,); each corpus fills in its part
         for i, sequences in enumerate(self.corpus_sequences):
             in_corpus = self.corpus_of_place[places] == i  # (N,) bool; corpus_of_place is (period,)
             # A position in the order of this corpus is its turn in this period, plus

@@ -175,7 +175,7 @@ def read_manifest(folder: Path) -> Manifest | None:
         content = json.loads(path.read_text(encoding="utf-8"))  # {"shards": [{...}], ...}
         # `write_manifest` has turned these dataclasses into dicts.
         content["shards"] = [ShardEntry(**entry) for entry in content["shards"]]
-        ledger = content.get("ledger", {})
+        ledger = content.get("ledger", {})  # {"books/a.txt": {"size": 12_345, ...}, ...}
         content["ledger"] = {name: FileCounts(**counts) for name, counts in ledger.items()}
         content["state"] = ResumePoint(**content.get("state", {}))
         # Drop keys of other versions; a missing key gets the default of its field.

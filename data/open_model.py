@@ -23,7 +23,8 @@ def open_pretrained(name: str | Path) -> tuple[GPT, str]:
     of another kind, or if its tokenizer does not fit or is unknown."""
     # a local file or folder, or the folder of a download from the hub
     path = find_or_download(str(name))
-    # the other projects write one file, Hugging Face a folder
+    # The other projects write one file, Hugging Face a folder. load_pretrained finds the folder by
+    # `name` again, so that its messages have this name and not that of the hub's cache.
     model = load_nanogpt(path) if path.is_file() else load_pretrained(name)
     declared_vocab_size = model.config.vocab_size  # 50257 of OpenAI's GPT-2, 50304 of nanoGPT's
     # tokenizer.json or meta.pkl beside the file, or nanoGPT's data/DATASET/meta.pkl; else None

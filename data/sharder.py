@@ -188,7 +188,7 @@ class ShardWriter:
     def append(self, tokens: np.ndarray) -> None:
         """Append token ids (n,), which must fit `dtype`."""
         content = tokens.astype(self.dtype, copy=False).tobytes()
-        self.checksum = zlib.crc32(content, self.checksum)
+        self.checksum = zlib.crc32(content, self.checksum)  # of all tokens so far
         self.file.write(content)
         self.num_tokens += len(tokens)
 
@@ -373,11 +373,11 @@ class Sharder:
         num_texts = count_last_texts(to_divide, num_held_out)  # whole texts to hold out; 0: none
         if num_texts > 0:
             num_held_out = sum(document.num_tokens for document in to_divide[-num_texts:])
-            joined.num_train = num_tokens - num_held_out
+            joined.num_train = joined.num_tokens - num_held_out
             # a later run finds the same texts by their number of tokens
             self.manifest.held_out = num_held_out
         else:  # no whole texts have about as many tokens
-            joined = hold_out(joined, num_held_out)
+            joined = hold_out(joined, num_held_out)  # the end of each of its spans
         # The joined document comes first: after a kill within it, the next run reads all of
         # `documents` again.
         return [joined] + in_val

@@ -241,8 +241,9 @@ def find_tokenizer_spec(folder: Path, manifest: Manifest | None, shards: list[Sh
     if manifest is None:  # made by another project
         if path.exists():
             return read_tokenizer_spec(path)
-        # In practice 1,000 tokens of GPT-2 hold an id of 2**15 or above. Training would accept ids
-        # of a smaller vocabulary, such as characters, but the tokens would mean another text.
+        # In practice 1,000 tokens of GPT-2 hold an id of 2**15 or above. Up to 100,000 are read,
+        # to be sure. Training would accept ids of a smaller vocabulary, such as characters, but the
+        # tokens would mean another text.
         first_ids = shards[0].read(0, 100_000) if shards else np.zeros(0)  # [] without the split
         if len(first_ids) >= 1_000 and first_ids.max() < 2**15:
             raise UserError(

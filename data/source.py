@@ -325,10 +325,10 @@ def separator_pattern(separator: str) -> re.Pattern[str]:
     separator belongs to it, too."""
     # the separator by its line breaks, which a user types as \n: ["---"], ["", "", ""] for \n\n
     lines = separator.replace("\\r", "").replace("\\n", "\n").split("\n")
-    text = r"\r?\n".join(map(re.escape, lines))
+    escaped = r"\r?\n".join(map(re.escape, lines))
     if len(lines) > 1 or BRACKETS.fullmatch(separator):
-        return re.compile(text + r"(?:\r?\n)?")
-    return re.compile(rf"(?<=\n){text}[ \t]{{0,2}}(?:\r?\n|\Z)")
+        return re.compile(escaped + r"(?:\r?\n)?")
+    return re.compile(rf"(?<=\n){escaped}[ \t]{{0,2}}(?:\r?\n|\Z)")
 
 
 def number_pieces(pieces: Iterable[str], separator: str) -> Iterator[tuple[int, str]]:
@@ -336,7 +336,8 @@ def number_pieces(pieces: Iterable[str], separator: str) -> Iterator[tuple[int, 
     text: "one\\n--", "-\\ntwo" with the separator --- become (0, "one\\n"), (1, "two"). Leaves out
     the separators. Some yielded pieces are empty."""
     pattern = separator_pattern(separator)
-    max_length = 2 * len(separator) + 4  # of a match: each \n may be \r\n
+    # most characters of a match: each \n may be \r\n; two blanks or tabs, and \r\n, may follow
+    max_length = 2 * len(separator) + 4
     index = 0  # of the text
     rest = "\n"  # a character for (?<=\n), then the characters that are not yielded yet
     for piece in chain(pieces, [""]):  # "": the end
@@ -565,12 +566,12 @@ def unicode_encoding(beginning: bytes) -> str | None:
     encoding = json.detect_encoding(beginning)  # "utf-8", "utf-16", "utf-16-le", ...
     if encoding in ("utf-16", "utf-32"):  # by a byte order mark
         return encoding
-    # The high bytes of Latin letters are 0. json.detect_encoding looks at two letters only, and the
-    # first one may be a quotation mark.
-    num_even, num_odd = beginning[::2].count(0), beginning[1::2].count(0)
-    if min(num_even, num_odd) > 0 or max(num_even, num_odd) <= len(beginning) // 4:
+    # The high bytes of Latin letters are 0: those at even positions in big-endian UTF-16.
+    # json.detect_encoding looks at two letters only, and the first one may be a quotation mark.
+    even_zeros, odd_zeros = beginning[::2].count(0), beginning[1::2].count(0)
+    if min(even_zeros, odd_zeros) > 0 or max(even_zeros, odd_zeros) <= len(beginning) // 4:
         return None
-    return "utf-16be" if num_even else "utf-16le"
+    return "utf-16be" if even_zeros else "utf-16le"
 
 
 def join_reasons(skipped: dict[str, int]) -> str:
@@ -587,7 +588,7 @@ class Source:
     folder: Path
     """Folder for long texts, which `batches` keeps on disk."""
     has_noted_marks: bool = False  # note_marks prints its note once in a run
-    has_warned_of_controls: bool = False  # so does warn_of_control_characters
+    has_warned_of_controls: bool = False  # warn_of_control_characters warns once in a run
     counts_by_file: dict[str, FileCounts] = field(default_factory=dict)
     """The ledger of the manifest: counts of each file that was read, by name, in the order of
     `names`. `batches` updates it; before that, the caller adds the counts of earlier runs."""

@@ -174,7 +174,7 @@ class FileTokenizer(Tokenizer):
                 token_bytes = bytes(byte_of_character[character] for character in token)
             elif re.fullmatch("<0x[0-9A-Fa-f]{2}>", token):  # byte fallback: <0x0A>
                 token_bytes = bytes([int(token[3:5], 16)])
-            else:  # plain text, or a token of SentencePiece
+            else:  # plain text, or a token of SentencePiece, which writes "▁" (SPACE) for a space
                 token_bytes = token.replace(SPACE, " ").encode()
             bytes_of_id[token_id] = token_bytes
         # A decoded document shows no "<|endoftext|>" or "<s>". The line break that ends documents
@@ -450,7 +450,9 @@ def find_end_of_text(path: Path, backend: Backend, candidates: Sequence[str | No
 def make_spec(backend: Backend, end_of_text: str, model_tokens: ModelTokens) -> str:
     """Return the spec of a tokenizer, with a model's statements about its tokens. Raise an error
     for an unusable vocabulary or chat template."""
-    content = definition_of(backend)  # a tokenizer.json as a dict
+    # a tokenizer.json as a dict. definition_of changes the backend in place: it then writes only
+    # BOS before a text, and nothing after it.
+    content = definition_of(backend)
     spec_fields = {  # read by FileTokenizer
         "eot": end_of_text,
         "turn_end": end_of_text,  # provisional: replaced below if there is a chat template
@@ -526,23 +528,23 @@ def pretrained_tokenizer_spec(folder: Path, declared_vocab_size: int) -> str:
         )
     path = folder / TOKENIZER_FILE
     with reading(folder, "a folder with a tokenizer that can be used", "is not"):
-        probe_ids = None  # ids of PROBE by the tokenizer.json itself; None without this file
+        probe_ids = None  # ids of a test text by the tokenizer.json itself; None without this file
         if path.is_file():
             backend = make_backend(path.read_text(encoding="utf-8"))  # a tokenizers.Tokenizer
-            probe_ids = encode_with(backend, PROBE).tolist()
+            probe_ids = encode_with(backend, PROBE).tolist()  # compared with transformers' below
             # "gpt2" or "bytes" without the import of transformers, which takes seconds; else None
             known_name = CHECKSUMS.get(definition_checksum(definition_of(backend)))
             if known_name and tokenizer_json_says_all(folder, TOKENIZERS[known_name].eot):
                 return known_name
-        # As transformers opens the folder. tokenizer_json: a str, without added tokens whose ids
-        # are not below declared_vocab_size. model_tokens: chat template, eos_token and eos_token_id
-        # of the other files.
+        # What transformers reads. tokenizer_json: a str, without added tokens from the id
+        # declared_vocab_size on. model_tokens: chat template, special tokens such as eos_token, and
+        # each eos_token_id of the other files.
         tokenizer_json, model_tokens = read_folder(folder, declared_vocab_size)
         backend = make_backend(tokenizer_json)
         # some classes of transformers replace the pre-tokenizer or the normalizer of the file
         if probe_ids not in (None, encode_with(backend, PROBE).tolist()):
             warning = f"warning: transformers gives a text other ids than {path}"
-            logging.getLogger("notes").warning(warning)
+            logging.getLogger("notes").warning(warning)  # to stderr, on the main process only
         # the model's own end of text first; None if its files name none
         candidates = (model_tokens.template_tokens.get("eos_token"), *usual_ends(backend))
         spec = make_spec(backend, find_end_of_text(folder, backend, candidates), model_tokens)
@@ -556,7 +558,7 @@ def check_round_trip(tokenizer: FileTokenizer) -> None:
     spaces between them, as with tokens that have marks within words."""
     # bytes_of_id: {0: b"!", ...}, whose keys a vocabulary may list in any order
     ids = sorted(tokenizer.bytes_of_id)
-    # decoded: ["!", ..., " the", ...]
+    # ["!", ..., " the", ...]
     tokens = [tokenizer.decode_bytes([token_id]).decode(errors="replace") for token_id in ids]
     words = [token.strip() for token in tokens if token.strip().isalpha()]
     text = " ".join(words[:100])

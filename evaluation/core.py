@@ -151,7 +151,7 @@ class FewShotTask(Task):
         start_ids = list(tokenizer.start_ids)
         whole_ids: list[list[int]] = []  # for each choice start_ids, examples, question, answer
         for choice in item.choices:
-            # `encode` writes no special token and returns an array of ids
+            # `encode` itself writes no special token
             whole_ids.append(start_ids + tokenizer.encode(item.context + choice).tolist())
         shortest = min(len(ids) for ids in whole_ids)  # in tokens
         # counted_starts[i] is the index in whole_ids[i] of the first id that counts
@@ -201,11 +201,11 @@ class FewShotTask(Task):
     def result(self, protocol: str, metric: str, example_scores: list[ExampleScore]) -> Result:
         """Return the accuracy, and in Result.centered the accuracy on the scale of CORE."""
         # mean of the scores; the table shows the number of shots in the column of the protocol
-        mean = super().result(f"{self.num_shots}-shot", metric, example_scores)
+        mean_result = super().result(f"{self.num_shots}-shot", metric, example_scores)
         # 0 for guessing (the baseline: 0.25 for four choices), 1 if all items are right, negative
         # for less than guessing
-        centered = (mean.value - self.baseline) / (1 - self.baseline)
-        return replace(mean, centered=centered)
+        centered = (mean_result.value - self.baseline) / (1 - self.baseline)
+        return replace(mean_result, centered=centered)
 
 
 LoadedTask = tuple[FewShotTask, list[dict]]  # a task, and the rows of its file, see above
@@ -305,7 +305,8 @@ def download_bundle() -> Path:
     BUNDLE.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=BUNDLE.parent) as temporary:
         archive = f"{temporary}/bundle.zip"
-        # `ask` prints the name of the host if the download takes more than ten seconds
+        # `ask` prints the name of the host if the download takes more than ten seconds. limit=None:
+        # it may take any time, but a minute without a byte is an error.
         ask(BUNDLE_URL, lambda: download_url_to_file(BUNDLE_URL, archive), limit=None)
         # A lost connection leaves a truncated file without an error. unpack_archive then raises
         # one, because a zip archive has its list of files at the end.

@@ -69,8 +69,8 @@ def pack_items(
     for continuations in continuations_of_items:
         for i, continuation in enumerate(continuations):
             # i > 0 means that packed_items[-1] belongs to this item
-            has_row = i > 0 and continuation.context == packed_items[-1].context
-            if share_rows and has_row:
+            has_same_context = i > 0 and continuation.context == packed_items[-1].context
+            if share_rows and has_same_context:
                 packed_items[-1].choices.append(continuation.ids)
             else:
                 packed_items.append(PackedItem(index, continuation.context, [continuation.ids]))
@@ -100,7 +100,7 @@ def make_batch(packed_items: list[PackedItem], device: torch.device) -> PackedBa
         positions  0  1  2  2        each continuation goes on after the context
         segment    0  0  1  2        0: context; 1, 2, ...: continuations
 
-    Zeros, which are a segment -1, fill a row up to its length, a multiple of 8.
+    Padding fills a row up to its length, a multiple of 8: idx 0, positions 0, segment -1.
 
     There are four targets: "c" and "e" are predicted at "b", "d" at "c", and "f" at "e".
     """
@@ -221,11 +221,12 @@ def score_batch(
     # for the progress bar: every process scores a batch of about this size at the same time
     scorer.on_batch(len(packed_items) * scorer.process.data_parallel)
     batch = make_batch(packed_items, scorer.process.device)
-    # Only hidden states that predict a target go through the head. Logits of whole rows would take
-    # V / C times the memory of the hidden states, 65 times in GPT-2 124M.
+    share_rows = may_share_rows(scorer.model)  # cached: compared once, not for each batch
     # One forward pass: cached casts of the weights would only take memory.
     with scorer.process.autocast(keep_weights=False):
-        x = targets_hidden(scorer.model, batch, may_share_rows(scorer.model))  # (N, C)
+        # Only hidden states that predict a target go through the head below. Logits of whole rows
+        # would take V / C times the memory of the hidden states, 65 times in GPT-2 124M.
+        x = targets_hidden(scorer.model, batch, share_rows)  # (N, C)
     outputs = score_targets(scorer.model, x, batch.target_ids, banned_ids)
     # (N,) each, copied to the CPU at once: reading single elements would copy each one alone
     logprobs, is_argmax, is_allowed_argmax = [values.cpu() for values in outputs]
@@ -278,7 +279,7 @@ def score_items(
     packed_items.sort(key=lambda packed_item: packed_item.length, reverse=True)
     batches: list[list[PackedItem]] = []
     for _, equal_rows in groupby(packed_items, key=lambda packed_item: packed_item.length):
-        # lists of batch_size rows; the last list may be shorter
+        # lists of batch_size rows; the last list of a length may be shorter
         batches += batched(list(equal_rows), scorer.batch_size)
 
     # Process.map shares the batches among the processes, returns the predictions of all processes,
@@ -306,7 +307,7 @@ def refuse_other_data(process: Process, name: str, content: object) -> None:
     `name`: plain values, or objects of dataclasses. Each would score other examples than the table
     says."""
     message = f"the machines have different data of {name}: give all of them one file"
-    # raises UserError(message) on every process unless all give one number
+    # raises UserError(message) on every process unless all give the same number
     process.check_equal(zlib.crc32(repr(content).encode()), message)
 
 
@@ -318,11 +319,13 @@ def open_benchmark(
     tokenizer: Tokenizer,
     protocols: Sequence[str],
 ) -> ScoreBenchmark:
-    """Read a benchmark's data from a path, or download it, and return the function that scores it.
-    Raise UserError if the data cannot be read or scored: now, not in the middle of a run."""
+    """Read a benchmark's rows, at most `limit` for each task, from a path, or download them. Return
+    the function that scores them. Raise UserError if they cannot be read or scored: now, not in the
+    middle of a run."""
     block_size = scorer.model.config.block_size
     read = partial(benchmark.read, path, limit, tokenizer, block_size)
     # [{"text": "... stood Tom"}, ...] of LAMBADA; for CORE a pair (task, its rows) for each task
     rows = scorer.process.read_on_all(read)  # the main process first, to fill the cache
     refuse_other_data(scorer.process, benchmark.name, rows)  # UserError on every process
+    # called without arguments: returns Results, and rows for --dump
     return partial(benchmark.score, rows, partial(score_items, scorer, tokenizer), protocols)

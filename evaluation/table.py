@@ -30,7 +30,7 @@ class Published:
 
 def from_paper(*values: float) -> Published:
     """Return a column of the paper's table: the values of all four sizes, the smallest first."""
-    # GPT2_SIZES, too, begins with the smallest
+    # {"gpt2": 0.4599, "gpt2-medium": 0.5548, ...}: GPT2_SIZES has the smallest first, too
     return Published(PAPER, dict(zip(GPT2_SIZES, values, strict=True)))
 
 
@@ -125,8 +125,10 @@ def format_table(results: list[Result], model_type: str) -> str:
         # `side` is < or >: {cell:<12} pads a cell with spaces on the right to 12 characters
         line = "  ".join(f"{cell:{side}{width}}" for cell, side, width, kept in cells if kept)
         lines.append(line.rstrip())
+    # "[1] Radford et al. 2019, table 3", ...
     lines += [f"{mark} {citation}" for citation, mark in mark_by_citation.items()]
     if results and results[-1].task == "core":  # the last result of CORE is the mean of its tasks
+        # format_values returns "gpt2 0.1139, gpt2-medium 0.1849, ..."
         lines.append(f"CORE of GPT-2, all 22 tasks: {format_values(CORE_OF_GPT2)} ({NANOCHAT})")
         lines.append(f"CORE of GPT-3, estimated there: {format_values(CORE_OF_GPT3)}")
     return "\n".join(lines)

@@ -259,12 +259,12 @@ class Task(Benchmark):
         # As in the harness, only BOS stands before a context. GPT-2 has none (bos_ids is ()): its
         # published scores are without end of text. An empty context becomes end of text then, as it
         # needs one token.
-        start_ids = [*tokenizer.bos_ids, *context_ids[:seam]] or [tokenizer.eot]
+        ids_before = [*tokenizer.bos_ids, *context_ids[:seam]] or [tokenizer.eot]
         continuations = []
         for ids in whole_ids:
             # All ids from `seam` on are the continuation. Its last token is no input of the model,
             # so block_size + 1 tokens fit. split_ids drops the first tokens of a longer text.
-            continuation = split_ids(start_ids + ids[seam:], len(start_ids), block_size + 1)
+            continuation = split_ids(ids_before + ids[seam:], len(ids_before), block_size + 1)
             continuations.append(continuation)
         return continuations
 
@@ -329,7 +329,7 @@ class Task(Benchmark):
                 for metric, example_score in score_by_metric.items():
                     example_scores_by_metric[metric].append(example_score)
                 dump_row = {"task": self.name, "protocol": protocol, "index": index}
-                dump_rows.append(dump_row | details)  # `details`: fields that the task chose
+                dump_rows.append(dump_row | details)  # details: such as {"label": 2, ...}
             for metric, example_scores in example_scores_by_metric.items():
                 results.append(self.result(protocol, metric, example_scores))  # such as their mean
         return results, dump_rows

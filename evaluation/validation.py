@@ -34,7 +34,7 @@ def weighted_mean(
         # nats / ln 2 = bits; bits per token / bits per byte = bytes per token
         if metrics.get("bits_per_byte"):
             bytes_per_token += weight * metrics["loss"] / math.log(2) / metrics["bits_per_byte"]
-    means = {"loss": loss, "n": sum(metrics["n"] for metrics in corpus_metrics)}
+    means = {"loss": loss, "n": sum(metrics["n"] for metrics in corpus_metrics)}  # n: targets
     # left out if a corpus has no bits_per_byte, as its manifest lacks the text size, or a loss of 0
     if all(metrics.get("bits_per_byte") for metrics in corpus_metrics):
         means["bits_per_byte"] = loss / math.log(2) / bytes_per_token

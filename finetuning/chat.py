@@ -63,7 +63,7 @@ def encode_text(text: str, tokenizer: Tokenizer, *, follows: bool = False) -> li
     # in a vocabulary of characters end_ids are empty: end of text is an ordinary character
     if tokenizer.end_ids and tokenizer.end_of_text in text:
         note_name_as_text(tokenizer.end_of_text)
-    # `follows`: a prompt stands before the text, so a tokenizer adds no space to its first word
+    # with `follows` other text stands before this one, so the tokenizer adds no space in front
     return tokenizer.encode_with_added_tokens(text, follows=follows).tolist()
 
 

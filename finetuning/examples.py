@@ -96,7 +96,7 @@ def encode_completion(
 def read_lines(path: Path) -> list[tuple[int, str]]:
     """Return the non-empty lines of a UTF-8 file, each with its number for errors, from 1:
     [(1, '{"prompt": ...}'), ...]."""
-    with reading(path, "a text in UTF-8"):
+    with reading(path, "a text in UTF-8"):  # UserError if it is none
         # utf-8-sig drops a byte order mark (Windows). splitlines would also split at U+2028.
         lines = path.read_text(encoding="utf-8-sig").split("\n")
     return [(line_number, line) for line_number, line in enumerate(lines, 1) if line.strip()]
@@ -172,7 +172,7 @@ class TextEncoder:
             prompt = get_field(row, "instruction", str)  # ValueError if it is no str
             if row.get("input"):
                 prompt += "\n\n" + get_field(row, "input", str)
-            return self.completion({**row, "prompt": prompt}, "output")  # which holds the answer
+            return self.completion({**row, "prompt": prompt}, "output")  # "output": the answer
         return self.completion(row, "completion")
 
     def completion(self, row: dict, name: str) -> Example:
@@ -224,7 +224,7 @@ class TextEncoder:
             for message in value:
                 role = get_field(message, "role", str)  # raises ValueError without it
                 texts_of(message)  # raises ValueError for entries without text
-                is_supported = message.get("weight") in (None, 0, 1)
+                is_supported = message.get("weight") in (None, 0, 1)  # 0: not learned
                 # Only a chat template reads roles other than system, user and assistant, and
                 # further fields of a message.
                 if not self.tokenizer.chat_template:

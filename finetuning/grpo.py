@@ -47,7 +47,7 @@ class GroupRelativePolicy(Method):
     def to_example(self, row: dict) -> Question:
         return self.encoder.question(
             row,
-            self.options.max_new_tokens,
+            self.options.max_new_tokens,  # which must fit into the context after the prompt
             has_answer=self.options.reward == "exact",  # other rewards may not need an "answer"
         )
 
@@ -98,6 +98,7 @@ class GroupRelativePolicy(Method):
             "cut": float(np.mean([completion.is_cut for completion in completions])),  # share
             "rollout_ms": 1000 * rollout_seconds,  # part of the step's "ms"
         }
+        # finetune.py divides summed losses by `divisor`, the number of all processes' completions
         return PreparedStep(batches, divisor=len(completions), metrics=metrics, sample=sample)
 
     def complete_and_reward(
@@ -110,12 +111,14 @@ class GroupRelativePolicy(Method):
         def complete_micro_batch(indices: list[int]) -> list[Completion]:
             """Return the completions of a micro-batch, which has consecutive indices."""
             questions_here = [questions[index] for index in indices]
-            # a Completion for each question; set_rewards gives it a reward
+            # A Completion for each question, still without its reward. Its index and the seed
+            # determine its random numbers.
             return complete_questions(
                 model, questions_here, self.encoder, sampling, self.process, first_index=indices[0]
             )
 
         indices = list(range(len(questions)))  # of the completions
+        # every process gets the completions of all; raises Stopped after a signal
         micro_batches = self.process.map(complete_micro_batch, self.to_micro_batches(indices))
         self.set_rewards(micro_batches)  # in place
         return micro_batches
@@ -141,12 +144,12 @@ class GroupRelativePolicy(Method):
     def make_batch(self, completions: list[Completion]) -> Batch:
         """Return N completions as a batch, with their advantages and the log-probabilities of
         their tokens under the reference model, if there is one."""
-        # idx and targets (N, T) on the device; its other fields are still None
+        # idx and targets (N, T), last_columns (N,), on the device; the other fields are still None
         batch = super().make_batch([completion.example for completion in completions])
         advantages = torch.tensor([completion.advantage for completion in completions])
         batch.advantages = self.process.copy_to_device(advantages)  # (N,), float32
         if self.reference is not None:  # it is None with --kl 0
-            with self.process.autocast(keep_weights=False):
+            with self.process.autocast(keep_weights=False):  # for one forward pass only
                 batch.ref_logprobs = token_logprobs(self.reference, batch)  # (N, T)
         return batch
 
@@ -155,7 +158,8 @@ class GroupRelativePolicy(Method):
         is_target = batch.targets >= 0  # (N, T): True if the next token is in the completion
         logprobs = token_logprobs(model, batch)  # (N, T), in nats; 0 where there is no target
         assert batch.advantages is not None  # make_batch sets it
-        losses = policy_losses(logprobs, batch.advantages)  # (N, T): -advantage of the completion
+        # (N, T): the value is -advantage, the gradient that of -advantage * logprob
+        losses = policy_losses(logprobs, batch.advantages)
         sums: Sums = {}
         if batch.ref_logprobs is not None:
             kl = kl_estimate(logprobs, batch.ref_logprobs)  # (N, T), in nats

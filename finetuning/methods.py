@@ -110,7 +110,7 @@ class Method(ABC):
         override this."""
         return collate_padded(
             examples,
-            self.encoder.block_size,
+            self.encoder.block_size,  # T, the length with padding, is at most this
             self.process,
             compiled=self.options.use_torch_compile,  # T is then a power of 2 or block_size
         )
@@ -182,10 +182,10 @@ class RewardModeling(Method):
     rejected one (Ouyang et al. 2022, equation 1)."""
 
     def to_example(self, row: dict) -> Pair:  # {"prompt": "2+3?", "chosen": "5", "rejected": "6"}
-        # both examples contain the prompt, which does not count in the loss
+        # each has prompt and completion, cut to the context; loss_mask is True for the completion
         chosen = self.encoder.completion(row, "chosen")
         rejected = self.encoder.completion(row, "rejected")
-        # final ids: they may be equal after the cut, or after a chat template has stripped a text
+        # they may be equal after the cut, or after a chat template has stripped a text
         if np.array_equal(chosen.tokens, rejected.tokens):
             raise ValueError(
                 f"chosen and rejected are the same {len(chosen.tokens)} tokens in a context of "
@@ -247,7 +247,7 @@ class DirectPreference(RewardModeling):
         under the reference model, in nats, summed over tokens, on the CPU."""
         assert self.reference  # open_method in finetune.py opens one for dpo
         batch = self.make_batch(pairs)
-        with self.process.autocast(keep_weights=False):
+        with self.process.autocast(keep_weights=False):  # for one forward pass only
             logprobs = token_logprobs(self.reference, batch).sum(1)  # (2 N,)
         # The view is (2, N), because all chosen sequences come first in the batch. The result moves
         # to the CPU, because process.map pickles it to send it to all processes.

@@ -78,7 +78,8 @@ def import_file(path: Path) -> ModuleType:
             shadowed[name] = loaded_module
     for name in shadowed:
         del sys.modules[name]
-    # a process pool looks up functions by the module's name, unless it is one of `shadowed`
+    # For process pools, which look up functions by the module's name. If `shadowed` has that name,
+    # the old module gets it back below.
     sys.modules[path.stem] = module
     sys.path.insert(0, folder)
     try:
@@ -143,13 +144,13 @@ def load_reward_function(name: str, encoder: TextEncoder, process: Process) -> R
     # The reward model stays in memory beside the trained model, in float32 like the weights that
     # were trained. load_model raises UserError for a checkpoint without a reward head.
     model, checkpoint = load_model(path, RewardModel, float32=True)
-    tokenizer_spec = checkpoint["tokenizer"]
+    tokenizer_spec = checkpoint["tokenizer"]  # "gpt2", "bytes", or JSON
     # The reward model must read the sampled token ids as the same text, and know the same format:
     # chat with User: and Assistant: turns (or the same template), or plain text.
     has_same_text = (
         tokenizer_identity(tokenizer_spec) == encoder.tokenizer.identity
         and is_chat(checkpoint, tokenizer_spec) == encoder.chat
-        # None of both: User: and Assistant:
+        # Plain text uses no template. Two chats may both have None: User: and Assistant: turns.
         and (
             not encoder.chat
             or load_tokenizer(tokenizer_spec).chat_template == encoder.tokenizer.chat_template
@@ -192,5 +193,5 @@ def rewards_of_model(model: GPT, process: Process, completions: list[Completion]
     examples = [completion.example for completion in completions]  # prompt and completion
     # the examples fit: load_reward_function has compared the context with this run's
     batch = collate_padded(examples, model.config.block_size, process)
-    with process.autocast(keep_weights=False):
+    with process.autocast(keep_weights=False):  # for one forward pass only
         return rewards_at_end(model, batch).tolist()

@@ -31,8 +31,8 @@ def find_answer(
     ends it. `dialog_ids` are the token ids of all `messages`. Raise ValueError if the chat template
     writes the answer in a way that cannot be learned."""
     if not (isinstance(tokenizer, FileTokenizer) and tokenizer.chat_template):
-        # The project's own format: the answer follows "Assistant:". End of text closes it, and is
-        # learned, too.
+        # The project's own format. The answer follows "Assistant:", with which open_turn ends the
+        # ids of the earlier turns. End of text closes the answer, and is learned, too.
         start = len(encode_dialog(messages[:index], tokenizer, open_turn=True))
         return slice(start, dialog_ids.index(tokenizer.eot, start) + 1)
 
@@ -45,10 +45,10 @@ def find_answer(
     prompt_ids = tokenizer.encode_with_special_tokens(prompt)
     start = len(prompt_ids)  # index of the answer in dialog_ids
     # Drop text after the end of an answer, such as a line break: sampling never writes it.
-    turn_end = tokenizer.backend.id_to_token(tokenizer.turn_end)  # such as <|im_end|>
-    assert turn_end  # FileTokenizer takes the id of `turn_end` from its own vocabulary
+    end_token = tokenizer.backend.id_to_token(tokenizer.turn_end)  # text such as "<|im_end|>"
+    assert end_token  # FileTokenizer takes the id of `turn_end` from its own vocabulary
     # "5", "<|im_end|>", "\n"
-    answer, end, _ = until_answer[len(prompt) :].partition(turn_end)
+    answer, end, _ = until_answer[len(prompt) :].partition(end_token)
     if not end:  # sampling would not stop before max_new_tokens
         raise ValueError(
             "the chat template writes no special token after an answer, so a model does not learn "

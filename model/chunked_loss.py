@@ -204,4 +204,4 @@ def add_matmul_(grad_weight: Tensor, grad_logits: Tensor, inputs: Tensor) -> Non
     num_rows = rows_within(max_bytes, row_bytes)
     for start in range(0, len(grad_logits), num_rows):
         rows = slice(start, start + num_rows)
-        grad_weight[rows] += grad_logits[rows] @ inputs
+        grad_weight[rows] += grad_logits[rows] @ inputs  # (rows, n) @ (n, C)

@@ -149,7 +149,7 @@ def configure_compiler(execution: Execution) -> None:
     # raises an error above this number of graphs, which is 8 by default.
     torch._dynamo.config.recompile_limit = 64
     # The compiler chooses what the backward pass recomputes. The bans, three rules against slow
-    # recomputation, are on by default.
+    # recomputation, are on by default, and off for "cheap", which keeps less in memory.
     for name in RECOMPUTATION_BANS:
         setattr(torch._functorch.config, name, execution.checkpointing != "cheap")
 

@@ -39,6 +39,7 @@ def make_norm(config: GPTConfig) -> nn.Module:
     if config.norm == "layer":
         return LayerNorm(config.n_embd, config.norm_eps, bias=config.bias)
     # RMSNorm scales each token to a root mean square of 1, times a gain (Zhang and Sennrich 2019).
+    # Unlike F.layer_norm on a CPU, nn.RMSNorm takes weights of another dtype than x.
     return nn.RMSNorm(config.n_embd, config.norm_eps)
 
 
@@ -64,12 +65,12 @@ class Attention(nn.Module):
         # rows for GPT-2. FusedLinear keeps the three numbers, for tensor parallelism and Muon.
         kv_rows = config.num_kv_heads * config.head_size
         self.c_attn = FusedLinear(config.n_embd, (config.n_embd, kv_rows, kv_rows), config.bias)
-        self.qk_norm: nn.RMSNorm | None = None
+        self.qk_norm: nn.RMSNorm | None = None  # of queries and keys, each head by itself
         if config.qk_norm:
             self.qk_norm = nn.RMSNorm(config.head_size, config.norm_eps, elementwise_affine=False)
         self.attend = ScaledDotProduct(config)  # chooses the kernel; has no weights
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = nn.Dropout(config.dropout)  # of the output; `attend` has its own
 
     def forward(
         self, x: Tensor, angles: Angles | None, cache: KVCache | None, mask: Tensor | None
@@ -97,7 +98,7 @@ class Attention(nn.Module):
         if cache is not None:  # sampling: `append` stores T tokens and returns all S so far
             k = cache.append((self.layer, "k"), k, dim=2)  # (B, K, S, D)
             v = cache.append((self.layer, "v"), v, dim=2)  # (B, K, S, D)
-        y = self.attend(q, k, v, mask)  # (B, H, T, D)
+        y = self.attend(q, k, v, mask)  # (B, H, T, D); without a mask attention is causal
         y = y.transpose(1, 2).reshape(B, T, -1)  # (B, T, H D), heads side by side
         return self.dropout(self.c_proj(y))
 
@@ -203,7 +204,7 @@ class Transformer(nn.Module):
         x = self.drop(x)
 
         for block in self.h:
-            x = block(x, angles, cache, mask)
+            x = block(x, angles, cache, mask)  # (B, T, C); without a mask attention is causal
         if cache is not None:
             cache.advance(idx.size(1))  # counts the T tokens that all blocks have appended
         return self.ln_f(x)

@@ -100,7 +100,7 @@ def replace_head(model: GPT, fast_head: Callable[[Tensor], Tensor], dtype: torch
 
     def head(x: Tensor) -> Tensor:
         """Return the logits (..., V) of hidden states (..., C), as GPT.head does."""
-        matmul_dtype = x.dtype
+        matmul_dtype = x.dtype  # float32 where scoring has turned autocast off
         if torch.is_autocast_enabled(x.device.type):
             matmul_dtype = torch.get_autocast_dtype(x.device.type)
         return fast_head(x) if matmul_dtype is dtype else plain_head(x)

@@ -154,7 +154,8 @@ class DeferredInit(TorchFunctionMode):
         super().__exit__(*error)
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        """Do for each function of PyTorch that a constructor calls what the class describes."""
+        """Do for each function of PyTorch that a constructor calls what the class describes. In
+        here PyTorch turns the mode off, so the calls below do not come back to this method."""
         kwargs = dict(kwargs or {})
         # how each layer of PyTorch makes a parameter, which gets no memory yet
         if func is torch.empty and kwargs.get("device") is None:
@@ -208,8 +209,9 @@ def give_memory(x: Tensor) -> None:
     content = torch.empty(x.shape, dtype=x.dtype, device=torch.get_default_device())
     if isinstance(x, nn.Parameter):
         content = nn.Parameter(content, x.requires_grad)
-    # Not torch.utils.swap_tensors: it would exchange attributes of `x`, too, and it refuses a
-    # tensor with weak references, which nn.LSTM has to its weights.
+    # Exchanges what both Python objects refer to, so `x` gets the memory of `content`. Not
+    # torch.utils.swap_tensors: it would exchange attributes of `x`, too, and it refuses a tensor
+    # with weak references, which nn.LSTM has to its weights.
     torch._C._swap_tensor_impl(x, content)  # type: ignore[attr-defined]
 
 

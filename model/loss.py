@@ -46,7 +46,7 @@ class ChunkedLoss(nn.Module):
         reduction "none" return the loss of each target (N,), which is 0 for -1."""
         max_bytes = chunk_bytes(x.device)  # of float32 logits: 2**30, on a CPU 2**26
         if reduction == "none":
-            # All of max_bytes: this is mostly evaluation, where autograd keeps nothing of a chunk.
+            # for dpo and grpo: with gradients in training, without them under the reference model
             losses = self.chunked_token_losses(model, x, targets, max_bytes)
             return losses.masked_fill(targets < 0, 0)  # whatever the definition gives for -1
         all_logits_bytes = 4 * len(x) * model.config.padded_vocab_size  # in float32
@@ -56,6 +56,7 @@ class ChunkedLoss(nn.Module):
             # asked here, because gradients are always off inside an autograd.Function
             needs_grad = torch.is_grad_enabled()
             V = model.config.vocab_size
+            # chunk_cross_entropy_ is for GPUs; a CPU takes cross_entropy_by_rows_ in any case
             return ChunkedCrossEntropy.apply(
                 x, model.head_weight, targets, V, self.chunk_cross_entropy_, needs_grad
             )
@@ -87,7 +88,7 @@ class ChunkedLoss(nn.Module):
 
 def losses_of_chunk(model: GPT, x: Tensor, targets: Tensor) -> Tensor:
     """Return the loss of each token (n,) of a chunk, whose logits (n, V) are all in memory."""
-    # GPT.token_losses: the definition of the loss, log-softmax of the logits at the targets
+    # GPT.token_losses defines the loss: minus the log-softmax of the logits at the targets
     return model.token_losses(model.logits(x).float(), targets)
 
 
@@ -108,6 +109,7 @@ def chunked_loss_agrees(model: GPT) -> bool:
     # Both, because a definition may differ in training, such as by label smoothing.
     for is_training in (True, False):
         model.train(is_training)
+        # True: the forward pass computes the gradients, too
         fast = ChunkedCrossEntropy.apply(
             x, model.head_weight, targets, V, cross_entropy_by_rows_, True
         )

@@ -91,7 +91,7 @@ def build_ours(options: BenchOptions) -> Program:
     execute(model, Execution(checkpointing, options.use_torch_compile))
     # The learning rates do not change the time either: they stay at the optimizers' defaults. Muon
     # multiplies in `dtype`.
-    optimizer_options = OptimizerOptions(weight_decay=recipe.weight_decay)
+    optimizer_options = OptimizerOptions(weight_decay=recipe.weight_decay)  # the default None fails
     return model, make_optimizers(model, optimizer_options, recipe, dtype), dtype
 
 
@@ -151,7 +151,7 @@ def main(options: BenchOptions) -> None:
             )
             print_measurement(name, measurements[name])
     else:
-        measurements = measure_in_turn(programs, options)  # medians of the repeats
+        measurements = measure_in_turn(programs, options)  # prints each, returns medians
 
     # Only now: a process that uses a GPU takes some of its memory from the measurements.
     device = pick_device(options.device)

@@ -80,6 +80,7 @@ def print_verdict(quantity: str, measured: float, low: float, high: float) -> bo
 def check_loss(flags: str, folder: Path, step: int, expected: float, tolerance: float) -> bool:
     """Train in the new `folder`, stop the run by SIGTERM at the validation of `step`, and check the
     validation loss. `expected` and `tolerance` are in nats per token (a byte with check_small)."""
+    # flags: "--max_steps 1430 ... --data_dir runs/first_hour/shards"; --sample_every 0: no samples
     command = [sys.executable, *f"train.py --run_dir {folder} --sample_every 0 {flags}".split()]
     loss = math.nan  # NaN gives the verdict WRONG if the run ends before `step`
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:

@@ -70,7 +70,7 @@ def measure_and_profile(
 def kind_of(kernel: str) -> str:
     """Return the kind of a kernel by its name."""
     # in the order of KINDS, whose last one, "other", fits every name
-    return next(kind for kind, words in KINDS.items() if re.search(words, kernel, re.IGNORECASE))
+    return next(kind for kind, regex in KINDS.items() if re.search(regex, kernel, re.IGNORECASE))
 
 
 def summarize(kernel_ms: dict[str, float], step_ms: float) -> dict[str, dict[str, float]]:

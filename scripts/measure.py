@@ -73,6 +73,7 @@ def measure_in_turn(
     measurements_of: dict[str, list[Measurement]] = {name: [] for name in programs}
     for _ in range(options.repeats):
         for name, build in programs.items():
+            # measure(build, options) in a new process: peak memory counts from a process's start
             measurement = in_new_process(measure, build, options)
             print_measurement(name, measurement)
             measurements_of[name].append(measurement)
@@ -102,7 +103,7 @@ def start_training(
     All steps train on one random batch."""
     # Programs that draw the same numbers get the same weights and the same batch.
     torch.manual_seed(0)
-    model, optimizers, dtype = build(options)
+    model, optimizers, dtype = build(options)  # dtype of matmuls
     device = next(model.parameters()).device
     shape = (2, options.micro_batch_size, options.block_size)  # 2: inputs and targets
     idx, targets = torch.randint(GPT2Tokenizer.vocab_size, shape, device=device)  # (B, T) each
@@ -111,7 +112,7 @@ def start_training(
         """Take one optimizer step on the batch; return the loss before it."""
         # keep_weights=False as in train.py: a forward pass uses each weight once.
         with autocast(device, dtype, keep_weights=False):
-            loss = model(idx, targets)
+            loss = model(idx, targets)  # (), mean nats per token
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # as in train.py and nanoGPT
         for optimizer in optimizers:
@@ -140,7 +141,7 @@ def measure_steps(
     num_steps = 0
     start_seconds = time.perf_counter()
     while num_steps == 0 or time.perf_counter() < start_seconds + options.seconds:
-        train_step()
+        train_step()  # waits for a GPU
         num_steps += 1
     step_seconds = (time.perf_counter() - start_seconds) / num_steps
 

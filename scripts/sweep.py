@@ -127,6 +127,7 @@ def command_of(options: SweepOptions, run_name: str) -> list[str]:
 def plan(options: SweepOptions, run_name: str) -> None:
     """Print the forecast of a run in one line. Raise UserError for wrong flags."""
     command = command_of(options, run_name) + ["--dry_run"]
+    # stderr is not caught: the user sees why train.py fails
     finished = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     check_exit_code(run_name, finished.returncode)
     # "3.54e+08 FLOPs for 2,560 tokens: about 0.1 minutes on this processor", or that it has ended
@@ -160,16 +161,16 @@ def describe_changes(saved: dict, flags: list[str]) -> str:
     the config.json of an earlier run: "grad_clip 1.0 (here 2.0)", or "" if they do not differ."""
     # The recipe fills in what the flags leave open. to_dict gives plain values, as in config.json.
     given_options, _derived, _checkpoint = read_options(TrainOptions, "train.py", flags)
-    # parse_recipe: a Recipe of "modern" or "modern,qk_norm=False"
+    # parse_recipe returns the Recipe of a text such as "modern" or "modern,qk_norm=False"
     options = resolve_from_recipe(given_options, parse_recipe(given_options.recipe)).to_dict()
     if options["dtype"] == "auto":  # the device decides; `saved` has its decision
         options["dtype"] = saved["dtype"]
     if given_options.minutes is not None:  # `saved` has what --minutes chose
         # Compare only what flags and a --config file give, and data_dir, which `comparable` reads.
-        names = dict(named_flags(expand_flags(flags)))
-        given_names = {name.removeprefix("no_") for name in names} | {"data_dir"}
+        given_flags = named_flags(expand_flags(flags))  # [("max_lr", "1e-3"), ("no_wandb", None)]
+        given_names = {name.removeprefix("no_") for name, _ in given_flags} | {"data_dir"}
         saved = {name: value for name, value in saved.items() if name in given_names}
-    # str: "grad_clip 1.0 (here 2.0)"
+    # "grad_clip 1.0 (here 2.0)", or "" if all are equal
     return describe_differences(comparable(saved), comparable(options))
 
 
@@ -221,9 +222,9 @@ def draw_groups(
         is_trained = train_tokens > 0
         train_tokens = train_tokens[is_trained]
         val_losses = np.array([curve_losses[is_trained] for _, curve_losses in curves])
-        # val_losses is (seeds, validations); mean and std over seeds are (validations,)
-        mean = val_losses.mean(axis=0)
+        mean = val_losses.mean(axis=0)  # (seeds, validations) -> (validations,)
         std = val_losses.std(axis=0, ddof=ddof)
+        # of the last validations: "recipe=gpt2: 3.2954 ± 0.0031"
         label = f"{groups[i]}: {losses[i].mean():.4f} ± {losses[i].std(ddof=ddof):.4f}"
         axes.plot(train_tokens, mean, color=color, label=label)
         axes.fill_between(train_tokens, mean - std, mean + std, color=color, alpha=0.2, lw=0)

@@ -131,7 +131,7 @@ class Evaluator:
         if not is_asked or tokenizer is None:
             return None
         model = scorer.model
-        max_new_tokens = min(SAMPLE_TOKENS, model.config.block_size)  # at most 128
+        max_new_tokens = min(SAMPLE_TOKENS, model.config.block_size)  # 128, or a shorter context
         # Another seed at each step, so that samples.txt does not repeat one text. The temperature
         # is the default, 0.8.
         sampling = SamplingConfig(max_new_tokens, seed=self.options.seed + step)

@@ -187,7 +187,7 @@ class Dial:
 
     def make_size(self, recipe: Recipe, vocab_size: int, flags: dict[str, Any]) -> Size:
         """Return the size of a model with these flags, {"n_layer": 2, "n_head": 2, ...}."""
-        # the sizes of `flags`, or where it is {} those of --model_type; the rest is the recipe's
+        # sizes from `flags`, else from the user's flags or --model_type; the rest from the recipe
         model_config = replace(self.options, **flags).model_config(recipe, vocab_size)
         model = build_without_weights(GPT, model_config)  # on "meta", only for its counts
         return Size(flags, model_config, model.num_parameters(), model.flops_per_token())
@@ -199,7 +199,7 @@ class Dial:
         `elapsed` returns the seconds since the first of the processes began, 0 in a dry run.
         `measure_step` raises UserError for a size that does not fit into memory; the first time it
         measures a step of `first_sequences` sequences of each process, or a few more."""
-        # by FLOPs per token; a size that is measured again, with another batch, replaces its cost
+        # by FLOPs per token, which identify a size
         cost_by_flops: dict[int, StepCost] = {}
         size = self.sizes[min(FIRST_MEASURED, len(self.sizes) - 1)]  # the second, or the only one
         first_tokens = first_sequences * size.model_config.block_size * self.data_parallel
@@ -212,7 +212,7 @@ class Dial:
         while True:
             try:
                 cost = measure_step(replace(self.options, **flags), size)
-                cost_by_flops[size.flops_per_token] = cost
+                cost_by_flops[size.flops_per_token] = cost  # replaces that of another batch
             except UserError:
                 # Before the first measurement there is nothing to choose by: the flags of the user
                 # contradict each other, or nothing fits.
@@ -230,7 +230,7 @@ class Dial:
             # Measure this size with its planned batch next, unless that is done or measuring has
             # taken a tenth of the time.
             size = plan.size
-            flags = {name: plan.flags[name] for name in flags}
+            flags = {name: plan.flags[name] for name in flags}  # its sizes, and total_batch_size
             if flags in measured or elapsed() - start_seconds > MEASURED_SHARE * self.seconds:
                 return plan
 
@@ -258,7 +258,7 @@ class Dial:
                 "max_steps": max_steps,
                 "eval_every": every,
                 "save_every": every,
-                "sample_every": max_steps,
+                "sample_every": max_steps,  # one text, at the end
                 "val_tokens": val_tokens,
             }
         )
@@ -282,7 +282,7 @@ class Dial:
         validation_seconds = VALIDATED_SHARE * seconds / NUM_VALIDATIONS / self.num_val_corpora
         # a forward pass takes a third of token_seconds, which is forward and backward
         num_tokens = 3 * validation_seconds / cost.token_seconds
-        return min(2 ** int(math.log2(max(2, num_tokens))), self.options.val_tokens)
+        return min(2 ** int(math.log2(max(2, num_tokens))), self.options.val_tokens)  # the default
 
     def choose_batch(self, size: Size, cost: StepCost, seconds: float) -> int:
         """Return --total_batch_size: a power of two times what the processes read at once, or what
@@ -351,7 +351,7 @@ def measure_step(
     # DDP's module around the model, with its memory allocated and filled; the model itself in a
     # single process or with --sharding
     wrapped = wrap(model, weights, process, options.sharding)
-    # AdamW, or Muon and AdamW; Muon's matmuls are in process.dtype
+    # several AdamW, and Muon if the recipe has it; the dtype is for Muon's matmuls
     optimizers = make_optimizers(model, options, recipe, process.dtype)
     shape = (options.sequences_per_pass, options.block_size)  # (B, T)
     idx = torch.randint(model_config.vocab_size, shape, device=process.device)
@@ -378,9 +378,10 @@ def measure_step(
     first_seconds = seconds_of(1, update=False)  # compiles, and allocates memory
     seconds_of(1, update=True)  # creates the state of the optimizers
     assert options.minutes is not None  # Dial has checked it, and only `choose` measures
-    passes_seconds = max(MIN_PASSES_SECONDS, PASSES_SHARE * 60 * options.minutes)
-    passes_seconds = min(MAX_PASSES_SECONDS, passes_seconds)
-    num_passes = max(1, int(passes_seconds / seconds_of(1, update=False)))
+    # for the timed passes without an update; as many with an update follow
+    budget_seconds = max(MIN_PASSES_SECONDS, PASSES_SHARE * 60 * options.minutes)
+    budget_seconds = min(MAX_PASSES_SECONDS, budget_seconds)
+    num_passes = max(1, int(budget_seconds / seconds_of(1, update=False)))
     pass_seconds = seconds_of(num_passes, update=False)
     # each of these passes ends with an update; noise can make the difference negative
     update_seconds = max(0.0, seconds_of(num_passes, update=True) - pass_seconds)
@@ -404,7 +405,7 @@ def forecast_cost(
         flops_per_second = hardware.world_size * hardware.gpu.peak_flops * ASSUMED_UTILIZATION
         token_seconds = flops_per_token / flops_per_second
     else:
-        # at a fixed share of the rate of a matmul, which it times
+        # seconds_on_cpu times a matmul, and assumes a fixed share of its rate
         token_seconds = seconds_on_cpu(flops_per_token, hardware.dtype)
     # updates and compiling are not forecast
     return StepCost(flops_per_token, token_seconds, update_seconds=0.0, compile_seconds=0.0)
@@ -464,7 +465,7 @@ def apply_plan(dial: Dial, plan: Plan) -> tuple[ResolvedTrainOptions, list[str]]
         print(f"{plan.num_tokens:,} tokens fit into that time: {epochs:,.2f} epochs{stop}")
         # the command line without --minutes VALUE or --minutes=VALUE
         rest = re.sub("--minutes[ =][^ ]* ?", "", shlex.join(command_line))
-        # `launcher` returns "python", or "torchrun ..." with the present number of processes
+        # launcher: such as "python" or "torchrun --standalone --nproc_per_node=8"
         print(f"the same run: {launcher()} train.py {shlex.join(words)} {rest}")
     # Parse them as if the user had typed them. No flag stands twice: plan.flags has none that the
     # user gives. `checkpoint` is None, because a resumed run keeps its options.

@@ -54,8 +54,9 @@ def matrix_groups(model: GPT) -> list[dict]:
                 continue
             # (768, 768, 768) for c_attn, (768,) for both c_proj
             fused_rows = layer.fused_rows if isinstance(layer, FusedLinear) else (p.size(0),)
-            # Divide also the rows of c_proj, which tensor parallelism divides by columns:
-            # orthogonalize joins the parts again.
+            # With tensor parallelism the rows of c_attn are Q0, K0, V0, Q1, K1, V1: count those of
+            # one process. For c_proj, which is divided by columns, this changes nothing:
+            # orthogonalize joins its parts.
             tensor_parallel = tensor_parallel_of(p)  # processes that share p; 1 without it
             local_fused_rows = tuple(rows // tensor_parallel for rows in fused_rows)
             # torch.stack in Muon.step needs one shape and one mesh (None for plain tensors)
@@ -107,7 +108,8 @@ class Muon(torch.optim.Optimizer):
             if self.recipe.normuon > 0:  # 0: plain Muon
                 # each row / root of the running mean of its square norm
                 update = self.normalize_rows(parameters, update)
-            local_update = local_shard(update)  # (n, r, C)
+            local_update = local_shard(update)  # (n, r, C), the part of this process
+            # in place: p -= lr * (weight_decay * p + update)
             self.update_weights(parameters, local_update, group["lr"], group["weight_decay"])
 
     def add_momentum(self, parameters: list[Tensor]) -> None:
@@ -213,7 +215,9 @@ def orthogonalize(stack: Tensor, local_fused_rows: tuple[int, ...]) -> Tensor:
         _, num_rows, num_columns = x.shape
         if num_rows > num_columns:
             # Transpose a tall matrix X: its Gram matrix X^T X is smaller than X X^T.
-            x = newton_schulz(x.mT).mT * math.sqrt(num_rows / num_columns)
+            x = newton_schulz(x.mT).mT
+            # so that an update changes the output of a layer by about as much for any shape
+            x = x * math.sqrt(num_rows / num_columns)
         else:
             x = newton_schulz(x)
         orthogonalized.append(x.unflatten(1, (tensor_parallel, local_rows)))  # (n, P, rows / P, C)

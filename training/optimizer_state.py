@@ -105,8 +105,8 @@ def fill_state(model: GPT, name: str, created: dict, saved: dict) -> dict:
             fill(model, name, x, leaf)  # in place: the rows of `leaf` that this process holds
             return x
         # Not created by create_state's step, whose gradients are 0, or in another shape: every
-        # process keeps it whole.
-        # Without a copy it would, on a CPU, stay mapped and keep the checkpoint's file open.
+        # process keeps it whole. Without a copy it would, on a CPU, stay mapped and keep the
+        # checkpoint's file open.
         return leaf.to(model.get_parameter(name).device, copy=True)
 
     return tree_map_with_path(fill_leaf, saved)
@@ -134,7 +134,7 @@ def fill_optimizers(
                 group |= saved_values.get(name, {})  # {"count": 3}, the same for the whole group
                 # Take out what create_state made, and put it back filled. A parameter that no
                 # gradient has reached (an unused expert's) has nothing saved, and keeps no state.
-                created = optimizer.state.pop(p, {})
+                created = optimizer.state.pop(p, {})  # {"exp_avg": Tensor, ...}
                 if name in saved_state:
                     optimizer.state[p] = fill_state(model, name, created, saved_state[name])
 
@@ -214,6 +214,7 @@ def check_state(
     for key, x in flatten(state_by_parameter(model, optimizers)).items():  # "...wte.weight exp_avg"
         checksum = zlib.crc32(f"{key} {x.shape} {x.dtype}".encode(), checksum)
         if not isinstance(x, DTensor):
+            # as bytes, because NumPy has no bfloat16
             content = x.detach().cpu().contiguous().view(-1).view(torch.uint8)
             checksum = zlib.crc32(content.numpy(), checksum)
     process.check_equal(

@@ -85,12 +85,13 @@ def make_optimizers(
         ("others", 1.0, adamw_decay),
     ]:
         # With tensor parallelism, biases of linear layers are on another mesh than gains of norms.
+        # GradScaler needs an optimizer for each mesh.
         for parameters in group_by_mesh(parameters_by_role[role]):
             # set_learning_rates sets "lr" to lr_scale times the learning rate in each step
             group = {"params": parameters, "lr_scale": lr_scale, "weight_decay": weight_decay}
             optimizers.append(torch.optim.AdamW([group], betas=betas, fused=True))
     if make is not None:
-        # Muon's matmuls run in `dtype`, but in float32 instead of float16
+        # such as Muon, whose matmuls run in `dtype`, but in float32 instead of float16
         optimizers.append(make(matrices, recipe, options.weight_decay, dtype))
     check_covers(model, optimizers)  # UserError for a parameter in no group, or in two
     remember_groups(optimizers)  # checkpoints save what differs from these first values

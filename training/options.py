@@ -67,8 +67,8 @@ def read_options(
 
     checkpoint = None
     resume = flag_value(flags, "resume")  # a file, a folder, "auto", or None
-    path = find_resumed(options_class, resume, flags)  # None for a new run
-    given_flags = flags
+    path = find_resumed(options_class, resume, flags)  # of a checkpoint; None: a new run
+    given_flags = flags  # without the checkpoint's, which are added below
     if path is not None:
         # The run goes on in the present folder of the file, which may have been copied or moved,
         # unless a flag names another folder.
@@ -86,7 +86,7 @@ def read_options(
 
     # finetune.py names its folder after --method if --checkpoint_dir is not given
     checkpoint_dir = options_class.checkpoint_folder(flags)
-    # `parse` ends the script with a sentence about a wrong flag
+    # for a wrong flag `parse` raises UserError, or SystemExit after tyro has printed the mistake
     options = replace(parse(options_class, flags), resume=resume, checkpoint_dir=checkpoint_dir)
     if checkpoint is not None:
         check_inputs(options, given_flags, checkpoint)  # UserError for a missing file
@@ -138,7 +138,7 @@ def check_inputs(options: Options, given_flags: list[str], checkpoint: Checkpoin
             value = folders_of(value)
         for path in value if isinstance(value, tuple) else (value,):
             if isinstance(path, Path):
-                # UserError unless it exists; `checkpoint` has the folder where the path was valid
+                # UserError unless it exists; `checkpoint` has the folder that relative paths are in
                 refuse_missing(path, name, checkpoint)
 
 
@@ -387,8 +387,8 @@ def continued_model_config(
     if options.resumed is None:  # a new run; else it is the path of the checkpoint
         model_config = replace(model_config, block_size=options.block_size)
 
-    # With --init_from the weights decide the architecture. Options for GPT-2's own architecture
-    # count as defaults, which nobody gave. Other options must agree with the weights.
+    # What --recipe, --model_type and the sizes ask for must be the architecture of the weights.
+    # With --init_from, options for GPT-2's own architecture count as defaults, which nobody gave.
     options_model_config = options.model_config(recipe, model_config.vocab_size)
     gpt2_model_config = GPTConfig(
         options.block_size, model_config.vocab_size, dropout=options.dropout

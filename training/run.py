@@ -138,7 +138,8 @@ def start_process(options: MachineOptions) -> Process:
 
 
 def seed_step(seed: int, step: int, rank: int) -> None:
-    """Make dropout a pure function of (seed, step, rank), so that no random state is saved."""
+    """Make dropout a pure function of (seed, step, rank), so that no random state is saved. `step`
+    counts the steps done, `rank` is that of the process among all."""
     torch.manual_seed(hash_seed(f"{seed} {step} {rank}"))  # CRC-32 of the text
 
 
@@ -238,11 +239,11 @@ def check_space(options: ResolvedOptions, recipe: Recipe, num_parameters: int) -
     file_bytes = 4 * (1 + matrix_optimizer(recipe).moments) * num_parameters
     # model_best.pt, a temporary file, and either model_last.pt or the numbered checkpoints, to the
     # newest of which model_last.pt is a link
-    missing_bytes = (2 + max(1, options.keep_last)) * file_bytes
+    needed_bytes = (2 + max(1, options.keep_last)) * file_bytes
     # The run replaces or removes existing checkpoints. Links to one file share its st_ino (inode).
     stats = [path.stat() for path in newest_first(options.checkpoint_dir)]
     bytes_by_inode = {stat.st_ino: stat.st_size for stat in stats}
-    missing_bytes -= sum(bytes_by_inode.values())
+    missing_bytes = needed_bytes - sum(bytes_by_inode.values())
     folder = options.checkpoint_dir.absolute()
     while not folder.exists():  # in a dry run, which makes no folder
         folder = folder.parent
@@ -263,6 +264,7 @@ def followed_recipe(recipe: dict[str, Any], options: ResolvedOptions) -> dict[st
     # where a field and an option have one name, the option decides: max_lr, weight_decay, schedule
     shared_names = recipe.keys() & vars(options).keys()
     followed = {name: vars(options)[name] for name in shared_names}
+    # to_zero: the learning rate decays to 0, which --min_lr decides
     return recipe | followed | {"to_zero": options.min_lr == 0}
 
 
@@ -338,14 +340,14 @@ class Run(Generic[Options]):
         # `together` raises the error on all processes.
         with self.process.together():
             if self.process.is_main:
-                # UserError if the disk has no room for its checkpoints
                 check_space(self.options, recipe, model.num_parameters())
         # Allocates `model` and fills in `weights`, Rows by name: reads or draws only the rows that
         # this process holds. Returns DDP around the model, or the model itself with --sharding
         # "zero1" to "zero3" (FSDP2) or in a single process.
         wrapped = wrap(model, weights, self.process, self.options.sharding)
-        # Compare both ways to compute the loss now, and not in the first step. FSDP2 has given the
-        # model another class, for which the result is kept. A reward model has no loss of tokens.
+        # Compare both ways to compute the loss now, and not in the first step. It comes after
+        # `wrap`, because the result is kept by class, and FSDP2 changes the class of the model. A
+        # reward model has no loss of tokens.
         if REWARD_HEAD not in weights:
             has_fast_loss(model)
         # After `wrap`, because sharding replaces the parameters of the model. The recipe says
@@ -355,7 +357,7 @@ class Run(Generic[Options]):
             # a Path: read_options has replaced --resume by the path of the checkpoint
             assert self.options.resumed is not None
             with reading_checkpoint(self.options.resumed):
-                # ValueError unless the CRC-32 of all rows add up to the checksum
+                # each process reads a part of the rows; UserError unless they have their checksum
                 verify(checkpoint, "optimizer", self.process)
             # Fills in, in place, the part of {"lm_head.weight": {"exp_avg": Tensor, ...}, ...} that
             # this process holds, and counters of groups.
@@ -388,7 +390,8 @@ class Run(Generic[Options]):
         # options that no flag gives.
         if "recipe" in self.entries:  # not in finetune.py
             content["recipe"] = followed_recipe(self.entries["recipe"], options)
-        # `together`, because the others must not read checkpoints that the main process removes
+        # `together`, because the others must not read checkpoints that the main process removes:
+        # damaged ones, and those of other runs or of later steps
         with self.process.together():
             if self.process.is_main:
                 if options.overwrite:
@@ -411,7 +414,7 @@ class Run(Generic[Options]):
         """Print how the run ended. After the last step, also print its metrics and `next_commands`,
         such as "sample.py --checkpoint", each followed by the checkpoint folder. After a signal,
         exit with 128 + its number. Call it when the log is closed."""
-        folder = shlex.quote(str(self.options.checkpoint_dir))
+        quoted_folder = shlex.quote(str(self.options.checkpoint_dir))  # for a shell
         # a demo or a sweep, which sets the variable, says itself what to type
         is_part = "RUN_IS_PART" in os.environ
         if self.ended_early:
@@ -427,12 +430,12 @@ class Run(Generic[Options]):
                 # the validation loss of this file's own step
                 loss, step = best_checkpoint["best_loss"], best_checkpoint["step"]
                 best_text = f", the best with a validation loss of {loss:.4f} at step {step:,}"
-            self.logger.print(f"done; checkpoints: {folder}{best_text}")
+            self.logger.print(f"done; checkpoints: {quoted_folder}{best_text}")
             self.print_metrics()
             if not is_part:
                 print("next:")
                 for command in next_commands:
-                    print(f"  python {command} {folder}")
+                    print(f"  python {command} {quoted_folder}")
                 print(f"  python plot.py --log {shlex.quote(str(self.options.log_dir))}")
         distributed.stop()  # leaves the process group; NCCL waits for the other processes
         if self.ended_early:

@@ -95,8 +95,10 @@ class Saver:
     def save_last(self) -> None:
         """Save model_last.pt, unless this step is already saved. Every process must call it."""
         self.wait()
-        is_new = self.last_step != self.run.progress.step  # only the main process's value counts
-        self.save(LAST, is_new, self.best_loss)
+        # last_step is the step of the model_last.pt written before, and on all but the main process
+        # always -1: `save` takes the main process's condition.
+        is_new = self.last_step != self.run.progress.step
+        self.save(LAST, condition=is_new, best_loss=self.best_loss)
         # Wait for the first file: without it the user could not resume a killed run. While later
         # files are written, training goes on.
         if self.is_first_save:
@@ -113,7 +115,7 @@ class Saver:
             self.best_loss = loss
             return
         # `write` sets self.best_loss after the file is written
-        self.save(BEST, loss < self.best_loss, loss)
+        self.save(BEST, condition=loss < self.best_loss, best_loss=loss)
 
     def save(self, name: str, condition: bool, best_loss: float) -> None:
         """Save a copy of weights, optimizer state and other entries as the file `name` if the
@@ -177,7 +179,7 @@ class Saver:
         model = self.model
         process = self.run.process
         num_tokens = min(64, model.config.block_size, model.config.vocab_size)
-        idx = torch.arange(num_tokens, device=process.device)[None]  # (1, num_tokens)
+        idx = torch.arange(num_tokens, device=process.device)[None]  # (1, num_tokens): 0, 1, ...
         was_training = model.training
         model.eval()  # no dropout
         # uncompiled, because the compiler would compile the blocks again for this short text
@@ -213,7 +215,8 @@ class Saver:
         keep = self.run.options.keep_last  # how many numbered checkpoints to keep
         step = entries["step"]
         try:
-            # `weights` and `optimizer_state`: the rows that this process writes, copied to the CPU
+            # `weights` and `optimizer_state`: the rows that this process writes, copied to the CPU;
+            # `entries`: other entries of the file, {"config": {...}, "step": 100, ...}
             save_checkpoint(folder / name, weights, optimizer_state, entries, process)
             if not self.run.process.is_main:
                 return

@@ -126,7 +126,8 @@ def open_initial_checkpoint(path: Path, checkpoint: Checkpoint, process: Process
     """Return the model of a loaded checkpoint, whose tensors are mapped from the file `path`. Every
     process must call it, because they compare the file. Raises UserError for a damaged file."""
     # Each process reads a part of the rows below, so all must have the same file. With --resume
-    # FOLDER each machine picks its own. The CRC-32 of the checksums identifies a file.
+    # FOLDER each machine picks its own. The CRC-32 of the checksums identifies a file: UserError
+    # on every process unless all have the same.
     process.check_equal(crc32_of(checkpoint["checksums"]), DIFFERENT)
     # Rows (model/rows.py) by parameter name, joined to float32 when they are read. UserError unless
     # they have their checksums.
@@ -153,7 +154,7 @@ def compare_processes(options: RunOptions, entries: Checkpoint, process: Process
     for name, value in {**entries, **options.to_dict()}.items():
         if not name.endswith(MACHINE_SUFFIXES):  # not "data_dir", "device", ...
             compared[name] = value
-    # raises UserError(DIFFERENT) on every process unless all give one number
+    # raises UserError(DIFFERENT) on every process unless all give the same number
     process.check_equal(crc32_of(compared), DIFFERENT)
 
 

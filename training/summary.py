@@ -38,7 +38,7 @@ def agreed_model_config(
     if initial is None:
         # without shards (in a dry run) GPT-2's, 50257
         vocab_size = GPTConfig.vocab_size if stream is None else stream.vocab_size
-        # sizes of --model_type and of the flags, the rest of the recipe
+        # sizes from --model_type or the flags, the rest from the recipe
         model_config = options.model_config(recipe, vocab_size)
     else:
         # the architecture of the weights, with the options' dropout and perhaps a shorter context;
@@ -73,9 +73,10 @@ def note_recipe(
 
 def describe_run_epochs(options: ResolvedTrainOptions, train_data: Mixture) -> str:
     """Return how often the run reads its data, as text, with a warning above WARNED_EPOCHS."""
-    run_tokens = options.max_steps * options.total_batch_size
-    text = train_data.describe_epochs(run_tokens)  # "0.53 epochs"
-    if run_tokens > WARNED_EPOCHS * len(train_data.stream):
+    run_tokens = options.max_steps * options.total_batch_size  # total_batch_size is in tokens
+    # "0.53 epochs"; of several corpora "1.20 epochs of b, the corpus seen most often"
+    text = train_data.describe_epochs(run_tokens)
+    if run_tokens > WARNED_EPOCHS * len(train_data.stream):  # tokens of all corpora
         text += f" (more than {WARNED_EPOCHS}: train fewer steps)"
     return text
 
@@ -104,7 +105,7 @@ def print_summary(
         run.logger.print(
             f"warning: {folder} holds only a part of its text: run the sharding to its end"
         )
-    if options.warmup_steps > options.max_steps // 2:
+    if options.warmup_steps > options.max_steps // 2:  # learning_rate ends it there
         run.logger.print(f"warning: warmup ends after half of the {options.max_steps:,} steps")
     epochs_text = describe_run_epochs(options, train_data)
     line = (

@@ -69,7 +69,7 @@ def has_memory(run: Run[ResolvedTrainOptions], wrapped: nn.Module, micro_batch_s
             # is_last=False: DDP does not average the gradients yet
             with sync_gradients(wrapped, run.options.sharding, is_last=False):
                 with run.process.autocast(keep_weights=False):  # as in train_step
-                    loss = wrapped(idx, idx)
+                    loss = wrapped(idx, idx)  # the second one as targets
                 loss.backward()
         return True
     except Exception as error:

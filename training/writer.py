@@ -59,14 +59,14 @@ def save_checkpoint(
 ) -> None:
     """Write the weights, the optimizer state (both as copy_state returns them) and `entries`, such
     as {"step": 100, "config": {...}, ...}, to a file, atomically: `path` is always the old file or
-    the whole new one. Every rank of `process` must call it, with its own rows, and needs the same
-    folder if it has any; ALONE has all rows. Raises UserError if writing fails, as on a full disk.
+    the whole new one. ALONE has all rows. Otherwise every process must call it, with its own rows,
+    and needs the same folder if it has any. Raises UserError if writing fails, as on a full disk.
     """
     with writing(path):  # any error becomes a UserError that names the path
         # Here and below, if one process fails, `together` raises an error on all: the caller goes
         # on without the file, and one process alone would miss the collectives that follow.
         with process.together():
-            sections = split_weights(weights, optimizer_state)  # model, model_low, optimizer
+            sections = split_weights(weights, optimizer_state)  # {"model": {name: OwnRows}, ...}
             own_sums = sum_own_rows(sections)  # {"model": 83, ...}
         checksums = sum_over_processes(own_sums, process)  # of all rows of the file
         plain_entries = {
@@ -141,7 +141,7 @@ def write_together(path: Path, sections: Sections, plain_entries: dict, process:
         with process.together():
             if process.is_main:
                 layout[0] = lay_out(path, sections, plain_entries)
-        temporary_name, offsets = process.merge(layout)[0]  # where each gap begins, in bytes
+        temporary_name, offsets = process.merge(layout)[0]  # offsets: where each gap begins
         # All processes write into this file. The main process renames it when it is complete.
         temporary = path.with_name(temporary_name)
         # `meeting`, because a write may take longer than a collective waits.
@@ -197,7 +197,7 @@ def lay_out(path: Path, sections: Sections, plain_entries: dict) -> tuple[str, O
     # in the file, in bytes.
     with FakeTensorMode():
         fake_checkpoint = torch.load(temporary, weights_only=True)
-    # {"optimizer": {"lm_head.weight exp_avg": 78464, ...}, ...}: where each gap begins
+    # {"optimizer": {"lm_head.weight exp_avg": 78464, ...}, ...}: where each gap begins, in bytes
     offsets: Offsets = {}
     for section in sections:
         fake_tensors = flatten(fake_checkpoint[section])  # without plain values, such as a counter
@@ -214,7 +214,7 @@ def forget_pages(path: Path) -> None:
     with open(path, "rb+") as file:
         os.fsync(file.fileno())
         if hasattr(os, "posix_fadvise"):  # not on macOS
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # 0, 0: the whole file
 
 
 def write_own_rows(path: Path, sections: Sections, offsets: Offsets) -> None:

@@ -184,7 +184,8 @@ def call_tyro(options_class: type[Options], args: list[str], description: str) -
     import tyro  # imported here, because other users of this module do not need it
 
     if {"-h", "--help"} & set(args):
-        # In a wider terminal tyro prints groups side by side, so a line would mix several flags.
+        # From 130 columns on tyro prints groups side by side, so a line would mix several flags. It
+        # reads the width from COLUMNS, as fill_lines does.
         os.environ["COLUMNS"] = str(min(129, shutil.get_terminal_size().columns))
     printed = io.StringIO()  # tyro's help; its errors go to standard error
     try:

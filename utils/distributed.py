@@ -310,8 +310,9 @@ def collective() -> Iterator[None]:
         raise Disconnected(reason) from error
 
 
-# Stands for the only process, in calls of functions that are collectives in a run of several: of a
-# script, or of the main process that saves while the others train on. It waits for no other one.
+# For a call by this process alone of a function that several processes would otherwise call
+# together: in a script, or in the thread that saves while training goes on. Its collectives return
+# at once.
 ALONE = Process(0, 1, torch.device("cpu"))
 
 
@@ -398,12 +399,12 @@ def start(
     if world_size > 1 and not dist.is_initialized():
         join(launch, device)
     process = Process(
-        data_rank=rank // tensor_parallel,
+        data_rank=rank // tensor_parallel,  # of ranks 0 to 3: 0, 0, 1, 1 for groups of 2
         data_parallel=world_size // tensor_parallel,
         device=device,
         stop=StopSignal() if catch_signals else None,  # replaces this process's signal handlers
         tensor_parallel=tensor_parallel,
-        tensor_rank=rank % tensor_parallel,
+        tensor_rank=rank % tensor_parallel,  # of ranks 0 to 3: 0, 1, 0, 1
     )
     # The types of all devices by rank: ["cuda", ..., "cpu", ...] if a machine has lost its GPUs, on
     # which the device auto is the CPU.
@@ -430,14 +431,15 @@ def start(
 def join(launch: Launch, device: torch.device) -> None:
     """Join the process group of a launch, once all of its processes have come. Raises UserError if
     they do not come within TIMEOUT."""
-    # address: "host:29500" of the main process
+    # address: "host:29500", where the processes meet
     waiting = f"waiting for {launch.world_size} processes at {launch.address}"
     try:
         # The main process says at once what a run waits for. Another one says it after ten seconds:
         # it may be alone, as one whose variables are left over from an earlier launch.
         with announce_wait(waiting, seconds=0 if launch.rank == 0 else 10):
-            # the store through which init_process_group would connect the processes by itself
-            store = next(dist.rendezvous("env://", timeout=TIMEOUT))[0]
+            # Opened here, and not by init_process_group: its backend depends on the device types,
+            # which the processes exchange through the store.
+            store = next(dist.rendezvous("env://", timeout=TIMEOUT))[0]  # of (store, rank, size)
             store.set(f"device of {launch.rank}", device.type)
             keys = [f"device of {rank}" for rank in range(launch.world_size)]
             # waits for all, and returns [b"cuda", b"cuda", ...]

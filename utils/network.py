@@ -52,7 +52,7 @@ def go_offline_without_hub() -> None:
         address = urlsplit(proxy)
     port = address.port or (80 if address.scheme == "http" else 443)
     try:  # a connection shows that something answers; nothing is sent over it
-        socket.create_connection((address.hostname, port), QUIET_SECONDS).close()
+        socket.create_connection((address.hostname, port), timeout=QUIET_SECONDS).close()
     except OSError as error:
         message = f"{urlsplit(HUB).netloc} cannot be reached ({error.strerror or error})"
         print(f"{message}: only what is downloaded already can be read", file=sys.stderr)
@@ -76,7 +76,7 @@ def ask(url: str, request: Callable[[], Answer], limit: float | None = LIMIT_SEC
         except BaseException as error:  # raised again in the caller's thread
             outcome.set_exception(error)
 
-    # The limit of urllib, without a byte. The other libraries set their own, or none.
+    # urllib gives up after this time without a byte. Other libraries set their own limit, or none.
     socket.setdefaulttimeout(LIMIT_SECONDS)
     # A thread, because no library can be told to give up. If it still waits, it ends with the
     # process.

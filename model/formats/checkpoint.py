@@ -284,7 +284,7 @@ def load_model(
     checkpoint = load_checkpoint(path)
     # the only class besides GPT is RewardModel
     check_head(path, checkpoint, model_class is not GPT)
-    config, weights = open_weights(path, checkpoint, float32=float32)  # Rows by name
+    config, weights = open_weights(path, checkpoint, float32=float32)  # Rows by name, verified
     with reading_checkpoint(path):
         model = build_without_weights(model_class, config)  # on "meta": shapes only
         whole = {name: rows[...] for name, rows in weights.items()}  # Tensors with all rows

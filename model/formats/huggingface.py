@@ -127,7 +127,7 @@ def agrees_with_transformers(model: GPT, num_tokens: int = NARROW_TOKENS) -> boo
     transformers.utils.logging.disable_progress_bar()
     # shares the memory of the weights
     hf_model = getattr(transformers, class_name).from_pretrained(
-        None,
+        None,  # no folder: the weights come from state_dict
         config=hf_config,
         state_dict=weights_to_hf(weights, model.config),
         dtype=torch.float32,

@@ -50,10 +50,11 @@ def load_nanogpt(path: Path) -> GPT:
             weights = {
                 name.removeprefix("_orig_mod."): x for name, x in checkpoint["model"].items()
             }
-            # nanoGPT: a dict with GPTConfig's names, {"n_layer": 12, "bias": False, ...}
+            # nanoGPT: a dict with GPTConfig's names, {"n_layer": 12, "bias": False, ...}. Its
+            # GELU is the exact one.
             if "model_args" in checkpoint:
                 config = GPTConfig(**checkpoint["model_args"], activation="gelu_exact")
-            else:  # build-nanogpt: attributes with the same names
+            else:  # build-nanogpt: attributes with the same names; its GELU is the default, tanh
                 config = GPTConfig(**vars(checkpoint["config"]))
         # The names are the same as in transformers' GPT-2, but no matrix is transposed: all are
         # (out, in), as in nn.Linear.

@@ -118,7 +118,7 @@ def measure_block(
     """Return the cost of a block for one sequence. `both_inputs` are those of two and of three
     sequences, from first_inputs."""
     mode = execution.checkpointing  # "none", "cheap" or "block"
-    of_two, of_three = (run_forward(block, inputs, mode) for inputs in both_inputs)
+    of_two, of_three = (run_forward(block, inputs, mode) for inputs in both_inputs)  # BlockCosts
     # The third sequence alone: weights and their copies are there for all sequences.
     activation_bytes = of_three.activation_bytes - of_two.activation_bytes
     if execution.compiled and mode != "block":

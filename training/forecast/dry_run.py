@@ -85,7 +85,7 @@ def print_forecast(
         utilization *= forecast.compute_seconds / forecast.seconds
     # sending_seconds: of weights and gradients
     if not fits or (forecast is not None and forecast.sending_seconds > forecast.compute_seconds):
-        # the flags with which the run fits, the fastest by forecast
+        # such as "the fastest that fits is --sharding zero1, 0.35 s a step"
         print(f"advice: {advise(options, recipe, model_config, hardware)}")
 
     print_time_and_cost(options, checkpoint, model, hardware, utilization)
@@ -226,7 +226,7 @@ def describe_time(flops: float, hardware: Hardware, utilization: float, mfu: flo
     compute at the fraction `utilization` of their peak. `flops` and `utilization` count what is
     recomputed; `mfu`, which is only printed, does not. Return "" for a GPU of unknown peak."""
     if hardware.device.type == "cpu":
-        # at a fixed share of the rate of a matmul, which it times
+        # seconds_on_cpu times a matmul, and assumes a fixed share of its rate
         hours = seconds_on_cpu(flops, hardware.dtype) / 3600
         # train.sh quotes the text between "about" and "on this processor"
         text = f": about {describe_hours(hours)} on this processor"

@@ -34,9 +34,10 @@ def compared_loss(num_parameters: float, num_tokens: float, text_tokens: float) 
     # The best number of parameters N for D = text_tokens: of all with the same product N D the loss
     # is lowest where ALPHA A / N^ALPHA = BETA B / D^BETA.
     best_parameters = (ALPHA * A / (BETA * B) * text_tokens**BETA) ** (1 / ALPHA)
-    parameters = effective_number(num_parameters, best_parameters, EXCESS_PARAMETERS)
-    tokens = effective_number(num_tokens, text_tokens, REPEATED_TOKENS)
-    return LOWEST + A / parameters**ALPHA + B / tokens**BETA
+    effective_parameters = effective_number(num_parameters, best_parameters, EXCESS_PARAMETERS)
+    effective_tokens = effective_number(num_tokens, text_tokens, REPEATED_TOKENS)
+    # the fit of Hoffmann et al. 2022, with the effective numbers as N and D
+    return LOWEST + A / effective_parameters**ALPHA + B / effective_tokens**BETA
 
 
 def effective_number(number: float, full: float, decay: float) -> float:

@@ -285,8 +285,8 @@ def forecast_memory(
         ),
     }
     if hardware.device.type == "cpu":
-        # A save copies weights and optimizer state, then splits the weights into bfloat16 and the
-        # exact rest.
+        # A save copies weights and optimizer state, on a CPU within the memory of the process. Then
+        # it splits the weights into bfloat16 and the exact rest, which takes their bytes once more.
         bytes_by_use["copy for saving"] = (
             FLOAT32_BYTES * (2 * num_weights + num_moments) // num_shards
         )

@@ -102,7 +102,7 @@ def forecast_step(
     replicas_here = groups_here // shards_here  # copies of the state in one machine: 1
 
     # split_by_link: of P processes in a ring each sends (P - 1) / P of the bytes
-    shard_bytes = bytes_of_shards(options, model_config, hardware)
+    shard_bytes = bytes_of_shards(options, model_config, hardware)  # of a step; 0 under DDP
     shard_machine_bytes, shard_network_bytes = split_by_link(shard_bytes, num_shards, shards_here)
     # Each process averages its shard of the float32 gradients over the replicas. This is a
     # reduce-scatter and an all-gather, so bytes_of_average has 8 bytes for each weight.
@@ -110,11 +110,12 @@ def forecast_step(
     replica_machine_bytes, replica_network_bytes = split_by_link(
         replica_bytes, num_replicas, replicas_here
     )
+    # of the all-reduces of a tensor-parallel group in a step; activation_bytes: what one GPU sends
     step_activation_bytes = bytes_of_activations(options, model_config, hardware)
     activation_bytes, _ = split_by_link(  # _ is 0: a group is in one machine
         step_activation_bytes, options.tensor_parallel, options.tensor_parallel
     )
-    # FLOP/s of all GPUs together; step_flops are of all, too, and the bytes of each
+    # FLOP/s of all GPUs together, because step_flops counts the FLOPs of all; bytes are of one GPU
     flops_per_second = hardware.world_size * gpu.peak_flops * ASSUMED_UTILIZATION
     return StepForecast(
         compute_seconds=step_flops(options, model_config) / flops_per_second,

@@ -135,7 +135,7 @@ def refuse_wrong_division(model: GPT, mesh: DeviceMesh, process: Process) -> Non
     check_divides(model.config, mesh.size())  # UserError unless heads and MLP divide evenly
     compare = partial(division_agrees, mesh, process.device)  # called with the narrow copy
     try:
-        # the copy keeps as many key/value heads as processes, so that each gets one
+        # the copy has few channels, but a key/value head for each process
         agree = on_narrow_copy(compare, type(model), model.config, max_kv_heads=mesh.size())
     except Exception:  # an edited model may raise anything
         agree = False

@@ -32,7 +32,7 @@ def held_rows(model: GPT, name: str, x: Tensor) -> Tensor:
     `name` or a tensor of its optimizer state."""
     if not isinstance(x, DTensor):
         return torch.arange(x.size(0))
-    # all rows, in the order of tensor parallelism
+    # indices of all rows, in the order of tensor parallelism
     rows = row_order_of(model, name, x)
     # Tensor parallelism divided the rows first. Then FSDP2 divided the part of each process.
     placements = placements_of(x)
@@ -83,8 +83,8 @@ def fill_weights(model: GPT, weights: Mapping[str, Rows]) -> None:
     for name, x in state.items():
         # "transformer.wpe" of "transformer.wpe.weight"
         is_embedding = isinstance(model.get_submodule(name.rpartition(".")[0]), nn.Embedding)
-        assert weights[name].shape == x.shape or is_embedding
-        fill(model, name, x, weights[name])
+        assert weights[name].shape == x.shape or is_embedding  # wpe of a shorter context differs
+        fill(model, name, x, weights[name])  # in place: only this process's part
 
 
 @dataclass
@@ -135,7 +135,7 @@ def rows_to_write(model: GPT, name: str, x: DTensor, process: Process) -> tuple[
     if x_is_vector:
         # one row (1, n); argsort undoes the row order of tensor parallelism
         content = content.view(1, -1)[:, rows.argsort().to(content.device)]
-        rows = torch.zeros(1, dtype=torch.int64)
+        rows = torch.zeros(1, dtype=torch.int64)  # the index of this row
 
     # If several processes hold the same rows, the first one writes: rank 0 along each dimension
     # that replicates. Parameters outside the four linear layers of a block have a mesh without
