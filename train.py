@@ -220,7 +220,7 @@ def build_model(
     weights of `initial`, or random ones from the seed. Raises UserError if `initial` has another
     architecture or tokenizer than the run."""
     model_config = agreed_model_config(options, recipe, stream, initial)  # a GPTConfig
-    # a model on "meta", and Rows by name, whose random numbers are drawn when rows are read
+    # a model on "meta", and Rows by name: rows[0:4] draws the first four rows of a weight
     model, weights = new_model(GPT, model_config, options.seed)
     # in place: activation checkpointing ("none", "cheap" or "block") and torch.compile
     execute(model, Execution(options.activation_checkpointing, options.use_torch_compile))

@@ -131,7 +131,8 @@ class Shard:
     def layout(self) -> Layout:
         """Layout of the file. Raises UserError if the file is damaged, or has fewer tokens than the
         manifest lists. It may have more, if sharding goes on; its first tokens stay."""
-        inspected = inspect_shard(self.path)  # FileNotFoundError if it is missing
+        # header_bytes, num_tokens and dtype; FileNotFoundError if the file is missing
+        inspected = inspect_shard(self.path)
         if inspected.num_tokens < self.num_tokens:  # another sharding has overwritten the file
             raise UserError(f"{self.path} is not as {MANIFEST} lists it; make or copy it again")
         return inspected

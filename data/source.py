@@ -265,7 +265,8 @@ def list_files(inputs: tuple[str, ...]) -> dict[str, int]:
             else:
                 paths.append(path)
         suffixes_here = {suffix_of(path.name) for path in paths}  # {".jsonl", ".md", ".png"}
-        # the groups of which the folder has a file; the first one decides
+        # Each group has several formats: (".csv", ".tsv", ".json", ".ndjson"). The first group of
+        # which the folder has a file decides.
         groups = (group for group in SUFFIXES_IN_FOLDERS if suffixes_here & set(group))
         suffixes = next(groups, ())  # (): all of its files are left out
         for path in paths:

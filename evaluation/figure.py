@@ -214,6 +214,7 @@ def draw_main(axes: Axes, run: LoggedRun, metric: str, color: str) -> None:
         # only this line gets the label below: the legend names each run once
         [line] = axes.plot(*validation, lw=1.8, marker="o", ms=3, color=color)
         best_metrics = min_or_max(finite_metrics, key=lambda metrics: metrics[metric])
+        # "gpt2: lowest validation loss 3.295, at step 19,073"
         label += f": {best_label} {best_metrics[metric]:.3f}, at step {best_metrics['step']:,}"
     line.set_label(label)
 

@@ -172,7 +172,8 @@ class GroupRelativePolicy(Method):
         """Return the mean reward of greedy completions, one per held-out question. There is no
         "loss", because GRPO's loss does not measure how good completions are."""
         sampling = SamplingConfig(self.options.max_new_tokens, temperature=0)  # greedy
-        micro_batches = self.complete_and_reward(model, self.held_out, sampling)  # of all processes
+        # of all processes: [[Completion, Completion, ...], ...]
+        micro_batches = self.complete_and_reward(model, self.held_out, sampling)
         rewards = [completion.reward for completion in chain.from_iterable(micro_batches)]
         return {"reward": float(np.mean(rewards))}
 

@@ -106,8 +106,8 @@ class Method(ABC):
         return micro_batches[self.process.data_rank :: self.process.data_parallel]
 
     def make_batch(self, examples: list) -> Batch:
-        """Return examples as a batch on the device. Methods with another class than Example
-        override this."""
+        """Return Examples as a batch on the device: idx and targets (B, T), last_columns (B,).
+        Methods with another class than Example override this."""
         return collate_padded(
             examples,
             self.encoder.block_size,  # T, the length with padding, is at most this

@@ -153,7 +153,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             cast_x = x.to(dtype)  # (N, C), x itself if it has this dtype
             cast_weight = weight.to(dtype)  # (padded V, C), cast once for all chunks
             if needs_grad:
-                grad_x = torch.empty_like(cast_x)  # each chunk fills in its rows
+                grad_x = torch.empty_like(cast_x)  # of `total`; each chunk fills in its rows
                 # float32, because every chunk adds to it
                 grad_weight = torch.zeros_like(weight, dtype=torch.float32)
             chunk_size = tokens_per_chunk(len(x), len(weight), x.device)  # such as 4,096

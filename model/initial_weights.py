@@ -166,7 +166,8 @@ class DeferredInit(TorchFunctionMode):
         is_init = getattr(func, "__module__", "") == "torch.nn.init"
         if is_init:
             args = (kwargs.pop("tensor"), *args)
-        # note what fills a parameter, and run it later
+        # Note what fills a parameter, and run it later. CONSTANT has zero_, fill_ and constant_;
+        # `fills` has a list of calls for each parameter.
         if (is_init or func in CONSTANT) and isinstance(args[0], nn.Parameter):
             self.fills.setdefault(args[0], []).append(Fill(func, args[1:], kwargs))
             return args[0]

@@ -100,7 +100,7 @@ def build_nanogpt(peer: Path, options: BenchOptions) -> Program:
     dtype of matmuls. It runs in a process of its own, as build_ours."""
     # Load its model.py under another name, as `model` is this project's package.
     spec = util.spec_from_file_location("nanogpt", peer / "model.py")
-    # never None for a .py file, for which importlib has a loader
+    # for mypy: never None for a .py file, for which importlib has a loader
     assert spec is not None and spec.loader is not None
     nanogpt = util.module_from_spec(spec)  # the module model.py
     # torch.compile looks for the globals of nanoGPT's functions there.

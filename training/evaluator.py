@@ -63,7 +63,7 @@ class Evaluator:
         except UserError as error:
             process.print(f"{error}; so there are no samples and no benchmarks")
             return
-        # files of the benchmarks that training can score; None: download
+        # Paths of what training can score: of files, for core of a folder; None: download
         data_paths = {
             "hellaswag": options.hellaswag_data,
             "lambada": options.lambada_data,

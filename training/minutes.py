@@ -317,8 +317,8 @@ class Dial:
 
 def cost_of(size: Size, costs: list[StepCost]) -> StepCost:
     """Return the cost of a step of a size from those of the measured sizes: their seconds, divided
-    by the FLOPs of a token, are interpolated."""
-    costs = sorted(costs, key=lambda cost: cost.flops_per_token)
+    by the FLOPs of a token, are interpolated. compile_seconds are the most of any measured size."""
+    costs = sorted(costs, key=lambda cost: cost.flops_per_token)  # np.interp needs them sorted
     flops = [cost.flops_per_token for cost in costs]
 
     def interpolate(seconds: list[float]) -> float:

@@ -207,9 +207,9 @@ def orthogonalize(stack: Tensor, local_fused_rows: tuple[int, ...]) -> Tensor:
     Tall matrices are scaled by sqrt(rows / columns), so that an update changes the output of a
     layer by about as much for any shape (Jordan et al. 2024).
     """
-    orthogonalized: list[Tensor] = []
+    orthogonalized: list[Tensor] = []  # one for each fused matrix, such as queries, keys, values
     by_process = stack.unflatten(1, (-1, sum(local_fused_rows)))  # (n, P, R / P, C)
-    for matrices in by_process.split(local_fused_rows, dim=2):  # such as queries, keys, values
+    for matrices in by_process.split(local_fused_rows, dim=2):  # (n, P, rows / P, C) of one matrix
         tensor_parallel, local_rows = matrices.shape[1:3]  # (1, 768) for 124M on one process
         x = matrices.flatten(1, 2)  # (n, rows of the whole matrix, C)
         _, num_rows, num_columns = x.shape

@@ -31,8 +31,8 @@ from model.formats.checkpoint import (
     BEST,
     REWARD_HEAD,
     Checkpoint,
+    existing_checkpoints,
     load_checkpoint,
-    newest_first,
     reading_checkpoint,
     run_and_step,
     verify,
@@ -186,7 +186,7 @@ def refuse_overwriting(options: ResolvedOptions, checkpoint: Checkpoint | None) 
     # "continue it by: python train.py --resume checkpoints; or give another ..."
     continue_or = f"continue it by: {resume_command(options.checkpoint_dir)}; or {remedy}"
     # the content of each file, model_last.pt first; tensors are mapped, not read
-    existing = [load_checkpoint(path) for path in newest_first(options.checkpoint_dir)]
+    existing = [load_checkpoint(path) for path in existing_checkpoints(options.checkpoint_dir)]
     for existing_checkpoint in existing:
         if existing_checkpoint["run_id"] != run_id:
             raise UserError(
@@ -216,7 +216,7 @@ def resume_command(path: Path) -> str:
 
 def remove_checkpoints(folder: Path, progress: Progress) -> None:
     """Remove checkpoints that are damaged, of other runs, or of later steps than `progress`."""
-    for path in newest_first(folder):
+    for path in existing_checkpoints(folder):
         try:
             checkpoint = load_checkpoint(path)
             is_earlier = (
@@ -241,7 +241,7 @@ def check_space(options: ResolvedOptions, recipe: Recipe, num_parameters: int) -
     # newest of which model_last.pt is a link
     needed_bytes = (2 + max(1, options.keep_last)) * file_bytes
     # The run replaces or removes existing checkpoints. Links to one file share its st_ino (inode).
-    stats = [path.stat() for path in newest_first(options.checkpoint_dir)]
+    stats = [path.stat() for path in existing_checkpoints(options.checkpoint_dir)]
     bytes_by_inode = {stat.st_ino: stat.st_size for stat in stats}
     missing_bytes = needed_bytes - sum(bytes_by_inode.values())
     folder = options.checkpoint_dir.absolute()
@@ -316,7 +316,7 @@ class Run(Generic[Options]):
         # "device NVIDIA H100 80GB HBM3, torch 2.13.0+cu130, matmuls torch.bfloat16"
         description = describe_device(process.device)
         device_text = ", ".join(f"{name} {x}" for name, x in description.items())
-        process.print(f"{device_text}, matmuls {process.dtype}")
+        process.print(f"{device_text}, matmuls {process.dtype}")  # on the main process only
         return cls(options, process, scaler, progress, entries)
 
     @property

@@ -124,8 +124,8 @@ def print_summary(
 
     if run.process.device.type == "cpu":
         # Estimated from the speed of a matmul, because a progress bar shows nothing until the first
-        # step ends, which may take minutes. FLOPs are by the formula, because measuring those of
-        # recomputation would take a second.
+        # step ends, which may take minutes. model.flops_per_token is a formula
+        # without recomputed FLOPs: to measure them would take a second.
         step_flops = options.total_batch_size * model.flops_per_token()  # of all processes
         step_seconds = seconds_on_cpu(step_flops, run.process.dtype) / run.process.world_size
         run_seconds = step_seconds * (options.max_steps - run.progress.step)

@@ -227,7 +227,7 @@ def write_own_rows(path: Path, sections: Sections, offsets: Offsets) -> None:
     with open(os.open(path, os.O_WRONLY), "wb") as file:
         for section, own_rows_by_name in sections.items():
             for name, own_rows in flatten(own_rows_by_name).items():
-                # (r, bytes of a row)
+                # (r, bytes of a row); `content` is on the CPU, and a vector (1, n) is one row
                 row_bytes = own_rows.content.contiguous().flatten(1).view(torch.uint8)
                 # Write rows with consecutive indices at once: split where an index is skipped.
                 # The rows 0, 1, 4, 5 break at [2], into 0, 1 and 4, 5.

@@ -174,7 +174,7 @@ def sum_rows(name: str, rows: Sequence[int], content: Tensor) -> int:
     crc_of_name = zlib.crc32(name.encode())
     # viewed as uint8, because NumPy has no bfloat16
     row_bytes = content.contiguous().view(torch.uint8).numpy()  # (r, bytes of a row)
-    total = 0
+    total = 0  # a sum, because processes add up those of their rows
     for index, row in zip(rows, row_bytes, strict=True):
         total += zlib.crc32(row, crc_of_name ^ index)  # the second argument is the start value
     return total
@@ -304,9 +304,9 @@ def numbered_checkpoints(folder: Path) -> list[Path]:
     return sorted(paths, key=lambda path: (len(path.name), path.name), reverse=True)
 
 
-def newest_first(folder: Path) -> list[Path]:
-    """Return the checkpoints of a folder: the last, the numbered ones, the best, which may be much
-    older than the others."""
+def existing_checkpoints(folder: Path) -> list[Path]:
+    """Return the checkpoints of a folder: the last, the numbered ones, the best. This is not always
+    the order of their steps: the best may be of any step."""
     paths = [folder / LAST, *numbered_checkpoints(folder), folder / BEST]
     return [path for path in paths if path.exists()]
 
@@ -319,7 +319,8 @@ def step_of(path: Path) -> int:
 def find_newest(folder: Path) -> Path | None:
     """Return the checkpoint to resume from a folder, or None if the folder has no checkpoint. It is
     the one of the latest step: after a kill, that may be the best one."""
-    return max(newest_first(folder), key=step_of, default=None)  # of equal steps the first file
+    # of equal steps the first file
+    return max(existing_checkpoints(folder), key=step_of, default=None)
 
 
 def find_checkpoint_folder(path: Path) -> Path:
@@ -358,7 +359,7 @@ def find_checkpoint(model_name: str | Path) -> Path | None:
         return path if path.suffix == ".pt" else None
     folder = find_checkpoint_folder(path)
     # in order of preference
-    candidates = [folder / BEST, *newest_first(folder), *sorted(folder.glob("*.pt"))]
+    candidates = [folder / BEST, *existing_checkpoints(folder), *sorted(folder.glob("*.pt"))]
     for file in candidates:
         if file.exists() and is_own_checkpoint(file):
             # Only the main process prints; it prints to stderr, because stdout is for results.
@@ -370,7 +371,9 @@ def find_checkpoint(model_name: str | Path) -> Path | None:
     if (path / "config.json").exists():
         return None
     # ["runs/demo"]: the runs below runs/ that have checkpoints, to name them in the message
-    others = sorted(str(x.parent) for x in Path("runs").rglob("checkpoints") if newest_first(x))
+    others = sorted(
+        str(x.parent) for x in Path("runs").rglob("checkpoints") if existing_checkpoints(x)
+    )
     but_others = f", but {' '.join(others)}," if others else ""
     raise UserError(
         f"{folder} holds no checkpoint{but_others} and no model of Hugging Face's format; for a "

@@ -66,7 +66,7 @@ def largest_micro_batch(
     for micro_batch_size in range(num_sequences, 0, -1):
         if num_sequences % micro_batch_size == 0:
             trial = replace(options, micro_batch_size=micro_batch_size)
-            # forecast_memory returns the bytes of a process by use
+            # forecast_memory returns the bytes of a process by use, {"weights": ..., ...}
             needed_bytes = sum(forecast_memory(trial, recipe, model_config, hardware).values())
             if needed_bytes <= USABLE_SHARE * hardware.free_bytes:
                 return micro_batch_size, needed_bytes

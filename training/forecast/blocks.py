@@ -172,10 +172,10 @@ class SavedOutputs(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.outputs: list[Tensor] = []
+        self.outputs: list[Any] = []  # tensors; attention also has ints and None, of no bytes
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        """Call an operation of PyTorch as usual."""
+        """Call an operation of PyTorch as usual, and keep its outputs if it is one of SAVED_OPS."""
         output = func(*args, **(kwargs or {}))
         if func in SAVED_OPS:  # matmuls and attention
             self.outputs += tree_leaves(output)

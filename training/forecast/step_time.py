@@ -58,6 +58,7 @@ class StepForecast:
         """Least seconds of a step. Weights and gradients are sent during compute, but each layer
         waits for its activations."""
         overlapped = max(self.compute_seconds, self.sending_seconds)
+        # activation_bytes are of tensor parallelism, `bandwidth` is bytes/s within the machine
         return overlapped + self.activation_bytes / self.bandwidth
 
 

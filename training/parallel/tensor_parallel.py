@@ -123,15 +123,15 @@ def parallelize(model: GPT, mesh: DeviceMesh) -> None:
     # This silences a warning that gathering state along two dimensions of a mesh takes two steps.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     # ScaledDotProduct keeps its own dropout, because each process has other heads.
-    dropout = SharedDropout(model.config.dropout, mesh)
-    model.transformer.drop = dropout
+    shared_dropout = SharedDropout(model.config.dropout, mesh)  # one mask for all of the group
+    model.transformer.drop = shared_dropout
     for block in model.transformer.h:
         assert isinstance(block, Block)  # for mypy
         # Divide the four linear layers by `plan`. src_data_rank=None: send no weights.
         # training/parallel/own_rows.py fills them in.
         parallelize_module(block, mesh, plan, src_data_rank=None)
-        block.attn.dropout = dropout
-        block.mlp.dropout = dropout
+        block.attn.dropout = shared_dropout
+        block.mlp.dropout = shared_dropout
         # Attention.forward splits the output of c_attn by the number of heads of this process.
         block.attn.num_heads //= tensor_parallel
         block.attn.num_kv_heads //= tensor_parallel
