@@ -310,18 +310,13 @@ class Mixture:
             for weight, name in zip(self.corpus_weights, self.names, strict=True)
         )
 
-    def describe_epochs(self, num_tokens: int) -> str:
-        """Return the number of epochs in `num_tokens` training tokens, as text; with several
-        corpora, the epochs and the name of the corpus that is seen most often."""
-        # for each corpus: tokens that the run reads from it / tokens that it has
-        epochs = [
-            weight * num_tokens / len(sequences.stream)
-            for weight, sequences in zip(self.corpus_weights, self.corpus_sequences, strict=True)
-        ]
-        if len(epochs) == 1:
-            return f"{epochs[0]:,.2f} epochs"
-        name = self.names[epochs.index(max(epochs))]
-        return f"{max(epochs):,.2f} epochs of {name}, the corpus seen most often"
+    def epochs_by_corpus(self, num_tokens: int) -> dict[str, float]:
+        """Return the number of epochs of each corpus in `num_tokens` training tokens, by name."""
+        epochs: dict[str, float] = {}
+        for index, name in enumerate(self.names):
+            corpus_tokens = len(self.corpus_sequences[index].stream)
+            epochs[name] = self.corpus_weights[index] * num_tokens / corpus_tokens
+        return epochs
 
 
 @dataclass(frozen=True)

@@ -72,11 +72,16 @@ def note_recipe(
 
 
 def describe_run_epochs(options: ResolvedTrainOptions, train_data: Mixture) -> str:
-    """Return how often the run reads its data, as text, with a warning above WARNED_EPOCHS."""
+    """Return how often the run reads its data, "0.53 epochs", with a warning above WARNED_EPOCHS;
+    of several corpora that of the one seen most often."""
     run_tokens = options.max_steps * options.total_batch_size  # total_batch_size is in tokens
-    # "0.53 epochs"; of several corpora "1.20 epochs of b, the corpus seen most often"
-    text = train_data.describe_epochs(run_tokens)
-    if run_tokens > WARNED_EPOCHS * len(train_data.stream):  # tokens of all corpora
+    epochs_by_corpus = train_data.epochs_by_corpus(run_tokens)  # {"books": 1.2, "code": 0.3}
+    most_epochs = max(epochs_by_corpus.values())
+    text = f"{most_epochs:,.2f} epochs"
+    if len(epochs_by_corpus) > 1:
+        name = max(epochs_by_corpus, key=lambda name: epochs_by_corpus[name])
+        text += f" of {name}, the corpus seen most often"
+    if most_epochs > WARNED_EPOCHS:
         text += f" (more than {WARNED_EPOCHS}: train fewer steps)"
     return text
 

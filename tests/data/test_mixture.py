@@ -2,6 +2,7 @@ import shutil
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -30,6 +31,7 @@ from data.loader import (
 )
 from data.manifest import read_manifest, write_manifest
 from training.options import check_inputs
+from training.summary import describe_run_epochs
 from utils.logger import read_metrics
 
 
@@ -88,7 +90,14 @@ def test_shares_are_exact_and_each_corpus_runs_through_its_own_order(folders):
     without_c = Mixture([*names[:2], f"{folders}/c:0"], "train", 32)  # only validated
     assert without_c.sequence_ids_at(positions, 3).max() < without_c.corpus_starts[2]
     tokens_of_c = len(mixture.corpus_sequences[2].stream)
-    assert mixture.describe_epochs(10 * tokens_of_c).startswith("1.00 epochs of c, the corpus seen")
+    options = SimpleNamespace(max_steps=10, total_batch_size=tokens_of_c)
+    text = "1.00 epochs of c, the corpus seen most often"
+    assert describe_run_epochs(options, mixture) == text
+    # c is learned by heart, though all corpora together are read less than 100 times
+    options.max_steps = 1010
+    assert 1010 * tokens_of_c < 100 * len(mixture.stream)
+    text = "101.00 epochs of c, the corpus seen most often (more than 100: train fewer steps)"
+    assert describe_run_epochs(options, mixture) == text
     assert mixture.title == "70 % of a, 20 % of b, 10 % of c"
     # a run that is resumed with another order of the places is warned by this number
     checksum = mixture.checksum
