@@ -298,7 +298,8 @@ def write_shards(
         bar.update(document.num_tokens - document.num_written)
         if not sharder.write(document):  # max_shards are full, and the resume point is saved
             return False
-    # len(names) is the index past the last file: a later run finds nothing left to read
+    # Into manifest.json. len(names), the number of this worker's files, is the index past the last
+    # one: a later run finds nothing left to read.
     sharder.save_resume_point(SourcePosition(len(source.names)))
     # the shards must hold every byte of text that this run and earlier runs have read
     num_bytes = sum(counts.bytes for counts in source.counts_by_file.values())

@@ -84,7 +84,7 @@ def permute(positions: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
             left, right = right, left ^ mixed
         sequence_ids[unfinished] = (left << half_bits) | right
         unfinished = sequence_ids >= n
-    return sequence_ids.astype(np.int64)  # callers add and subtract
+    return sequence_ids.astype(np.int64)  # callers subtract; uint64 would wrap below 0
 
 
 def epoch_order(positions: np.ndarray, n: int, seed: int) -> np.ndarray:

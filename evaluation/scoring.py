@@ -138,7 +138,8 @@ def make_batch(packed_items: list[PackedItem], device: torch.device) -> PackedBa
         in_context = segment[:, None, :] == 0  # (B, 1, keys)
         # (B, 1, T, T); tril makes it causal
         mask = torch.from_numpy(same_segment | in_context).tril().unsqueeze(1).to(device)
-    target_rows, target_columns, target_ids = torch.tensor(targets, device=device).T  # (N,) each
+    # (N,) each: row and column of the hidden state that predicts a target, and the target's id
+    target_rows, target_columns, target_ids = torch.tensor(targets, device=device).T
     return PackedBatch(
         torch.from_numpy(idx).to(device),
         torch.from_numpy(positions).to(device),

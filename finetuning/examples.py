@@ -229,7 +229,7 @@ class TextEncoder:
                 # further fields of a message.
                 if not self.tokenizer.chat_template:
                     get_field(message, "content", str)
-                    # {"role", "content"}, without fields that are null or []
+                    # {"role", "content"}, without fields that are null, empty or 0
                     fields = {field for field in message if message[field]}
                     is_supported &= role in ROLES and fields <= {"role", "content", "weight"}
                 if not is_supported:

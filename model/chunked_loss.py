@@ -186,7 +186,8 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         multiplies the mean, such as 1 / micro-steps or the scale of a GradScaler."""
         grad_x, grad_weight = ctx.saved_tensors  # of the total: (N, C), (padded V, C)
         grad_total = grad_loss / ctx.num_counted  # `forward` divided the total by num_counted
-        # in place, so that no second pair is in memory; the other four inputs have no gradient
+        # In place, so that no second pair is in memory. The inputs after `weight`, targets to
+        # needs_grad, have no gradient.
         return grad_x.mul_(grad_total), grad_weight.mul_(grad_total), None, None, None, None
 
 

@@ -132,6 +132,7 @@ def open_initial_checkpoint(path: Path, checkpoint: Checkpoint, process: Process
     # Rows (model/rows.py) by parameter name, joined to float32 when they are read. UserError unless
     # they have their checksums.
     model_config, weights = open_weights(path, checkpoint, process)
+    # checkpoint["tokenizer"]: the spec, such as "gpt2"; `checkpoint`: the dict of the file
     return InitialModel(model_config, weights, checkpoint["tokenizer"], checkpoint)
 
 

@@ -87,7 +87,8 @@ def save_pretrained(
 def refuse_another_architecture(model: GPT) -> None:
     """Raise UserError if the model computes something else than the model of transformers that its
     export names. A narrow copy shows it for a long text, the model itself for 16 tokens."""
-    is_same = narrow_copy_agrees(type(model), model.config)  # type: ignore[arg-type]  # hashable
+    # cached; mypy does not know that classes are hashable
+    is_same = narrow_copy_agrees(type(model), model.config)  # type: ignore[arg-type]
     if not (is_same and agrees_with_transformers(model, TOKENS)):
         (class_name,) = config_to_hf(model.config)["architectures"]  # "LlamaForCausalLM"
         raise UserError(

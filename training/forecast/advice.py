@@ -105,7 +105,7 @@ def advise(
         flags = dict(zip(choices, combination, strict=True))  # {"sharding": "zero1", ...}
         try:
             check_divides(model_config, flags["tensor_parallel"])
-            # raises UserError for flags that exclude each other
+            # its __post_init__ (config.py) raises UserError for flags that exclude each other
             trial = replace(options, **flags)
             micro_batch_size, _ = largest_micro_batch(trial, recipe, model_config, hardware)
         # The numbers do not divide, the flags exclude each other, or tensor parallelism cannot

@@ -40,8 +40,10 @@ class BlockCost:
     """Cost of a block in a forward pass. measure_blocks returns the cost of one sequence."""
 
     activation_bytes: int
-    """Bytes that are kept for the backward pass, without weights and copies of weights."""
+    """Bytes that are kept for the backward pass: from measure_block without weights and copies of
+    weights, from run_forward with the copies."""
     flops: int
+    """FLOPs of the forward pass. Attention counts without its mask."""
     recomputed_flops: int
     """FLOPs that the backward pass repeats with the activation checkpointing "block"."""
 
@@ -163,7 +165,7 @@ def record(block: nn.Module, inputs: tuple[tuple, dict], mode: str) -> BlockCost
         kept = [x] + saved.outputs
     elif mode == "block":
         kept = [x]
-    # `keep` has set recomputed_flops
+    # recomputed_flops, set by `keep`, are those up to the last tensor that the backward pass needs
     return BlockCost(count_bytes(kept), counter.get_total_flops(), recomputed_flops)
 
 

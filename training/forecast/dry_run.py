@@ -148,9 +148,9 @@ def check_run_files(
 
 
 def open_data(options: ResolvedTrainOptions) -> dict[str, Mixture]:
-    """Open the folders of --data_dir, print how often the run reads them, and return a Mixture of
-    their tokens by split. Without train shards return {}, without validation shards only "train",
-    and print a note instead: the user may make them before the run."""
+    """Return a Mixture of the tokens of --data_dir by split, and print how often a run reads them.
+    Without train shards return {}, without validation shards only "train", and print a note
+    instead: the user may make them before the run."""
     data: dict[str, Mixture] = {}
     try:
         for split in ("train", "val"):

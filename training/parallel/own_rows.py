@@ -33,7 +33,7 @@ def held_rows(model: GPT, name: str, x: Tensor) -> Tensor:
     if not isinstance(x, DTensor):
         return torch.arange(x.size(0))
     # indices of all rows, in the order of tensor parallelism
-    rows = row_order_of(model, name, x)
+    row_indices = row_order_of(model, name, x)
     # Tensor parallelism divided the rows first. Then FSDP2 divided the part of each process.
     placements = placements_of(x)
     for dimension in ("tensor", "shard"):
@@ -42,10 +42,10 @@ def held_rows(model: GPT, name: str, x: Tensor) -> Tensor:
             continue
         # DTensor also divides rows by `chunk`, which may return fewer chunks than it is asked for:
         # if a tensor has few rows, the last processes hold none.
-        chunks = rows.chunk(x.device_mesh[dimension].size())
+        chunks = row_indices.chunk(x.device_mesh[dimension].size())
         rank = x.device_mesh.get_local_rank(dimension)
-        rows = chunks[rank] if rank < len(chunks) else rows[:0]
-    return rows
+        row_indices = chunks[rank] if rank < len(chunks) else row_indices[:0]
+    return row_indices
 
 
 @torch.no_grad()
