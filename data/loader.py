@@ -313,9 +313,10 @@ class Mixture:
     def epochs_by_corpus(self, num_tokens: int) -> dict[str, float]:
         """Return the number of epochs of each corpus in `num_tokens` training tokens, by name."""
         epochs: dict[str, float] = {}
-        for index, name in enumerate(self.names):
-            corpus_tokens = len(self.corpus_sequences[index].stream)
-            epochs[name] = self.corpus_weights[index] * num_tokens / corpus_tokens
+        corpora = zip(self.names, self.corpus_weights, self.corpus_sequences, strict=True)
+        for name, weight, sequences in corpora:
+            # tokens that are read from the corpus / tokens that it has
+            epochs[name] = weight * num_tokens / len(sequences.stream)
         return epochs
 
 

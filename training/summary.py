@@ -76,10 +76,9 @@ def describe_run_epochs(options: ResolvedTrainOptions, train_data: Mixture) -> s
     of several corpora that of the one seen most often."""
     run_tokens = options.max_steps * options.total_batch_size  # total_batch_size is in tokens
     epochs_by_corpus = train_data.epochs_by_corpus(run_tokens)  # {"books": 1.2, "code": 0.3}
-    most_epochs = max(epochs_by_corpus.values())
+    name, most_epochs = max(epochs_by_corpus.items(), key=lambda item: item[1])
     text = f"{most_epochs:,.2f} epochs"
     if len(epochs_by_corpus) > 1:
-        name = max(epochs_by_corpus, key=lambda name: epochs_by_corpus[name])
         text += f" of {name}, the corpus seen most often"
     if most_epochs > WARNED_EPOCHS:
         text += f" (more than {WARNED_EPOCHS}: train fewer steps)"
