@@ -167,7 +167,7 @@ def print_summary(run: Run[ResolvedFinetuneOptions], num_rows: int) -> None:
     options = run.options
     step = run.progress.step
     resumed = f"; resumed at step {step}" if step > 0 else ""
-    run.process.print(
+    run.logger.print(  # above the progress bar, on the main process only
         f"{options.method} of {options.init_from} on {options.data}: {num_rows:,} rows, "
         f"{options.batch_size} in a step; {options.max_steps:,} steps{resumed}"
     )

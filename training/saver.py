@@ -83,7 +83,7 @@ class Saver:
             self.best_loss = checkpoint["best_loss"]
         # losses of different texts cannot be compared
         elif self.run.entries["val_checksum"] is not None:  # None without --eval_data
-            self.run.process.print("the validation text has changed: a new lowest loss begins")
+            self.run.logger.print("the validation text has changed: a new lowest loss begins")
 
     def due(self, step: int) -> bool:
         """Return True if model_last.pt is due after `step` steps: every --save_every steps, at the
