@@ -266,15 +266,16 @@ class Mixture:
 
     def sequence_ids_at(self, positions: range | np.ndarray, seed: int) -> np.ndarray:
         """Return the sequence ids (N,) at N positions of the data order."""
-        # position 10 of periods of 4 is place 2 of period 2
-        num_periods, places = np.divmod(np.asarray(positions), self.period)  # (N,) each
+        # (N,) each: the whole periods before a position, and its place in its period, 2 and 2 for
+        # position 10 of periods of 4
+        earlier_periods, places = np.divmod(np.asarray(positions), self.period)
         sequence_ids = np.empty_like(places)  # (N,); each corpus fills in its part
         for i, sequences in enumerate(self.corpus_sequences):
             in_corpus = self.corpus_of_place[places] == i  # (N,) bool; corpus_of_place is (period,)
             # A position in the order of this corpus is its turn in this period, plus
             # `places_per_period[i]`, such as 3 of [3, 1], for each earlier period.
             turns = self.turn_of_place[places[in_corpus]]  # (k,), if k places are of this corpus
-            corpus_positions = num_periods[in_corpus] * self.places_per_period[i] + turns
+            corpus_positions = earlier_periods[in_corpus] * self.places_per_period[i] + turns
             # each corpus is shuffled separately, with ids from 0
             ids_in_corpus = epoch_order(corpus_positions, len(sequences), seed)
             sequence_ids[in_corpus] = self.corpus_starts[i] + ids_in_corpus

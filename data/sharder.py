@@ -292,6 +292,7 @@ class Sharder:
         # {"train": 31_000, "val": 400}
         for split, num_tokens in self.manifest.state.open.items():
             self.open_shard(split, num_tokens)  # sets self.writers[split]
+            # after open_shard, which names the file by the full shards, counted by this number
             self.tokens_by_split[split] += num_tokens
             # The file may have been replaced, for example from a backup.
             writer = self.writers[split]
@@ -355,7 +356,7 @@ class Sharder:
         # a new number would differ, because tokens_by_split has grown since.
         if documents[0].num_written == 0:
             self.manifest.held_out = self.count_held_out(to_divide, num_val, val_fraction)
-        num_held_out = self.manifest.held_out  # in tokens
+        num_held_out = self.manifest.held_out  # tokens of to_divide that validation is to get
         if num_held_out == 0:  # both splits have enough
             return documents
         token_file = to_divide[0].token_file  # gets the tokens of the others, too
@@ -372,10 +373,10 @@ class Sharder:
         )
         num_texts = count_last_texts(to_divide, num_held_out)  # whole texts to hold out; 0: none
         if num_texts > 0:
-            num_held_out = sum(document.num_tokens for document in to_divide[-num_texts:])
-            joined.num_train = joined.num_tokens - num_held_out
+            num_text_tokens = sum(document.num_tokens for document in to_divide[-num_texts:])
+            joined.num_train = joined.num_tokens - num_text_tokens
             # a later run finds the same texts by their number of tokens
-            self.manifest.held_out = num_held_out
+            self.manifest.held_out = num_text_tokens
         else:  # no whole texts have about as many tokens
             joined = hold_out(joined, num_held_out)  # the end of each of its spans
         # The joined document comes first: after a kill within it, the next run reads all of

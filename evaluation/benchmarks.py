@@ -144,7 +144,7 @@ class Lambada(Task):
         # True counts as 1
         score_by_metric = {"acc": ExampleScore(is_right_by_protocol[protocol])}
         if protocol == "lm-eval":
-            # `result` turns the mean of these nats per word into a perplexity
+            # the nats of all tokens of this word; `result` turns their mean into a perplexity
             score_by_metric["perplexity"] = ExampleScore(-prediction.logprob)
         return score_by_metric, asdict(prediction)  # --dump writes all fields of the prediction
 

@@ -263,7 +263,8 @@ def draw_accuracies(axes: Axes, runs: list[LoggedRun], model_type: str | None) -
             axes.set_ylabel("accuracy (CORE: centered)")
         # train.py logs the first protocol only
         key = (benchmark.name, benchmark.protocols[0], benchmark.metric)
-        draw_published(axes, key, model_type, color)  # nothing without a model_type ("gpt2")
+        # a dashed line in the color of the curves; nothing without a model_type ("gpt2")
+        draw_published(axes, key, model_type, color)
 
 
 def draw_published_loss(axes: Axes, runs: list[LoggedRun], model_type: str) -> None:

@@ -293,7 +293,7 @@ def score_items(
     if not all(math.isfinite(prediction.logprob) for prediction in prediction_by_index.values()):
         raise UserError("the model gives NaN or infinity instead of log-probabilities")
 
-    # restore the order of the items, as rows were sorted by length
+    # Rows, which may hold several continuations, were sorted by length: restore the order of items.
     predictions_of_items: list[list[Prediction]] = []
     start = 0  # index of the first continuation of the item
     for item in items:

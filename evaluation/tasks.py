@@ -89,6 +89,7 @@ class Result:
     n: int
     """Number of examples; for "val" the number of target tokens."""
     value: float
+    """From 0 to 1 for an accuracy; for "loss" in nats per token."""
     stderr: float | None = None
     """Standard error of the value; None for a single example and for "val"."""
     ties: int = 0

@@ -18,7 +18,7 @@ from model.gpt import GPT, FusedLinear
 from model.proof import agrees, is_proven
 from utils.devices import autocast, has_onednn
 
-# Only layers of exactly these classes are replaced: a subclass may compute something else.
+# the linear layers of the blocks
 LINEAR_CLASSES = (nn.Linear, FusedLinear)
 onednn = torch.ops.mkldnn  # PyTorch's oneDNN operations; MKL-DNN is the former name of oneDNN
 
@@ -70,11 +70,12 @@ def prepare_for_inference(
 
 
 def replace_linear_layers(model: GPT, dtype: torch.dtype, num_tokens: int) -> None:
-    """Replace the linear layers of the blocks, and the head, by OneDNNLinear, in place."""
+    """Replace the linear layers of the blocks, and the head, by OneDNNLinear, in place. Their
+    matmuls run in `dtype`, in a layout for inputs of about `num_tokens` tokens."""
     blocks = model.transformer.h
     # list(...), because the loop replaces modules
     for name, module in list(blocks.named_modules()):
-        if type(module) in LINEAR_CLASSES:
+        if type(module) in LINEAR_CLASSES:  # not a subclass, which may compute something else
             replacement = OneDNNLinear(module.weight, module.bias, dtype, num_tokens)
             blocks.set_submodule(name, replacement)  # name: "0.attn.c_attn"
     # OneDNNLinear copies the weight: that of a tied head is the embedding, which stays float32.

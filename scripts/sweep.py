@@ -159,9 +159,10 @@ def check_exit_code(run_name: str, exit_code: int) -> None:
 def describe_changes(saved: dict, flags: list[str]) -> str:
     """Describe how the options of a new run with these flags differ from `saved`, the options in
     the config.json of an earlier run: "grad_clip 1.0 (here 2.0)", or "" if they do not differ."""
-    # The recipe fills in what the flags leave open. to_dict gives plain values, as in config.json.
+    # the TrainOptions that train.py would read from these flags; None where they give nothing
     given_options, _derived, _checkpoint = read_options(TrainOptions, "train.py", flags)
-    # parse_recipe returns the Recipe of a text such as "modern" or "modern,qk_norm=False"
+    # The recipe fills in what the flags leave open: parse_recipe returns the Recipe of a text such
+    # as "modern" or "modern,qk_norm=False". to_dict gives plain values, as in config.json.
     options = resolve_from_recipe(given_options, parse_recipe(given_options.recipe)).to_dict()
     if options["dtype"] == "auto":  # the device decides; `saved` has its decision
         options["dtype"] = saved["dtype"]
@@ -182,7 +183,8 @@ def comparable(options: dict) -> dict:
 
 
 def to_markdown(groups: list[str], losses: np.ndarray, metric: str) -> str:
-    """Return a Markdown table of losses (groups, seeds), the lowest mean first.
+    """Return a Markdown table of the last validation losses (groups, seeds), in nats per token or,
+    if `metric` is "bits_per_byte", in bits per byte. The group with the lowest mean comes first.
 
     The last column is the mean difference to the best group over pairs of runs with the same seed,
     which read the same data in the same order.

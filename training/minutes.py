@@ -235,7 +235,8 @@ class Dial:
                 return plan
 
     def plan(self, size: Size, costs: list[StepCost], seconds: float) -> Plan:
-        """Return the run with a model of this size that takes `seconds`, by the measured costs."""
+        """Return the run with a model of this size that takes about `seconds`, by the measured
+        costs, or less if more repeats of the text would not help."""
         cost = cost_of(size, costs)  # measured, or interpolated from other sizes
         # Steps and validations get what compiling and OTHER_SHARE (7 % for batches, log and other
         # programs) leave.
@@ -248,6 +249,7 @@ class Dial:
         steps_seconds = max(0.01 * busy_seconds, busy_seconds - validations_seconds)
 
         batch_tokens = self.choose_batch(size, cost, steps_seconds)
+        # into the time, or fewer: at most MOST_EPOCHS of the text
         tokens_that_fit = self.tokens_in(steps_seconds, cost, batch_tokens)
         # at least 10, also where not one step fits into the time
         max_steps = max(NUM_VALIDATIONS, int(tokens_that_fit / batch_tokens))
@@ -351,7 +353,8 @@ def measure_step(
     # DDP's module around the model, with its memory allocated and filled; the model itself in a
     # single process or with --sharding
     wrapped = wrap(model, weights, process, options.sharding)
-    # several AdamW, and Muon if the recipe has it; the dtype is for Muon's matmuls
+    # One AdamW for each group of parameters, and Muon if the recipe has it; the dtype is for Muon's
+    # matmuls. Their learning rates are not set, because only the time of a step matters here.
     optimizers = make_optimizers(model, options, recipe, process.dtype)
     shape = (options.sequences_per_pass, options.block_size)  # (B, T)
     idx = torch.randint(model_config.vocab_size, shape, device=process.device)

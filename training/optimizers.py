@@ -62,7 +62,7 @@ def make_optimizers(
     "lr_scale" (training/schedule.py). Muon's matmuls run in `dtype`.
     """
     # Without Muon, AdamW decays matrices, embeddings and an untied head, as in nanoGPT and llm.c.
-    # With Muon, only Muon decays its matrices, as in nanochat. Vectors never decay.
+    # With Muon, only Muon decays its matrices. Vectors never decay.
     assert options.weight_decay is not None  # resolved from the recipe already
     adamw_decay = options.weight_decay
     make = matrix_optimizer(recipe).make  # Muon; None if AdamW trains the matrices, too
@@ -72,12 +72,12 @@ def make_optimizers(
         adamw_decay = 0.0
     # {"embeddings": [(50304, 768), (1024, 768)], "vectors": [(768,), (768,), (2304,), ...], ...}
     parameters_by_role = sort_parameters(model, except_for=matrices)
+    betas = (options.beta1, options.beta2)  # (0.9, 0.95)
+    optimizers: list[Optimizer] = []
     # GradScaler (float16) unscales all gradients of an optimizer in one call, which fails for
     # DTensors on different meshes. So each group gets its own optimizer. GradScaler reduces the
     # found_inf of each optimizer over its mesh, and `update` sums it over optimizers. So processes
     # that share a block (tensor parallelism) keep the same scale.
-    betas = (options.beta1, options.beta2)  # (0.9, 0.95)
-    optimizers: list[Optimizer] = []
     for role, lr_scale, weight_decay in [
         ("embeddings", recipe.embedding_rate, adamw_decay),
         ("heads", recipe.head_rate, adamw_decay),

@@ -179,7 +179,8 @@ def fill_bare_resume(words: list[str]) -> list[str]:
 
 def expand_flags(command_line: list[str]) -> list[str]:
     """Return the flags of a command line, with those of its --config file in front."""
-    # a bare --resume becomes --resume auto, and --run_dir also gives --checkpoint_dir
+    # A bare --resume becomes --resume auto. expand_run_dir expands ~, and puts the flag
+    # --checkpoint_dir DIR/checkpoints before those of --run_dir DIR.
     flags = expand_run_dir(fill_bare_resume(command_line))
     config_file = flag_value(flags, "config")
     if config_file is not None:

@@ -316,8 +316,8 @@ def weight_to_hf(
         fused_rows = [config.n_embd, kv_rows, kv_rows]  # queries, keys, values
     elif module == "mlp.c_fc":
         fused_rows = [config.inner, config.inner]  # gate, input
-    # An edited model may have others: they keep their name, which refuse_other_weights refuses in
-    # an export, and which no file has.
+    # An edited model may have others: they keep the name of their module, which
+    # refuse_other_weights refuses in an export, and which no file has.
     hf_modules = LLAMA_WEIGHTS.get(module, [module])  # ["mlp.gate_proj", "mlp.up_proj"]
     hf_weights: dict[str, Tensor] = {}
     for hf_module, hf_x in zip(hf_modules, x.split(fused_rows), strict=True):

@@ -124,16 +124,16 @@ def rows_to_write(model: GPT, name: str, x: DTensor, process: Process) -> tuple[
     tensor `x` that this process writes. If several processes hold the same rows, one of them
     writes. `x` is the parameter `name` or a tensor of its optimizer state. Every process must call
     it."""
-    x_is_vector = is_vector(x.shape)  # a checkpoint has it as one row
+    x_is_one_row = is_vector(x.shape)  # also a matrix of one column, and a single number
     # Gather columns, so that rows are whole, and vectors, which are small. Rows stay divided.
     placements: list[Placement] = []
     for placement in x.placements:
-        placements.append(Replicate() if x_is_vector or placement.is_shard(1) else placement)
+        placements.append(Replicate() if x_is_one_row or placement.is_shard(1) else placement)
     gathered = x.redistribute(placements=placements)  # calls collectives
     rows = held_rows(model, name, gathered)  # (r,), indices in the order of the model
     content = gathered.to_local()
-    if x_is_vector:
-        # one row (1, n); argsort undoes the row order of tensor parallelism
+    if x_is_one_row:
+        # (1, n), as in a checkpoint; argsort undoes the row order of tensor parallelism
         content = content.view(1, -1)[:, rows.argsort().to(content.device)]
         rows = torch.zeros(1, dtype=torch.int64)  # the index of this row
 
