@@ -31,7 +31,7 @@ from model.gpt import GPT
 from model.initial_weights import build_without_weights, new_model
 from recipes import Recipe
 from training.forecast.advice import choose_micro_batch
-from training.forecast.loss import FITTED_BYTES_PER_TOKEN, MOST_EPOCHS, compared_loss
+from training.forecast.loss import MOST_EPOCHS, compared_loss, token_worth
 from training.forecast.memory import Hardware
 from training.forecast.step_time import ASSUMED_UTILIZATION
 from training.optimizers import make_optimizers
@@ -59,6 +59,10 @@ LADDER = (
     (36, 1280),
     (48, 1600),
 )
+# Most rows of a table of tokens that count as parameters where losses are compared, a third of
+# GPT-2's 50,257: rows of rare tokens learn little. If all counted, 1 x 64 would be chosen where
+# 2 x 128 is better by 0.1 nats (docs/BENCHMARKS.md).
+COUNTED_ROWS = 17_000
 # Index in Dial.sizes of the first size to be measured: 2 layers of 128 channels, if the user allows
 # all sizes. A larger one could take all of the time of a slow machine.
 FIRST_MEASURED = 1
@@ -98,6 +102,8 @@ class Size:
     """Options that make a model of this size, without those that the user gives."""
     model_config: GPTConfig
     num_parameters: int
+    counted_parameters: int
+    """Parameters that count for the loss: num_parameters without rows of rare tokens."""
     flops_per_token: int
     """FLOPs of the forward and backward pass of a token."""
 
@@ -148,7 +154,6 @@ class Dial:
             self.available_val_tokens = len(val_data.stream)  # --val_tokens may read fewer
             self.num_val_corpora = len(val_data.names)  # a validation reads --val_tokens of each
             vocab_size = train_stream.vocab_size
-            bytes_per_token = train_stream.bytes_per_token  # None if a manifest does not say it
         except MissingShards:
             if not options.dry_run:
                 raise
@@ -157,8 +162,7 @@ class Dial:
             self.available_val_tokens = 100_000_000
             self.num_val_corpora = 1
             vocab_size = GPTConfig.vocab_size
-            bytes_per_token = None
-        self.token_worth = (bytes_per_token or FITTED_BYTES_PER_TOKEN) / FITTED_BYTES_PER_TOKEN
+        self.token_worth = token_worth(vocab_size)
         """How many tokens of the scaling law one token is worth: 0.22 for bytes."""
         self.sizes = [self.make_size(recipe, vocab_size, flags) for flags in self.ladder()]
 
@@ -189,8 +193,11 @@ class Dial:
         """Return the size of a model with these flags, {"n_layer": 2, "n_head": 2, ...}."""
         # sizes from `flags`, else from the user's flags or --model_type; the rest from the recipe
         model_config = replace(self.options, **flags).model_config(recipe, vocab_size)
-        model = build_without_weights(GPT, model_config)  # on "meta", only for its counts
-        return Size(flags, model_config, model.num_parameters(), model.flops_per_token())
+        # on "meta", only for their counts: the model, and the same one with fewer tokens
+        model = build_without_weights(GPT, model_config)
+        counted_config = replace(model_config, vocab_size=min(vocab_size, COUNTED_ROWS))
+        counted = build_without_weights(GPT, counted_config).num_parameters()
+        return Size(flags, model_config, model.num_parameters(), counted, model.flops_per_token())
 
     def choose(
         self, measure_step: MeasureStep, elapsed: Callable[[], float], first_sequences: int
@@ -264,10 +271,10 @@ class Dial:
                 "val_tokens": val_tokens,
             }
         )
-        # By a scaling law, to compare sizes; token_worth is about 1 for GPT-2's tokens. It counts
-        # the tokens that fit, not those of max_steps, which are more for a size that is too slow.
+        # By a scaling law, to compare sizes; token_worth is 1 for GPT-2's tokens. It counts the
+        # tokens that fit, not those of max_steps, which are more for a size that is too slow.
         loss = compared_loss(
-            size.num_parameters,
+            size.counted_parameters,
             self.token_worth * tokens_that_fit,
             self.token_worth * self.text_tokens,
         )

@@ -10,7 +10,7 @@ from conftest import bad, script, train_options
 from config import TrainOptions
 from model.formats.checkpoint import load_checkpoint
 from recipes import RECIPES, rate_and_batch
-from training.forecast.loss import MOST_EPOCHS, compared_loss
+from training.forecast.loss import MOST_EPOCHS, compared_loss, token_worth
 from training.minutes import OTHER_SHARE, Dial, StepCost
 from training.options import read_options, resolve_options
 
@@ -84,6 +84,24 @@ def test_tokens_with_less_text_get_a_smaller_model(shards, monkeypatch):
     of_bytes = choose(planned, speed)
     planned.token_worth = 1.0
     assert of_bytes.size.num_parameters < choose(planned, speed).size.num_parameters
+
+
+@pytest.mark.parametrize("minutes, n_layer", [(2, 1), (15, 2)])
+def test_rows_of_rare_tokens_do_not_decide(shards, monkeypatch, minutes, n_layer):
+    """Code in GPT-2's tokens, at the speeds of machine A. In 15 minutes 1 layer of 64 channels ends
+    at 2.345, 2 of 128 at 2.217, by all of their parameters the first would be chosen
+    (docs/BENCHMARKS.md)."""
+    planned = dial(shards, monkeypatch, minutes)
+    planned.text_tokens, planned.token_worth = 15_393_051, token_worth(50257)
+    planned.sizes = [planned.make_size(RECIPES["gpt2"], 50257, x) for x in planned.ladder()]
+    tokens_per_s = {1: 8130, 2: 5500, 3: 3700, 4: 2500}  # by layers
+
+    def measure(options, size):
+        token_seconds = 1 / tokens_per_s[size.model_config.n_layer]
+        return StepCost(size.flops_per_token, token_seconds, 0.0, 0.0)
+
+    plan = planned.choose(measure, lambda: 0.0, first_sequences=8)
+    assert plan.size.model_config.n_layer == n_layer
 
 
 def test_processes_that_share_blocks_get_sizes_whose_heads_they_can_divide(shards, monkeypatch):

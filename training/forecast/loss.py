@@ -13,6 +13,7 @@ LOWEST, A, ALPHA, B, BETA = 1.69, 406.4, 0.34, 410.7, 0.28
 # Mean number of bytes of text in one of these tokens: their MassiveText has 10.5 TB of text, which
 # are 2.35T tokens (Rae et al. 2021).
 FITTED_BYTES_PER_TOKEN = 4.5
+NUM_BYTES, NUM_GPT2_TOKENS = 256, 50257  # sizes of vocabularies
 # Muennighoff et al. 2023, section 5: after so many repeats of the text, or so many times the
 # parameters that are best for it, the value of one more has fallen to 1 / e.
 REPEATED_TOKENS, EXCESS_PARAMETERS = 15.4, 5.3
@@ -29,8 +30,7 @@ def compared_loss(num_parameters: float, num_tokens: float, text_tokens: float) 
     """Return a loss by which runs compare that train in equal time on a text of `text_tokens`
     tokens: that of Hoffmann et al. 2022, where tokens beyond the text, and parameters beyond the
     best number for it, count less and less (Muennighoff et al. 2023, equation 6). Both numbers of
-    tokens are numbers of bytes, divided by FITTED_BYTES_PER_TOKEN: a byte says less than a token of
-    GPT-2, and models of bytes are to be smaller (docs/BENCHMARKS.md)."""
+    tokens are multiplied by token_worth."""
     # The best number of parameters N for D = text_tokens: of all with the same product N D the loss
     # is lowest where ALPHA A / N^ALPHA = BETA B / D^BETA.
     best_parameters = (ALPHA * A / (BETA * B) * text_tokens**BETA) ** (1 / ALPHA)
@@ -38,6 +38,14 @@ def compared_loss(num_parameters: float, num_tokens: float, text_tokens: float) 
     effective_tokens = effective_number(num_tokens, text_tokens, REPEATED_TOKENS)
     # the fit of Hoffmann et al. 2022, with the effective numbers as N and D
     return LOWEST + A / effective_parameters**ALPHA + B / effective_tokens**BETA
+
+
+def token_worth(vocab_size: int) -> float:
+    """Return how many tokens of the scaling law one token is worth: 0.22 for bytes, 1 for GPT-2's
+    tokens, between them a power of `vocab_size`. A byte says less than a token, so models of bytes
+    are to be smaller (docs/BENCHMARKS.md)."""
+    power = math.log(FITTED_BYTES_PER_TOKEN) / math.log(NUM_GPT2_TOKENS / NUM_BYTES)
+    return min(1.0, (vocab_size / NUM_GPT2_TOKENS) ** power)
 
 
 def effective_number(number: float, full: float, decay: float) -> float:
