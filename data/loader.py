@@ -266,8 +266,8 @@ class Mixture:
 
     def sequence_ids_at(self, positions: range | np.ndarray, seed: int) -> np.ndarray:
         """Return the sequence ids (N,) at N positions of the data order."""
-        # (N,) each: the whole periods before a position, and its place in its period, 2 and 2 for
-        # position 10 of periods of 4
+        # (N,) each: the whole periods before a position, and its place in its period, 2 and 3 for
+        # position 11 of periods of 4
         earlier_periods, places = np.divmod(np.asarray(positions), self.period)
         sequence_ids = np.empty_like(places)  # (N,); each corpus fills in its part
         for i, sequences in enumerate(self.corpus_sequences):

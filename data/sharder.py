@@ -292,7 +292,7 @@ class Sharder:
         # {"train": 31_000, "val": 400}
         for split, num_tokens in self.manifest.state.open.items():
             self.open_shard(split, num_tokens)  # sets self.writers[split]
-            # after open_shard, which names the file by the full shards, counted by this number
+            # before this only full shards were counted
             self.tokens_by_split[split] += num_tokens
             # The file may have been replaced, for example from a backup.
             writer = self.writers[split]

@@ -48,8 +48,8 @@ class MissingShards(UserError):
 
 
 class Layout(NamedTuple):
-    """Where the tokens of a file are, by its header, for a .ds file by the file of metadata beside
-    it. The size of the file agrees with it."""
+    """Where the tokens of a file are, by its header or, for a .ds file, by its metadata. The size
+    of the file agrees with it."""
 
     header_bytes: int
     """Bytes before the first token."""
@@ -59,8 +59,8 @@ class Layout(NamedTuple):
 
 
 def inspect_shard(path: Path) -> Layout:
-    """Return the layout of a file of tokens. Raise UserError if its header, or the metadata of a
-    .ds file, are wrong or contradict the file's size."""
+    """Return the layout of a file of tokens. Raise UserError if its header or, for a .ds file,
+    its metadata is wrong or contradicts the file's size."""
     with reading(path, "a shard of tokens"):  # an error of the content becomes a UserError
         if path.suffix == ".npy":
             array = np.load(path, mmap_mode="r")  # an np.memmap: only the header is read

@@ -89,7 +89,7 @@ class Result:
     n: int
     """Number of examples; for "val" the number of target tokens."""
     value: float
-    """From 0 to 1 for an accuracy; for "loss" in nats per token."""
+    """From 0 to 1 for an accuracy; for "loss" in nats, and for "bits_per_byte" in bits."""
     stderr: float | None = None
     """Standard error of the value; None for a single example and for "val"."""
     ties: int = 0

@@ -18,7 +18,7 @@ from model.gpt import GPT, FusedLinear
 from model.proof import agrees, is_proven
 from utils.devices import autocast, has_onednn
 
-# the linear layers of the blocks
+# Only layers of exactly these classes are replaced: a subclass may compute something else.
 LINEAR_CLASSES = (nn.Linear, FusedLinear)
 onednn = torch.ops.mkldnn  # PyTorch's oneDNN operations; MKL-DNN is the former name of oneDNN
 
@@ -75,7 +75,7 @@ def replace_linear_layers(model: GPT, dtype: torch.dtype, num_tokens: int) -> No
     blocks = model.transformer.h
     # list(...), because the loop replaces modules
     for name, module in list(blocks.named_modules()):
-        if type(module) in LINEAR_CLASSES:  # not a subclass, which may compute something else
+        if type(module) in LINEAR_CLASSES:  # not a subclass of them
             replacement = OneDNNLinear(module.weight, module.bias, dtype, num_tokens)
             blocks.set_submodule(name, replacement)  # name: "0.attn.c_attn"
     # OneDNNLinear copies the weight: that of a tied head is the embedding, which stays float32.

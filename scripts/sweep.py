@@ -159,7 +159,7 @@ def check_exit_code(run_name: str, exit_code: int) -> None:
 def describe_changes(saved: dict, flags: list[str]) -> str:
     """Describe how the options of a new run with these flags differ from `saved`, the options in
     the config.json of an earlier run: "grad_clip 1.0 (here 2.0)", or "" if they do not differ."""
-    # the TrainOptions that train.py would read from these flags; None where they give nothing
+    # the TrainOptions that train.py would read from these flags; None where the recipe decides
     given_options, _derived, _checkpoint = read_options(TrainOptions, "train.py", flags)
     # The recipe fills in what the flags leave open: parse_recipe returns the Recipe of a text such
     # as "modern" or "modern,qk_norm=False". to_dict gives plain values, as in config.json.

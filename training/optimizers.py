@@ -62,7 +62,7 @@ def make_optimizers(
     "lr_scale" (training/schedule.py). Muon's matmuls run in `dtype`.
     """
     # Without Muon, AdamW decays matrices, embeddings and an untied head, as in nanoGPT and llm.c.
-    # With Muon, only Muon decays its matrices. Vectors never decay.
+    # With Muon only its matrices decay. Vectors never decay.
     assert options.weight_decay is not None  # resolved from the recipe already
     adamw_decay = options.weight_decay
     make = matrix_optimizer(recipe).make  # Muon; None if AdamW trains the matrices, too

@@ -321,8 +321,8 @@ class Run(Generic[Options]):
 
     @property
     def ended(self) -> bool:
-        """True after the last step of the run, where the loop of train.py ends. A signal raises
-        Stopped instead, after which train.py sets `ended_early`."""
+        """True after the last step of the run, where the loop of the script ends. A signal raises
+        Stopped instead, after which the script sets `ended_early`."""
         return self.progress.step == self.options.max_steps
 
     def distribute(

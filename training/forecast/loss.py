@@ -30,7 +30,7 @@ def compared_loss(num_parameters: float, num_tokens: float, text_tokens: float) 
     """Return a loss by which runs compare that train in equal time on a text of `text_tokens`
     tokens: that of Hoffmann et al. 2022, where tokens beyond the text, and parameters beyond the
     best number for it, count less and less (Muennighoff et al. 2023, equation 6). Both numbers of
-    tokens are multiplied by token_worth."""
+    tokens are multiplied by token_worth; the parameters are Size.counted_parameters."""
     # The best number of parameters N for D = text_tokens: of all with the same product N D the loss
     # is lowest where ALPHA A / N^ALPHA = BETA B / D^BETA.
     best_parameters = (ALPHA * A / (BETA * B) * text_tokens**BETA) ** (1 / ALPHA)
@@ -42,8 +42,9 @@ def compared_loss(num_parameters: float, num_tokens: float, text_tokens: float) 
 
 def token_worth(vocab_size: int) -> float:
     """Return how many tokens of the scaling law one token is worth: 0.22 for bytes, 1 for GPT-2's
-    tokens, between them a power of `vocab_size`. A byte says less than a token, so models of bytes
-    are to be smaller (docs/BENCHMARKS.md)."""
+    tokens and larger vocabularies, between them a power of `vocab_size`. A byte says less than a
+    token, so models of bytes are to be smaller. The bytes per token of the text do not decide: code
+    has half of those of novels, and wants models as large (docs/BENCHMARKS.md)."""
     power = math.log(FITTED_BYTES_PER_TOKEN) / math.log(NUM_GPT2_TOKENS / NUM_BYTES)
     return min(1.0, (vocab_size / NUM_GPT2_TOKENS) ** power)
 

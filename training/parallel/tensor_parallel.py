@@ -122,8 +122,8 @@ def parallelize(model: GPT, mesh: DeviceMesh) -> None:
     }
     # This silences a warning that gathering state along two dimensions of a mesh takes two steps.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    # At each call SharedDropout draws a new mask, the same on all processes of the group.
     # ScaledDotProduct keeps its own dropout, because each process has other heads.
-    # at each call a new mask, the same on all processes of the group
     shared_dropout = SharedDropout(model.config.dropout, mesh)
     model.transformer.drop = shared_dropout
     for block in model.transformer.h:
