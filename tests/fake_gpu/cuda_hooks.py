@@ -44,7 +44,8 @@ def load_hooks():
     assert "torch" not in sys.modules
     torch_folder = Path(find_spec("torch").origin).parent
     version = (torch_folder / "version.py").read_text()
-    checksum = zlib.crc32(f"{HOOKS} {NUM_GPUS} {version}".encode())
+    # the folder, too: the library looks for PyTorch there, and another environment may be gone
+    checksum = zlib.crc32(f"{HOOKS} {NUM_GPUS} {version} {torch_folder}".encode())
     name = f"fake_cuda_{os.getuid()}_{checksum:08x}.so"
     library = Path(tempfile.gettempdir()) / name
     if not library.exists():
