@@ -292,7 +292,7 @@ class Sharder:
         # {"train": 31_000, "val": 400}
         for split, num_tokens in self.manifest.state.open.items():
             self.open_shard(split, num_tokens)  # sets self.writers[split]
-            # before this only full shards were counted
+            # __init__ has counted the tokens of full shards only
             self.tokens_by_split[split] += num_tokens
             # The file may have been replaced, for example from a backup.
             writer = self.writers[split]

@@ -31,7 +31,7 @@ from model.gpt import GPT
 from model.initial_weights import build_without_weights, new_model
 from recipes import Recipe
 from training.forecast.advice import choose_micro_batch
-from training.forecast.loss import MOST_EPOCHS, compared_loss, token_worth
+from training.forecast.loss import COUNTED_ROWS, MOST_EPOCHS, compared_loss, token_worth
 from training.forecast.memory import Hardware
 from training.forecast.step_time import ASSUMED_UTILIZATION
 from training.optimizers import make_optimizers
@@ -59,10 +59,6 @@ LADDER = (
     (36, 1280),
     (48, 1600),
 )
-# Most rows of the token embedding (and of an untied head) that count as parameters where losses are
-# compared: rows of rare tokens learn little. With all 50,257 of GPT-2's, 15 minutes of one core
-# would train 1 x 64 on code, which ends 0.1 nats above 2 x 128 (docs/BENCHMARKS.md, machine A).
-COUNTED_ROWS = 18_000
 # Index in Dial.sizes of the first size to be measured: 2 layers of 128 channels, if the user allows
 # all sizes. A larger one could take all of the time of a slow machine.
 FIRST_MEASURED = 1
@@ -193,11 +189,17 @@ class Dial:
         """Return the size of a model with these flags, {"n_layer": 2, "n_head": 2, ...}."""
         # sizes from `flags`, else from the user's flags or --model_type; the rest from the recipe
         model_config = replace(self.options, **flags).model_config(recipe, vocab_size)
-        # on "meta", only for their counts: the model, and the same one with fewer tokens
+        # on "meta", only for their counts: the model, and one with at most COUNTED_ROWS tokens
         model = build_without_weights(GPT, model_config)
         counted_config = replace(model_config, vocab_size=min(vocab_size, COUNTED_ROWS))
-        counted = build_without_weights(GPT, counted_config).num_parameters()
-        return Size(flags, model_config, model.num_parameters(), counted, model.flops_per_token())
+        counted_model = build_without_weights(GPT, counted_config)
+        return Size(
+            flags,
+            model_config,
+            num_parameters=model.num_parameters(),
+            counted_parameters=counted_model.num_parameters(),
+            flops_per_token=model.flops_per_token(),
+        )
 
     def choose(
         self, measure_step: MeasureStep, elapsed: Callable[[], float], first_sequences: int

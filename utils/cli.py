@@ -130,18 +130,19 @@ def find_mistakes(options_class: type[Options], args: list[str], may_repeat: boo
         corrections.append(correction)
     given_names: set[str] = set()  # of the flags before the present one
     for name, value in named_flags(args):  # ("max_lr", "1e-3"), or ("wandb", None)
-        own_name = FLAGS_BY_NANOGPT_NAME.get(name, name)  # "max_lr" for nanoGPT's "learning_rate"
+        # "max_lr" for nanoGPT's "learning_rate"
+        option_name = FLAGS_BY_NANOGPT_NAME.get(name, name)
         if name != "help" and name.removeprefix("no_") not in option_names:
-            suggestions = [own_name]
-            if own_name not in option_names:
+            suggestions = [option_name]
+            if option_name not in option_names:
                 suggestions = difflib.get_close_matches(name, option_names)
             correction = f"there is no --{name}"
             if suggestions:  # the most similar name first; empty for another script's --tokenizer
                 correction += f", but --{suggestions[0]}"
             corrections.append(correction)
         # such as nanoGPT's --compile=False; the type of --use_torch_compile is "<class 'bool'>"
-        if value in ("True", "False") and "bool" in type_texts.get(own_name, ""):
-            corrections.append(f"--{own_name} takes no value: it is off by --no_{own_name}")
+        if value in ("True", "False") and "bool" in type_texts.get(option_name, ""):
+            corrections.append(f"--{option_name} takes no value: it is off by --no_{option_name}")
         # tyro would take only b of `--input a --input b`, and the default for a bare `--input`.
         # With may_repeat the first may come from a file or checkpoint, and the user's replaces it.
         is_repeated = not may_repeat and name in given_names

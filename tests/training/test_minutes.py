@@ -94,7 +94,7 @@ def test_rows_of_rare_tokens_do_not_decide(shards, monkeypatch, minutes, n_layer
     be chosen, and also by the bytes per token of code, 2.06 of 4.5."""
     planned = dial(shards, monkeypatch, minutes)
     planned.text_tokens, planned.token_worth = 15_393_051, token_worth(50257)
-    planned.sizes = [planned.make_size(RECIPES["gpt2"], 50257, x) for x in planned.ladder()]
+    planned.sizes = [planned.make_size(RECIPES["gpt2"], 50257, flags) for flags in planned.ladder()]
     tokens_per_s = {1: 8130, 2: 5500, 3: 3700, 4: 2500}  # by layers
 
     def measure(options, size):

@@ -6,6 +6,8 @@ the web. Far below, only their differences between sizes are of use: --minutes c
 
 import math
 
+from model.config import GPTConfig
+
 FEWEST_FITTED_TOKENS = 100_000_000  # tokens of the shortest run that fitted_loss was fitted to
 # Approach 3 of Hoffmann et al. 2022 ("Chinchilla"): the loss is LOWEST + A / N^ALPHA + B / D^BETA
 # for N parameters and D tokens.
@@ -13,7 +15,10 @@ LOWEST, A, ALPHA, B, BETA = 1.69, 406.4, 0.34, 410.7, 0.28
 # Mean number of bytes of text in one of these tokens: their MassiveText has 10.5 TB of text, which
 # are 2.35T tokens (Rae et al. 2021).
 FITTED_BYTES_PER_TOKEN = 4.5
-NUM_BYTES, NUM_GPT2_TOKENS = 256, 50257  # sizes of vocabularies
+# Most rows of the token embedding (and of an untied head) that count as parameters: rows of rare
+# tokens learn little. With all 50,257 of GPT-2's, 15 minutes of one core would train 1 x 64 on
+# code, which ends 0.1 nats above 2 x 128 (docs/BENCHMARKS.md, machine A).
+COUNTED_ROWS = 18_000
 # Muennighoff et al. 2023, section 5: after so many repeats of the text, or so many times the
 # parameters that are best for it, the value of one more has fallen to 1 / e.
 REPEATED_TOKENS, EXCESS_PARAMETERS = 15.4, 5.3
@@ -30,7 +35,8 @@ def compared_loss(num_parameters: float, num_tokens: float, text_tokens: float) 
     """Return a loss by which runs compare that train in equal time on a text of `text_tokens`
     tokens: that of Hoffmann et al. 2022, where tokens beyond the text, and parameters beyond the
     best number for it, count less and less (Muennighoff et al. 2023, equation 6). Both numbers of
-    tokens are multiplied by token_worth; the parameters are Size.counted_parameters."""
+    tokens are multiplied by token_worth; `num_parameters` counts at most COUNTED_ROWS rows of a
+    table of tokens."""
     # The best number of parameters N for D = text_tokens: of all with the same product N D the loss
     # is lowest where ALPHA A / N^ALPHA = BETA B / D^BETA.
     best_parameters = (ALPHA * A / (BETA * B) * text_tokens**BETA) ** (1 / ALPHA)
@@ -45,8 +51,10 @@ def token_worth(vocab_size: int) -> float:
     tokens and larger vocabularies, between them a power of `vocab_size`. A byte says less than a
     token, so models of bytes are to be smaller. The bytes per token of the text do not decide: code
     has half of those of novels, and wants models as large (docs/BENCHMARKS.md)."""
-    power = math.log(FITTED_BYTES_PER_TOKEN) / math.log(NUM_GPT2_TOKENS / NUM_BYTES)
-    return min(1.0, (vocab_size / NUM_GPT2_TOKENS) ** power)
+    gpt2_vocab_size = GPTConfig.vocab_size  # 50257
+    # 0.285: the power with which a vocabulary of 256 bytes gets 1 / FITTED_BYTES_PER_TOKEN
+    power = math.log(FITTED_BYTES_PER_TOKEN) / math.log(gpt2_vocab_size / 256)
+    return min(1.0, (vocab_size / gpt2_vocab_size) ** power)
 
 
 def effective_number(number: float, full: float, decay: float) -> float:

@@ -124,7 +124,8 @@ def rows_to_write(model: GPT, name: str, x: DTensor, process: Process) -> tuple[
     tensor `x` that this process writes. If several processes hold the same rows, one of them
     writes. `x` is the parameter `name` or a tensor of its optimizer state. Every process must call
     it."""
-    x_is_one_row = is_vector(x.shape)  # also a matrix of one column, and a single number
+    # a vector, a matrix of one column or a number, which a checkpoint has as one row
+    x_is_one_row = is_vector(x.shape)
     # Gather columns, so that rows are whole, and vectors, which are small. Rows stay divided.
     placements: list[Placement] = []
     for placement in x.placements:
