@@ -97,8 +97,9 @@ class RunOptions:
     def checkpoint_folder(cls, flags: list[str]) -> Path:
         """Return the --checkpoint_dir of a command line that is not parsed yet. --resume auto looks
         for a checkpoint there before parsing, because the checkpoint adds options."""
-        # `flags` are ["--max_lr", "6e-4", ...]; flag_value returns None if there is no such flag
-        return Path(flag_value(flags, "checkpoint_dir") or cls.checkpoint_dir)  # the default
+        # `flags` are ["--max_lr", "6e-4", ...]; flag_value returns None if there is no such flag.
+        # cls.checkpoint_dir is the default of the field.
+        return Path(flag_value(flags, "checkpoint_dir") or cls.checkpoint_dir)
 
     def to_dict(self) -> dict:
         """Return the resolved options of all groups as plain values, without those of PER_LAUNCH,
@@ -434,9 +435,9 @@ def resolve_from_recipe(options: TrainOptions, recipe: Recipe) -> ResolvedTrainO
 
 def resolve(resolved_class: type[Resolved], options: RunOptions, **defaults: object) -> Resolved:
     """Return the options as a `resolved_class`; `defaults` replace options that are None."""
-    given = {name: value for name, value in vars(options).items() if value is not None}
-    # Later dicts win: a default replaces None, and a given value replaces its default.
-    return resolved_class(**vars(options) | defaults | given)
+    non_null_options = {name: value for name, value in vars(options).items() if value is not None}
+    # Later dicts win: a default replaces None, and any other value replaces its default.
+    return resolved_class(**vars(options) | defaults | non_null_options)
 
 
 def log_folder(checkpoint_dir: Path) -> Path:

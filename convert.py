@@ -92,7 +92,8 @@ def export_checkpoint(checkpoint_path: Path, out: Path) -> None:
     chat_template = tokenizer.chat_template  # Jinja, or None
     if chat_template is None and is_chat(checkpoint, tokenizer_spec):
         chat_template = CHAT_TEMPLATE
-    # block_size lets transformers warn of a text longer than the context.
+    # Writes tokenizer.json and tokenizer_config.json into `out`. block_size lets transformers warn
+    # of a text longer than the context.
     save_tokenizer(tokenizer, out, model.config.block_size, chat_template)
 
     # options of the run that wrote the checkpoint, by flag: {"init_from": "gpt2", "method": "sft"}

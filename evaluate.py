@@ -100,18 +100,20 @@ class EvalOptions:
 def default_tasks(options: EvalOptions, checkpoint_path: Path | None) -> tuple[str, ...]:
     """Return the tasks without --tasks: val needs no network, but shards of --data_dir or of the
     run of the checkpoint (None for a model of another project)."""
-    folders = options.data_dir
-    if checkpoint_path and not folders:
-        # --data_dir of its run; () if train.py has not made it
-        folders = training_folders(load_checkpoint(checkpoint_path))
-    has_folder = any(folder.is_dir() for folder in folders_of(folders))  # data/a of data/a:0.7
+    shard_folders = options.data_dir
+    if checkpoint_path and not shard_folders:
+        # (Path("data/edu_fineweb10B"),), --data_dir of its run; () if train.py has not made it
+        shard_folders = training_folders(load_checkpoint(checkpoint_path))
+    # folders_of drops weights: data/a of data/a:0.7
+    has_folder = any(folder.is_dir() for folder in folders_of(shard_folders))
     return ("val",) if has_folder and not options.data else ("hellaswag", "lambada")
 
 
 def training_folders(checkpoint: Checkpoint) -> tuple[Path, ...]:
     """Return the folders of training shards of a checkpoint, (Path("data/edu_fineweb10B"),); () if
     finetune.py, convert.py or another project made the model."""
-    return tuple(map(Path, checkpoint.get("config", {}).get("data_dir", ())))  # config: options
+    # "config": the options of its run by name, for train.py {"data_dir": ["data/a"], ...}
+    return tuple(map(Path, checkpoint.get("config", {}).get("data_dir", ())))
 
 
 def check(options: EvalOptions) -> dict[str, Path]:
@@ -133,7 +135,7 @@ def check(options: EvalOptions) -> dict[str, Path]:
             raise UserError(
                 f"there is no task {task_name}; --tasks takes {names} or a FOLDER with core.yaml"
             )
-    # The script replaces earlier results, but no checkpoint and no file that it reads.
+    # The script replaces earlier results, but no checkpoint (.pt) and no file that it reads.
     input_paths = {Path(task_name).resolve() for task_name in options.tasks}
     input_paths |= {path.resolve() for path in options.data}
     for flag, path, suffix in (("out", options.out, ".json"), ("dump", options.dump, ".jsonl")):
@@ -178,7 +180,7 @@ def score_validation(val: Mixture, num_tokens: int, scorer: Scorer) -> TaskScore
     results = []
     for corpus, metrics in metrics_by_corpus.items():
         num_targets = int(metrics.pop("n"))  # the metrics that remain become Results
-        metrics["perplexity"] = exponential(metrics["loss"])  # per token
+        metrics["perplexity"] = exponential(metrics["loss"])  # e^loss, per token
         for metric, value in metrics.items():
             results.append(Result("val", corpus, metric, num_targets, value))
     return results, []  # no rows for --dump
@@ -206,8 +208,8 @@ def open_task(
         with scorer.process.together():  # an error of one process is raised on all
             questions = open_questions(Path(task_name), options, encoder)
         refuse_other_data(scorer.process, task_name, questions)  # UserError if processes differ
-        name = Path(task_name).stem  # "sums" of own/sums.jsonl, for the table
-        return partial(score_questions, name, questions, encoder, options.max_new_tokens, scorer)
+        stem = Path(task_name).stem  # "sums" of own/sums.jsonl, for the table
+        return partial(score_questions, stem, questions, encoder, options.max_new_tokens, scorer)
     benchmark: Benchmark | None = BENCHMARKS.get(task_name)  # None: val, or a folder
     if is_path(task_name):  # a folder of the user's own tasks
         path = Path(task_name)
@@ -259,9 +261,9 @@ def main(options: EvalOptions) -> None:
 
     # Without --out the results stand beside the checkpoint, those of a model of another project in
     # logs: logs/gpt2_hellaswag.json. `resolve` gives "." and ".." a name.
-    stem = Path("logs", Path(model_name).resolve().name)
+    results_prefix = Path("logs", Path(model_name).resolve().name)
     if checkpoint_path is not None:
-        stem = checkpoint_path.with_suffix("")
+        results_prefix = checkpoint_path.with_suffix("")
     header = {  # of each file of results
         "step": checkpoint.get("step"),  # None for a model of another project
         "model": str(model_name),
@@ -275,9 +277,9 @@ def main(options: EvalOptions) -> None:
         bar.reset()
         bar.set_description(task_name)
         try:
-            path = path_by_benchmark.get(task_name)  # None: val, a path, or a download
-            score = open_task(task_name, path, options, scorer, tokenizer)  # called below
-        # on every process, such as a failed download or a missing file: all go on
+            data_path = path_by_benchmark.get(task_name)  # None: download it, or no benchmark
+            score_task = open_task(task_name, data_path, options, scorer, tokenizer)  # called below
+        # raised on every process, as for a failed download or a missing file: all go on
         except (UserError, OSError) as error:
             if len(options.tasks) == 1:
                 raise
@@ -287,23 +289,23 @@ def main(options: EvalOptions) -> None:
             continue
         # Each process scores its share, and all processes get the same results. An error here may
         # be of this process alone, so it ends the script: the others would wait for it.
-        task_results, task_dump_rows = score()
+        task_results, task_dump_rows = score_task()  # list[Result]; rows for --dump
         results += task_results
         dump_rows += task_dump_rows
         if process.is_main:
             bar.clear()  # otherwise the table would begin in the line of the bar
-            # before writing, because the disk may be full; the model type is "gpt2", ...
+            # before writing, because the disk may be full; with OpenAI's values of "gpt2", ...
             print(format_table(task_results, openai_model_type(model.config)), flush=True)
             # --out gets all tasks so far, else each task has a file, such as model_best_val.json
-            out = options.out or Path(f"{stem}_{Path(task_name).stem}.json")
+            results_path = options.out or Path(f"{results_prefix}_{Path(task_name).stem}.json")
             results_to_write = results if options.out else task_results
             # {"step": None, "model": "gpt2", "dtype": "bfloat16", "results": [...]}
             content = {**header, "results": [asdict(result) for result in results_to_write]}
-            write_file(out, to_json(content, indent=1))  # null for NaN, which is not valid JSON
+            write_file(results_path, to_json(content, indent=1))  # NaN, no valid JSON, becomes null
             if options.dump:
-                # a line for each example and protocol
+                # of all tasks so far: a line for each example and protocol
                 write_file(options.dump, "".join(f"{to_json(row)}\n" for row in dump_rows))
-            print(f"wrote {out}", flush=True)
+            print(f"wrote {results_path}", flush=True)
     bar.close()
     distributed.stop()
     if failed_tasks:

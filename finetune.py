@@ -166,10 +166,10 @@ def print_summary(run: Run[ResolvedFinetuneOptions], num_rows: int) -> None:
     """Print the method, model, data, number of rows and number of steps before the first step."""
     options = run.options
     step = run.progress.step
-    resumed = f"; resumed at step {step}" if step > 0 else ""
+    resumed_text = f"; resumed at step {step}" if step > 0 else ""
     run.logger.print(  # above the progress bar, on the main process only
         f"{options.method} of {options.init_from} on {options.data}: {num_rows:,} rows, "
-        f"{options.batch_size} in a step; {options.max_steps:,} steps{resumed}"
+        f"{options.batch_size} in a step; {options.max_steps:,} steps{resumed_text}"
     )
 
 
@@ -222,7 +222,7 @@ def train_step(
     seed_step(options.seed, progress.step, process.rank)  # for dropout
 
     # scalars, what this process adds to each mean of the step: {"loss": 0.29, "accuracy": 0.06}
-    addends: dict[str, Tensor] = {}
+    local_addends: dict[str, Tensor] = {}
     num_local_tokens = 0  # of this process in this step
     # gradient accumulation: each micro-batch adds its gradients to those before
     for batch in prepared.batches:  # Batch objects: idx, targets (B, T), ...
@@ -240,7 +240,8 @@ def train_step(
             run.scaler.scale(loss * process.data_parallel).backward()
         for name, value in sums.items():
             addend = value.detach() / prepared.divisor
-            addends[name] = addends.get(name, 0.0) + addend.float()  # without a host sync
+            # on the device, because reading a number here would wait for the GPU
+            local_addends[name] = local_addends.get(name, 0.0) + addend.float()
         # padding counts as tokens, because it takes the same time
         num_local_tokens += batch.idx.numel()
 
@@ -249,16 +250,16 @@ def train_step(
         run.scaler.unscale_(optimizer)  # also records infinities, for scaler.update below
     grad_norm = clip_grad_norm(wrapped, options.grad_clip)  # (), the norm before clipping
     # Every process has the norm of the whole gradient. Divide it, because the sum below adds it up.
-    addends["grad_norm"] = grad_norm / process.data_parallel
+    local_addends["grad_norm"] = grad_norm / process.data_parallel
 
     # One all-reduce sums all numbers. full_like creates a tensor on the device, without a copy from
     # the host.
-    addends["tokens"] = torch.full_like(grad_norm, num_local_tokens)
-    addends["signals"] = torch.full_like(grad_norm, process.signal != 0)  # 1.0: told to stop
+    local_addends["tokens"] = torch.full_like(grad_norm, num_local_tokens)
+    local_addends["signals"] = torch.full_like(grad_norm, process.signal != 0)  # 1.0: told to stop
     # tolist waits for the GPU, and so does get_scale in float16
-    totals = process.sum(torch.stack(list(addends.values()))).tolist()
+    totals = process.sum(torch.stack(list(local_addends.values()))).tolist()
     # {"loss": 0.29, ..., "grad_norm": 1.1, "tokens": 8192.0, "signals": 0.0} on every process
-    metrics = dict(zip(addends, totals, strict=True))
+    metrics = dict(zip(local_addends, totals, strict=True))
     got_signal = metrics.pop("signals") > 0  # some process got a signal: main raises Stopped
 
     # update the weights, unless the loss or gradient is not finite: then no process updates
@@ -335,7 +336,8 @@ def checkpoint_entries(
     """Return the entries of checkpoints and config.json beside options, model and progress. They
     identify the command, tokenizer and data of the run, so that a resumed run can compare them.
     `weights_checksum` is the checksum of the weights of --init_from."""
-    val_checksum = None  # identifies the rows that the lowest held-out loss belongs to
+    # of the held-out rows: if they change, the Saver of a resumed run begins a new lowest loss
+    val_checksum = None
     if options.eval_data is not None:
         val_checksum = zlib.crc32(options.eval_data.read_bytes())
     # These determine the examples of each step: a resumed run warns if one of them has changed.
@@ -347,12 +349,12 @@ def checkpoint_entries(
     if options.method == "grpo" and options.reward is not None:  # never None for grpo
         data_order["checksum of --reward"] = reward_checksum(options.reward)  # 0 for "exact"
     return {
-        "script": "finetune.py",
+        "script": "finetune.py",  # train.py refuses to resume it
         "command": sys.argv,
         "derived": derived,  # ["max_lr", ...], options that a resumed run derives again
         "tokenizer": tokenizer_spec,
-        "init_checksum": weights_checksum,
-        "data_order": data_order,
+        "init_checksum": weights_checksum,  # open_original refuses other weights
+        "data_order": data_order,  # warn_of_order compares it
         "val_checksum": val_checksum,
     }
 

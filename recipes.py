@@ -45,10 +45,10 @@ def rate_and_batch(n_embd: int) -> tuple[float, int]:
     if n_embd in RATE_AND_BATCH:
         return RATE_AND_BATCH[n_embd]  # (6e-4, 524_288) for 768
     log_widths = np.log(list(RATE_AND_BATCH))  # rising, as np.interp needs
-    logs = np.log(list(RATE_AND_BATCH.values())).T  # (2, widths): learning rates, tokens
-    log_rate, log_batch = (np.interp(math.log(n_embd), log_widths, row) for row in logs)
+    log_table = np.log(list(RATE_AND_BATCH.values())).T  # (2, widths): learning rates, tokens
+    log_rate, log_tokens = (np.interp(math.log(n_embd), log_widths, row) for row in log_table)
     # three digits; a power of two divides among 2, 4, 8, ... processes
-    return float(f"{math.exp(log_rate):.3g}"), 2 ** round(log_batch / math.log(2))
+    return float(f"{math.exp(log_rate):.3g}"), 2 ** round(log_tokens / math.log(2))
 
 
 @dataclass(frozen=True)
@@ -122,10 +122,10 @@ def parse_recipe(text: str) -> Recipe:
     """Return the recipe of a --recipe, NAME or NAME,FIELD=VALUE,... A FIELD is a field of Recipe
     other than `model`, or a field of GPTConfig outside of NOT_IN_RECIPES. Raises UserError for an
     unknown name, a value of another type, or one out of the range of a field of Recipe."""
-    name, *changes = text.split(",")  # "modern,qk_norm=False"
-    if name not in RECIPES:
-        raise UserError(f"there is no recipe {name!r}; there are {', '.join(RECIPES)}")
-    recipe = RECIPES[name]
+    recipe_name, *changes = text.split(",")  # "modern", ["qk_norm=False"]
+    if recipe_name not in RECIPES:
+        raise UserError(f"there is no recipe {recipe_name!r}; there are {', '.join(RECIPES)}")
+    recipe = RECIPES[recipe_name]
     # {"optimizer": "adamw", ...}: the default of each field that a change may name; parse_value
     # converts to its type. `model` is not one: a change names GPTConfig's fields one by one.
     recipe_defaults = {f.name: f.default for f in fields(Recipe) if f.name != "model"}

@@ -58,8 +58,8 @@ def main() -> None:
     given_options, derived, checkpoint = read_options(TrainOptions, "train.py", sys.argv[1:])
     options, recipe = resolve_options(given_options, derived, checkpoint)  # ResolvedTrainOptions
     if options.dry_run:
-        return print_forecast(options, recipe, checkpoint)
-    process = start_process(options)  # from here on a signal ends the loop, which saves
+        return print_forecast(options, recipe, checkpoint)  # size, memory, time; trains nothing
+    process = start_process(options)  # rank, device, ...; a signal now ends the loop, which saves
     options = compile_if_all_can(options, process)  # off without a working compiler
     if options.minutes is not None and checkpoint is None:  # a resumed run keeps its options
         options, derived = choose_for_minutes(options, recipe, process)  # sets size, batch, steps
@@ -76,11 +76,11 @@ def main() -> None:
         train_data.stream.tokenizer_spec = initial.tokenizer_spec  # saved; may add a chat template
     options = resolve_on_device(options, recipe, model.config, process)  # dtype, micro_batch_size
     weights_checksum = init_checksum(options, checkpoint, initial, process)  # of --init_from
-    # {"recipe": {...}, "tokenizer": "gpt2", ...}, which all checkpoints of the run repeat
+    # {"derived": ["max_lr", ...], "recipe": {...}, ...}, which all checkpoints of the run repeat
     entries = checkpoint_entries(options, derived, recipe, train_data, val_data, weights_checksum)
     run = Run.start(options, checkpoint, process, entries)  # locks folders, compares processes
     progress = run.progress  # step, tokens, ... of `checkpoint`, or 0; advanced in the loop below
-    # `wrapped` trains the weights of `model` and averages gradients over processes (DDP, FSDP2)
+    # Fills in `weights`, and optimizer state of `checkpoint`. `wrapped`: `model`, or DDP around it.
     wrapped, optimizers = run.distribute(model, weights, recipe, checkpoint)
     run.options = options = halve_until_it_fits(run, wrapped)  # an automatic micro-batch, on GPUs
     del initial, weights, checkpoint  # closes the file that their tensors are mapped from
@@ -180,14 +180,14 @@ def train_step(
     # float16: undo the loss scale in the gradients before they are clipped.
     for optimizer in optimizers:
         run.scaler.unscale_(optimizer)  # also records infinities, for scaler.update below
-    # Clips in place; 0 means no limit. grad_norm, (), is the norm over all processes before it.
+    # Clips in place; 0 means no limit. grad_norm, (), is the norm of all gradients before that.
     grad_norm = clip_grad_norm(wrapped, options.grad_clip)
 
     # Average over processes. process.sum counts the processes of a tensor-parallel group as one,
     # so the divisor is data_parallel. The CPU waits for the GPU at `tolist`, and in float16 again
     # at get_scale.
     signals = torch.full_like(own_loss, float(process.signal != 0))  # 1.0: told to stop
-    sums = process.sum(torch.stack([own_loss, grad_norm, signals]))
+    sums = process.sum(torch.stack([own_loss, grad_norm, signals]))  # (3,)
     mean_loss, mean_norm, share_of_signals = (sums / process.data_parallel).tolist()
 
     # Update only if loss and norm are finite. Both are means over processes, so all processes
@@ -202,7 +202,7 @@ def train_step(
     wrapped.zero_grad(set_to_none=True)
     # float16: lower the scale after infinities, raise it after 2,000 steps without any
     run.scaler.update()
-    num_tokens = num_targets * process.data_parallel  # of all processes
+    num_tokens = num_targets * process.data_parallel  # of all processes; num_targets: of this one
     metrics["tokens"] = progress.tokens + num_tokens  # all tokens of the run so far
     return StepResult(
         metrics,

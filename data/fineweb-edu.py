@@ -130,15 +130,15 @@ def find_cut(tokenizer: Tokenizer, piece: str) -> int | None:
         places = pattern.finditer(piece, MARGIN, max(MARGIN, len(piece) - MARGIN))
         # the first places are enough: they fail where a tokenizer never cuts at such a place
         for place in islice(places, 8):
-            end = place.start()
-            before, after = piece[end - MARGIN : end], piece[end : end + MARGIN]
+            cut = place.start()
+            before, after = piece[cut - MARGIN : cut], piece[cut : cut + MARGIN]
             # encode would begin `after` with the space that some tokenizers put before a text
             ids_with_cut = [tokenizer.encode(before), tokenizer.encode_continuation(after)]
             # without another place in it, `before` may lie within one long word
             if pattern.search(before) and np.array_equal(
                 np.concatenate(ids_with_cut), tokenizer.encode(before + after)
             ):
-                return end
+                return cut
     return None
 
 
@@ -163,20 +163,20 @@ def split_text(tokenizer: Tokenizer, text: str | LongText) -> Iterator[str]:
     The text is read in pieces of CHUNK characters. A chunk ends where a piece can be cut; without
     such a place it goes on.
     """
-    chunk: list[str] = []  # pieces of the next chunk
+    chunk_pieces: list[str] = []  # joined, they are the next chunk
     for piece in pieces_of(text, CHUNK):
         # Index in the piece where it can be cut, or None. The last piece, and so the only one of a
         # short text, needs no cut.
-        end = find_cut(tokenizer, piece) if len(piece) == CHUNK else None
-        if end is None:
-            chunk.append(piece)
-            if len(chunk) == MANY_CHUNKS:
+        cut = find_cut(tokenizer, piece) if len(piece) == CHUNK else None
+        if cut is None:
+            chunk_pieces.append(piece)
+            if len(chunk_pieces) == MANY_CHUNKS:
                 print_memory(tokenizer, text)
             continue
-        chunk.append(piece[:end])
-        yield "".join(chunk)
-        chunk = [piece[end:]]
-    yield "".join(chunk)
+        chunk_pieces.append(piece[:cut])
+        yield "".join(chunk_pieces)
+        chunk_pieces = [piece[cut:]]
+    yield "".join(chunk_pieces)
 
 
 def tokenize(
@@ -206,7 +206,7 @@ def tokenize(
     return Document(
         token_file=token_file,
         ranges=[range(num_tokens)],  # Sharder.divide_last may cut the last text into several
-        num_start=len(tokenizer.start_ids),
+        num_start=len(tokenizer.start_ids),  # 1 for gpt2; hold_out repeats these ids
         num_train=0 if is_val else num_tokens,  # all tokens are in one split
         num_bytes=size_of(text),
         lost_counts=lost_counts,
@@ -226,8 +226,9 @@ def read_documents(
         for row, text in enumerate(row_batch.rows):
             # a Skipped row is only counted
             if row >= point.first_row and not isinstance(text, Skipped):
+                # sharder.folder: for the tokens of a long text, which are kept on disk
                 document = tokenize(tokenizer, options.val_fraction, text, sharder.folder)
-                # where a later run would read the document again
+                # for save_resume_point: a later run continues at this row of this batch
                 document.position = row_batch.position
                 document.row = row
                 documents.append(document)
@@ -257,12 +258,12 @@ def read_documents(
             while len(pending) > 3 * options.num_workers or (
                 len(pending) > 1 and pending_bytes > options.num_workers * PENDING_BYTES
             ):
-                oldest_documents, oldest_bytes = pending.popleft()
+                oldest_future, oldest_bytes = pending.popleft()
                 pending_bytes -= oldest_bytes
-                yield from oldest_documents.result()  # of a Future: waits until they are tokenized
+                yield from oldest_future.result()  # waits until its batch is tokenized
         while pending:
-            oldest_documents, _ = pending.popleft()
-            yield from oldest_documents.result()
+            oldest_future, _ = pending.popleft()
+            yield from oldest_future.result()  # the Documents of a batch
     finally:
         # also if max_shards or an error ends the run: drop the batches that still wait
         workers.shutdown(cancel_futures=True)
@@ -349,7 +350,7 @@ def continue_sharding(options: ShardOptions, folder: Path) -> tuple[Manifest, in
     lock = lock_folder(folder, "sharding into")
     try:
         sharder = Sharder(folder, settings, source, options.max_shards)  # refuses other settings
-        if isinstance(tokenizer, FileTokenizer):  # the file travels with the shards
+        if isinstance(tokenizer, FileTokenizer):  # open_folder reads the file with the shards
             with atomic_write(folder / TOKENIZER_FILE) as file:
                 file.write(tokenizer.tokenizer_json.encode())
         # the manifest of an earlier run, or a new manifest; the sharder updates it in place
@@ -404,11 +405,11 @@ def main(options: ShardOptions) -> None:
         raise UserError(f"--worker_index {options.worker_index} must be below --worker_count")
     if options.format == "bin" and options.shard_size > MAX_BIN_TOKENS:
         raise UserError(f"--shard_size of --format bin must be at most {MAX_BIN_TOKENS:,}")
-    name = "edu_fineweb10B"  # train.py's default
+    folder_name = "edu_fineweb10B"  # in data/; the default --data_dir of train.py
     if options.input:
         # "books" for books.jsonl.gz; "." has no name
-        name = Path(options.input[0]).name.split(".")[0] or "text"
-    folder = options.local_dir or Path("data", name)
+        folder_name = Path(options.input[0]).name.split(".")[0] or "text"
+    folder = options.local_dir or Path("data", folder_name)
     start_seconds = time.time()
     advice = "the same command continues after the last full shard"
     try:

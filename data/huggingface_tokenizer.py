@@ -44,24 +44,24 @@ def read_folder(folder: Path, declared_vocab_size: int) -> tuple[str, ModelToken
     # AttributeError for a tokenizer that cannot be written as a tokenizer.json, such as ByT5's
     content = json.loads(tokenizer.backend_tokenizer.to_str())
     added_tokens: list[dict[str, Any]] = []  # [{"id": 50256, "content": "<|endoftext|>", ...}]
-    without_row: list[str] = []  # tokens beyond the rows of the embedding, ["<pad>"]
+    tokens_without_row: list[str] = []  # tokens beyond the rows of the embedding, ["<pad>"]
     for entry in content["added_tokens"]:
         if entry["id"] < declared_vocab_size:
             added_tokens.append(entry)
         else:
-            without_row.append(entry["content"])
-    if without_row:
+            tokens_without_row.append(entry["content"])
+    if tokens_without_row:
         logging.getLogger("notes").warning(
             "note: the model of %s has no row of its embedding for %s: read as text",
             folder,
-            ", ".join(without_row),
+            ", ".join(tokens_without_row),
         )
     content["added_tokens"] = added_tokens
-    token_names = [entry["content"] for entry in added_tokens]
+    tokens_with_row = [entry["content"] for entry in added_tokens]
     # {"bos_token": "<s>", ...}, without tokens that were left out above, and without
     # additional_special_tokens, a list
     special_tokens = tokenizer.special_tokens_map.items()
-    template_tokens = {name: token for name, token in special_tokens if token in token_names}
+    template_tokens = {name: token for name, token in special_tokens if token in tokens_with_row}
 
     end_ids: list[int] = []
     config_classes: dict[str, Any] = {
@@ -79,6 +79,7 @@ def read_folder(folder: Path, declared_vocab_size: int) -> tuple[str, ModelToken
         # vocabularies.
         elif eos_token_id in tokenizer.added_tokens_decoder:  # the id of an added token
             end_ids.append(eos_token_id)
+    # `content` has lost the added tokens without a row; chat_template is a ChatTemplate or None
     return json.dumps(content), ModelTokens(template_tokens, tokenizer.chat_template, end_ids)
 
 
@@ -92,9 +93,9 @@ def tokenizer_json_says_all(folder: Path, eot: int) -> bool:
     # values that add nothing if END_OF_TEXT is the only special token
     without_effect = (None, END_OF_TEXT, eot, "PreTrainedTokenizerFast")
     for path in folder.glob("*config.json"):  # of the model, its generation and its tokenizer
-        config = json.loads(path.read_text(encoding="utf-8"))
-        config.pop("clean_up_tokenization_spaces", None)  # how other programs decode
-        for name, value in config.items():
+        config_fields = json.loads(path.read_text(encoding="utf-8"))
+        config_fields.pop("clean_up_tokenization_spaces", None)  # how other programs decode
+        for name, value in config_fields.items():
             if re.search("token|template|prefix", name) and value not in without_effect:
                 return False
     return True

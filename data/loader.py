@@ -68,7 +68,7 @@ def permute(positions: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
     sequence_ids = positions.astype(np.uint64)  # permuted in place, until all lie in [0, n)
     unfinished = np.ones(sequence_ids.shape, bool)  # not yet permuted, or permuted to n or above
     while unfinished.any():
-        # upper and lower halves of the k unfinished ids, uint64 (k,) each
+        # the upper and the lower `half_bits` bits of the k unfinished ids, uint64 (k,) each
         left = sequence_ids[unfinished] >> half_bits
         right = sequence_ids[unfinished] & half_mask
         for key in round_keys:
@@ -84,7 +84,7 @@ def permute(positions: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
             left, right = right, left ^ mixed
         sequence_ids[unfinished] = (left << half_bits) | right
         unfinished = sequence_ids >= n
-    return sequence_ids.astype(np.int64)  # callers subtract; uint64 would wrap below 0
+    return sequence_ids.astype(np.int64)  # as the positions; uint64 + int64 would be float64
 
 
 def epoch_order(positions: np.ndarray, n: int, seed: int) -> np.ndarray:
@@ -173,10 +173,10 @@ def parse_corpora(data_dir: Sequence[Path | str]) -> list[Corpus]:
     if not corpora:  # no folder has a weight
         corpora = [Corpus([Path(name) for name in data_dir], Fraction(1))]
     # fractions, not floats: each corpus needs a whole number of places in a period
-    total = sum(corpus.weight for corpus in corpora)  # 4 for the weights 3 and 1
-    if total == 0:
+    total_weight = sum(corpus.weight for corpus in corpora)  # 4 for the weights 3 and 1
+    if total_weight == 0:
         raise UserError("data_dir: at least one weight must be above 0")
-    corpora = [Corpus(corpus.folders, corpus.weight / total) for corpus in corpora]
+    corpora = [Corpus(corpus.folders, corpus.weight / total_weight) for corpus in corpora]
     # fewer than the names: a folder is named twice, or has no weight, so that the loop left it out
     folders = {folder for corpus in corpora for folder in corpus.folders}
     if len(folders) < len(data_dir) or period_of(corpora) > LONGEST_PERIOD:
@@ -252,8 +252,8 @@ class Mixture:
         of the folder if two corpora have the same name."""
         if len(set(self.names)) < len(self.names):  # e.g. a/shards and b/shards
             self.names = [str(folder.path) for folder in first_folders]
-        sizes = [len(sequences) for sequences in self.corpus_sequences]  # in sequences
-        self.corpus_starts = np.cumsum([0] + sizes)
+        sequence_counts = [len(sequences) for sequences in self.corpus_sequences]
+        self.corpus_starts = np.cumsum([0] + sequence_counts)
         """Id of the first sequence of each corpus, and at the end the number of all sequences:
         [0, 900, 1_000] for corpora of 900 and 100 sequences."""
         self.period = period_of(corpora)
@@ -276,7 +276,8 @@ class Mixture:
             # `places_per_period[i]`, such as 3 of [3, 1], for each earlier period.
             turns = self.turn_of_place[places[in_corpus]]  # (k,), if k places are of this corpus
             corpus_positions = earlier_periods[in_corpus] * self.places_per_period[i] + turns
-            # each corpus is shuffled separately, with ids from 0
+            # Each corpus is shuffled separately, with ids from 0. In the mixture its ids begin at
+            # corpus_starts[i].
             ids_in_corpus = epoch_order(corpus_positions, len(sequences), seed)
             sequence_ids[in_corpus] = self.corpus_starts[i] + ids_in_corpus
         return sequence_ids
@@ -340,7 +341,7 @@ class Slicing:
 
     def local_positions(self, position: int) -> range:
         """Return the positions that this process reads in the micro-step that begins at `position`:
-        with micro-batches of B, [position + rank * B, position + (rank + 1) * B)."""
+        with micro-batches of B, [position + data_rank * B, position + (data_rank + 1) * B)."""
         start = position + self.data_rank * self.micro_batch_size
         return range(start, start + self.micro_batch_size)
 

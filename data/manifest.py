@@ -28,6 +28,7 @@ class FileCounts:
     sha256: str = ""
     """SHA-256 of the file; "" where `changed` is 0."""
     rows: int = 0
+    """All rows: texts and skipped rows."""
     texts: int = 0
     """Rows that are texts."""
     bytes: int = 0
@@ -94,6 +95,7 @@ class SourceSettings:
     """Read U+FFFD for bytes of files that are not UTF-8, instead of skipping their rows."""
     worker_index: int = 0
     worker_count: int = 1
+    """Worker i of n reads every n-th file, from file i on."""
 
 
 @dataclass(kw_only=True)
@@ -122,6 +124,7 @@ class Manifest(Settings):
     """Content of a manifest: the settings, and the progress of the sharding."""
 
     shards: list[ShardEntry]
+    """Finished shards of both splits; those of one split are in order."""
     source: list[str] = field(default_factory=list)
     """Files and folders of --input, or dataset and configuration."""
     complete: bool = False
@@ -179,8 +182,8 @@ def read_manifest(folder: Path) -> Manifest | None:
         content["ledger"] = {name: FileCounts(**counts) for name, counts in ledger.items()}
         content["state"] = ResumePoint(**content.get("state", {}))
         # Drop keys of other versions; a missing key gets the default of its field.
-        names = {field.name for field in fields(Manifest)}
-        return Manifest(**{name: content[name] for name in names & content.keys()})
+        field_names = {field.name for field in fields(Manifest)}
+        return Manifest(**{name: content[name] for name in field_names & content.keys()})
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:

@@ -34,18 +34,18 @@ def open_pretrained(name: str | Path) -> tuple[GPT, str]:
     else:
         # by the files of the folder; without any, by the size: "gpt2" for 50257 and 50304
         tokenizer_spec = pretrained_tokenizer_spec(path, declared_vocab_size)
-    num_tokens = vocab_size_of(tokenizer_spec)
+    tokenizer_vocab_size = vocab_size_of(tokenizer_spec)
     # nanoGPT does not pad a vocabulary of characters. Fewer characters mean that its prepare.py has
     # read another text since the training.
     may_be_padded = tokenizer_path is None or tokenizer_path.suffix != ".pkl"
-    is_smaller = num_tokens < declared_vocab_size
-    if num_tokens > declared_vocab_size or (is_smaller and not may_be_padded):
+    is_smaller = tokenizer_vocab_size < declared_vocab_size
+    if tokenizer_vocab_size > declared_vocab_size or (is_smaller and not may_be_padded):
         raise UserError(
-            f"{tokenizer_path or name} has {num_tokens:,} tokens, the model of {name} "
+            f"{tokenizer_path or name} has {tokenizer_vocab_size:,} tokens, the model of {name} "
             f"{declared_vocab_size:,}"
         )
     if is_smaller:  # cut off the rows of padding, because sampling could draw their ids
-        model = rebuild(model, replace(model.config, vocab_size=num_tokens))
+        model = rebuild(model, replace(model.config, vocab_size=tokenizer_vocab_size))
     return model, tokenizer_spec
 
 

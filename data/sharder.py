@@ -95,15 +95,15 @@ class Document:
 
     def read(self, first: int, last: int) -> np.ndarray:
         """Return tokens [first, last) of all ranges, one after another: uint32 (n,)."""
-        parts = []
-        position = 0  # number of tokens in earlier ranges
+        tokens_by_range = []  # uint32 arrays
+        num_before = 0  # number of tokens in earlier ranges
         for indices in self.ranges:
             # a slice of a range is a range: range(10, 20)[5:7] is range(15, 17)
-            part = indices[max(0, first - position) : max(0, last - position)]
-            if part:
-                parts.append(self.token_file.read(part.start, part.stop))
-            position += len(indices)
-        return np.concatenate(parts)
+            to_read = indices[max(0, first - num_before) : max(0, last - num_before)]
+            if to_read:
+                tokens_by_range.append(self.token_file.read(to_read.start, to_read.stop))
+            num_before += len(indices)
+        return np.concatenate(tokens_by_range)
 
 
 def count_last_texts(documents: list[Document], num_held_out: int) -> int:
@@ -154,7 +154,7 @@ class ShardWriter:
         self.path = path
         self.dtype = dtype
         self.split = split  # for the manifest entry that `finish` returns
-        self.temporary = path.with_name(path.name + ".tmp")
+        self.temporary = path.with_name(path.name + ".tmp")  # training ignores this suffix
         # read by Sharder.reopen, which removes a copy that does not hold the expected tokens
         self.is_copy = num_written > 0 and not self.temporary.exists()
         if self.is_copy:
@@ -164,7 +164,7 @@ class ShardWriter:
         # "r+b" keeps the tokens of the earlier run, "w+b" empties the file
         self.file = open(self.temporary, "r+b" if num_written else "w+b")
         self.num_tokens = num_written
-        self.write_header()  # leaves the file at the first token
+        self.write_header()  # leaves the file position at the first token
         tokens = np.fromfile(self.file, self.dtype, num_written)  # leaves it after the last token
         # CRC-32 of all tokens; the manifest's state keeps it, and Sharder.reopen compares it
         self.checksum = zlib.crc32(tokens.tobytes())
@@ -186,10 +186,11 @@ class ShardWriter:
         np.lib.format.write_array_header_1_0(self.file, description)
 
     def append(self, tokens: np.ndarray) -> None:
-        """Append token ids (n,), which must fit `dtype`."""
-        content = tokens.astype(self.dtype, copy=False).tobytes()
-        self.checksum = zlib.crc32(content, self.checksum)  # of all tokens so far
-        self.file.write(content)
+        """Append token ids, uint32 (n,). They fit `dtype`, which Sharder chooses by the size of the
+        vocabulary."""
+        token_bytes = tokens.astype(self.dtype, copy=False).tobytes()
+        self.checksum = zlib.crc32(token_bytes, self.checksum)  # of all tokens so far
+        self.file.write(token_bytes)
         self.num_tokens += len(tokens)
 
     def sync(self) -> int:
@@ -360,7 +361,7 @@ class Sharder:
         if num_held_out == 0:  # both splits have enough
             return documents
         token_file = to_divide[0].token_file  # gets the tokens of the others, too
-        for document in to_divide[1:]:  # short ones, see hold_back
+        for document in to_divide[1:]:  # under 2,050 tokens together, see hold_back
             token_file.append(document.read(0, document.num_tokens))
         num_tokens = sum(document.num_tokens for document in to_divide)
         joined = replace(

@@ -103,11 +103,13 @@ def inspect_datatrove(path: Path) -> Layout:
     tokenizer than GPT-2's and the folder has no tokenizer.json."""
     metadata = path.with_name(path.name + ".metadata").read_text(encoding="utf-8")
     first_line, num_tokens = metadata.splitlines()[:2]  # "gpt2|2", "100000000"
-    tokenizer, _, token_size = first_line.rpartition("|")  # "gpt2", "2" bytes a token
+    tokenizer_name, _, token_size = first_line.rpartition("|")  # "gpt2", "2" bytes a token
     # Do not look for a tokenizer at a local path in the metadata: this may be another machine.
     # Without this check, ids of another vocabulary would be taken for GPT-2's.
-    if tokenizer not in GPT2_NAMES and not path.with_name(TOKENIZER_FILE).exists():
-        raise UserError(f"{path} holds tokens of {tokenizer}: put its {TOKENIZER_FILE} beside it")
+    if tokenizer_name not in GPT2_NAMES and not path.with_name(TOKENIZER_FILE).exists():
+        raise UserError(
+            f"{path} holds tokens of {tokenizer_name}: put its {TOKENIZER_FILE} beside it"
+        )
     return Layout(0, int(num_tokens), np.dtype(f"<u{token_size}"))  # 0: no header
 
 
@@ -219,11 +221,11 @@ def open_folders(paths: list[Path], split: str) -> list[ShardFolder]:
     folders = [open_folder(path, split) for path in paths]
     folders_with_split = [folder for folder in folders if folder.shards]
     # folders without a shard of any split, such as a mistyped one
-    empty = [
+    empty_paths = [
         folder.path for folder in folders if not folder.shards and not shard_paths(folder.path)
     ]
-    if empty or not folders_with_split:
-        missing = empty or paths  # all paths, if they hold only the other split
+    if empty_paths or not folders_with_split:
+        missing = empty_paths or paths  # all paths, if they hold only the other split
         problem = f"holds no {split} shards (.npy, .bin, .ds); let the sharding end, or begin it"
         if split == "val":
             problem += " with a val_fraction above 0"
@@ -259,8 +261,8 @@ def find_tokenizer_spec(folder: Path, manifest: Manifest | None, shards: list[Sh
     spec = read_tokenizer_spec(path, manifest.end_of_text)  # FileNotFoundError if it is missing
     # Compare the checksum in FileTokenizer.name: with another file, the ids would be other tokens.
     # Manifests of earlier versions have a checksum of the whole file instead.
-    content = json.dumps(json.loads(path.read_text(encoding="utf-8")), sort_keys=True)
-    earlier_name = f"tokenizer-{zlib.crc32(content.encode()):08x}"
+    sorted_json = json.dumps(json.loads(path.read_text(encoding="utf-8")), sort_keys=True)
+    earlier_name = f"tokenizer-{zlib.crc32(sorted_json.encode()):08x}"
     if manifest.tokenizer not in (load_tokenizer(spec).name, earlier_name):
         raise UserError(
             f"{path} is not the tokenizer of these shards, which have {manifest.tokenizer} tokens"
@@ -292,7 +294,7 @@ class TokenStream:
         self.tokenizer_identity = tokenizer_identity(self.tokenizer_spec)
         # {0.01}; without the None of folders of older versions, which do not know it
         fractions = {folder.manifest.val_fraction for folder in folders if folder.manifest} - {None}
-        # with several rules of the split, one folder may train on the validation text of another
+        # with two val_fractions, a validation text of one folder may be a train text of another
         values_by_setting: dict[str, set] = {"tokenizers": tokenizers, "val_fractions": fractions}
         for setting, values in values_by_setting.items():
             if len(values) > 1:
@@ -300,8 +302,8 @@ class TokenStream:
                     f"the folders of data_dir have several {setting}, {sorted(values)}: shard "
                     "them alike"
                 )
-        sizes = [shard.num_tokens for shard in self.shards]
-        self.shard_starts = np.cumsum([0] + sizes)
+        token_counts = [shard.num_tokens for shard in self.shards]
+        self.shard_starts = np.cumsum([0] + token_counts)
         """Index in the stream of the first token of each shard, and at the end the length of the
         stream: int64 (shards + 1,), [0, 100, 150] for shards of 100 and 50 tokens."""
 
@@ -346,13 +348,14 @@ class TokenStream:
             if manifest is None or manifest.text_bytes_by_split[self.split] == 0:
                 return None
             num_bytes += manifest.text_bytes_by_split[self.split]
-            sizes = [shard.num_tokens for shard in folder.shards]
+            token_counts = [shard.num_tokens for shard in folder.shards]
             if self.split in manifest.state.open:
-                # `open` counts the tokens of the shard that is not full, by split. The bytes count
-                # all of them. While sharding goes on, `shards` may list fewer of them, or none.
-                sizes = [size for size in sizes if size == manifest.shard_size]  # full shards
-                sizes.append(manifest.state.open[self.split])  # tokens of the open shard
-            num_tokens += sum(sizes)
+                # `open`, {"train": 31_000}, counts the tokens of the shard that is not full, all of
+                # whose text is in num_bytes. While sharding goes on, `shards` may list fewer of
+                # them, or none. So count full shards, then the open one.
+                token_counts = [count for count in token_counts if count == manifest.shard_size]
+                token_counts.append(manifest.state.open[self.split])
+            num_tokens += sum(token_counts)
         return num_bytes / num_tokens
 
     @property

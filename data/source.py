@@ -81,7 +81,7 @@ WITH_NUL = Skipped("with U+0000")
 
 class LongText:
     """Text in a file on disk, because it may be larger than memory. The file has no name, so that a
-    killed run leaves nothing behind; `folder` gives the disk."""
+    killed run leaves nothing behind; it takes room on the disk of `folder`."""
 
     def __init__(self, folder: Path) -> None:
         # newline="" keeps \r\n
@@ -179,13 +179,14 @@ class UntilDamage(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         """Fill a bytearray or memoryview with the next bytes; return their number, 0 at the end."""
         try:
-            # once the damage is known, read 1 byte at a time, to get all bytes before it
-            content = self.file.read1(1 if self.error else len(buffer))  # b"" at the end
+            # self.file decompresses, and gives b"" at the end. Once the damage is known, read 1
+            # byte at a time, to get all bytes before it.
+            next_bytes = self.file.read1(1 if self.error else len(buffer))
         except Exception as error:
             if not is_damage(error):
                 raise
             if self.error:  # second time: all bytes before the damage have been read
-                self.file = io.BytesIO()  # pyarrow would give more bytes at the next read
+                self.file = io.BytesIO()  # empty; pyarrow's would give more bytes at the next read
                 return 0
             self.error = error  # raised by read_rows after the rows before it
             # pyarrow has not returned what it decompressed just before the damage. Read the file
@@ -195,9 +196,9 @@ class UntilDamage(io.RawIOBase):
             while bytes_left:
                 bytes_left -= len(self.file.read1(min(bytes_left, 2**20)))
             return self.readinto(buffer)
-        self.num_read += len(content)
-        buffer[: len(content)] = content
-        return len(content)
+        self.num_read += len(next_bytes)
+        buffer[: len(next_bytes)] = next_bytes
+        return len(next_bytes)
 
 
 def open_text(raw: UntilDamage, errors: str = SURROGATES) -> io.TextIOWrapper:
@@ -294,29 +295,30 @@ def list_files(inputs: tuple[str, ...]) -> dict[str, int]:
 def join_pieces(pieces: Iterable[str], folder: Path) -> Row:
     """Return the text that pieces form, or Skipped if it is no usable text; a long text is written
     to a file in `folder`. Reads all pieces, because another text may follow them."""
-    beginning: list[str] = []
+    first_pieces: list[str] = []
     num_characters = 0
     pieces = iter(pieces)
     for piece in pieces:
-        beginning.append(piece)
+        first_pieces.append(piece)
         num_characters += len(piece)
         if num_characters > LONG_CHARACTERS:
             break
     else:
-        return as_text("".join(beginning))
+        return as_text("".join(first_pieces))
     text = LongText(folder)
-    reasons: set[Skipped | None] = set()  # None: a piece is usable
-    for piece in chain(beginning, pieces):
+    verdicts: set[Skipped | None] = set()  # on the pieces; None: a piece is usable
+    for piece in chain(first_pieces, pieces):
         value = as_text(piece)  # the piece, or EMPTY, NOT_UTF8 or WITH_NUL
-        reasons.add(value if isinstance(value, Skipped) else None)
-        # white space is a part of the text; a text with any other Skipped is not used
-        if reasons <= {EMPTY, None}:
+        verdicts.add(value if isinstance(value, Skipped) else None)
+        # A piece of white space, EMPTY, is a part of the text. After any other Skipped the text is
+        # not used, and nothing more is written.
+        if verdicts <= {EMPTY, None}:
             text.append(piece)
     # the order in which as_text would find them in the whole text
     for skipped in (NOT_UTF8, WITH_NUL):
-        if skipped in reasons:
+        if skipped in verdicts:
             return skipped
-    return text if None in reasons else EMPTY
+    return text if None in verdicts else EMPTY
 
 
 def separator_pattern(separator: str) -> re.Pattern[str]:
@@ -325,11 +327,12 @@ def separator_pattern(separator: str) -> re.Pattern[str]:
     alone on a line, but for up to two blanks or tabs, which belong to it. The line break behind a
     separator belongs to it, too."""
     # the separator by its line breaks, which a user types as \n: ["---"], ["", "", ""] for \n\n
-    lines = separator.replace("\\r", "").replace("\\n", "\n").split("\n")
-    escaped = r"\r?\n".join(map(re.escape, lines))
-    if len(lines) > 1 or BRACKETS.fullmatch(separator):
-        return re.compile(escaped + r"(?:\r?\n)?")
-    return re.compile(rf"(?<=\n){escaped}[ \t]{{0,2}}(?:\r?\n|\Z)")
+    separator_lines = separator.replace("\\r", "").replace("\\n", "\n").split("\n")
+    # the file may have \r\n for a line break of the separator
+    escaped_separator = r"\r?\n".join(map(re.escape, separator_lines))
+    if len(separator_lines) > 1 or BRACKETS.fullmatch(separator):
+        return re.compile(escaped_separator + r"(?:\r?\n)?")
+    return re.compile(rf"(?<=\n){escaped_separator}[ \t]{{0,2}}(?:\r?\n|\Z)")
 
 
 def number_pieces(pieces: Iterable[str], separator: str) -> Iterator[tuple[int, str]]:
@@ -338,25 +341,24 @@ def number_pieces(pieces: Iterable[str], separator: str) -> Iterator[tuple[int, 
     the separators. Some yielded pieces are empty."""
     pattern = separator_pattern(separator)
     # most characters of a match: each \n may be \r\n; two blanks or tabs, and \r\n, may follow
-    max_length = 2 * len(separator) + 4
-    index = 0  # of the text
-    rest = "\n"  # a character for (?<=\n), then the characters that are not yielded yet
+    max_match_length = 2 * len(separator) + 4
+    text_index = 0
+    pending = "\n"  # a character for (?<=\n), then the characters that are not yielded yet
     for piece in chain(pieces, [""]):  # "": the end
-        rest += piece
-        start = 1  # `rest` begins with a character that only (?<=\n) looks at
-        for match in pattern.finditer(rest, 1):
+        pending += piece
+        start = 1  # `pending` begins with a character that only (?<=\n) looks at
+        for match in pattern.finditer(pending, 1):
             # the next piece may begin with the line break behind this separator
-            if piece and match.end() > len(rest) - 2:
+            if piece and match.end() > len(pending) - 2:
                 break
-            yield index, rest[start : match.start()]
-            index += 1
+            yield text_index, pending[start : match.start()]
+            text_index += 1
             start = match.end()
-        # Keep the last characters for the next piece, if one follows. They may be the
-        # beginning of a separator, max_length at most, or the match of the `break`, which ends in
-        # the last 2.
-        end = max(start, len(rest) - max_length - 2) if piece else len(rest)
-        yield index, rest[start:end]
-        rest = rest[end - 1 :]  # with one character more, for (?<=\n)
+        # Keep the last characters for the next piece, if one follows. They may be the beginning of
+        # a separator, or the whole separator of the `break`, which ends in the last 2 characters.
+        end = max(start, len(pending) - max_match_length - 2) if piece else len(pending)
+        yield text_index, pending[start:end]
+        pending = pending[end - 1 :]  # with one character more, for (?<=\n)
 
 
 def read_json(file: IO[str]) -> Iterator[object]:
@@ -507,7 +509,7 @@ def count_rows(counts: FileCounts, rows: list[Row]) -> None:
             counts.skipped[row.reason] = counts.skipped.get(row.reason, 0) + 1
         else:
             counts.texts += 1
-            counts.bytes += size_of(row)
+            counts.bytes += size_of(row)  # in UTF-8
 
 
 def warn_if_suspect(name: str, counts: FileCounts) -> None:
@@ -536,22 +538,23 @@ def encoding_advice(name: str, counts: FileCounts) -> str:
     if NOT_UTF8.reason not in counts.skipped:
         return ""
     # bytes before the first bad one; open_text drops the 3 of a byte order mark
-    num_before = 3 if beginning.startswith(codecs.BOM_UTF8) else 0
+    num_bytes_before = 3 if beginning.startswith(codecs.BOM_UTF8) else 0
     with open_text(UntilDamage(name)) as file:
         for piece in iter(partial(file.read, PIECE_CHARACTERS), ""):
-            bad_byte = BAD_BYTES.search(piece)  # open_text decodes such a byte to a surrogate
-            if bad_byte:
+            first_match = BAD_BYTES.search(piece)  # open_text decodes bad bytes to surrogates
+            if first_match:
                 break
-            num_before += len(piece.encode())
-        else:  # half of a surrogate pair, as JSON writes it
+            num_bytes_before += len(piece.encode())
+        else:  # no bad byte: a row of JSON has half of a surrogate pair, "\ud800"
             return ""
-    num_before += len(piece[: bad_byte.start()].encode())
+    num_bytes_before += len(piece[: first_match.start()].encode())
     bad_bytes = "".join(BAD_BYTES.findall(piece)).encode("utf-8", SURROGATES)  # b"\xe4\xfc"
-    advice = f"; its byte {num_before + 1:,} is 0x{bad_bytes[0]:02x}, not UTF-8: "
-    # characters beside the bad bytes that are UTF-8 beyond ASCII
-    num_other = len(re.findall(r"[^\x00-\x7f]", piece)) - len(bad_bytes)
-    if num_other < len(bad_bytes):  # else a text of UTF-8 with some bad bytes
-        # Windows-1252 lacks five bytes. Texts of other alphabets have many bad bytes.
+    advice = f"; its byte {num_bytes_before + 1:,} is 0x{bad_bytes[0]:02x}, not UTF-8: "
+    # characters beyond ASCII that are valid UTF-8; the pattern matches the bad bytes, too
+    num_valid = len(re.findall(r"[^\x00-\x7f]", piece)) - len(bad_bytes)
+    if num_valid < len(bad_bytes):  # else UTF-8 with some bad bytes, which iconv would garble
+        # Windows-1252 lacks five bytes, which "ignore" drops. Texts of other alphabets have many
+        # bad bytes, more than one for four characters.
         num_windows = len(bad_bytes.decode("cp1252", "ignore"))
         if num_windows == len(bad_bytes) <= len(piece) // 4:
             # also right for Latin-1, which has the same printable characters
@@ -609,7 +612,8 @@ class Source:
     def counts_at(self, position: SourcePosition) -> dict[str, FileCounts]:
         """Return the counts up to a position, for the manifest. `self.counts_by_file` is ahead of
         the shards: it counts batches that still wait for the tokenizer."""
-        # of the files before position.file, the index of the batch's file in `names`
+        # Of the files before the batch's file: counts_by_file has the order of `names`, in which
+        # position.file is an index.
         counts_by_file = dict(islice(self.counts_by_file.items(), position.file))
         if position.counts:  # {} after the last file
             counts_by_file[self.names[position.file]] = FileCounts(**position.counts)
@@ -626,26 +630,30 @@ class Source:
         read = self.read_batches if self.settings.files else self.read_dataset
         # {"books/a.txt": 12_345, ...}; {} for a dataset
         bytes_by_file = dict(zip(self.settings.files, self.settings.sizes, strict=True))
-        for index in range(position.file, len(self.names)):
-            name = self.names[index]
-            # The counts begin with the rows that an earlier run has sharded.
+        for file_index in range(position.file, len(self.names)):
+            name = self.names[file_index]
+            # The counts begin with the rows that an earlier run has sharded: position.counts, {} if
+            # it has sharded none of this file.
             counts = FileCounts(**(position.counts or {"size": bytes_by_file.get(name, 0)}))
-            self.counts_by_file[name] = counts  # updated in place by count_rows
+            self.counts_by_file[name] = counts  # entry of the ledger; count_rows adds to it
             try:
-                # a pipe can be read only once
+                # Not for a dataset, nor for a pipe, which can be read only once. In the middle of
+                # a file, position.counts has both already.
                 if os.path.isfile(name) and not position.counts:
-                    # in this order: a change while the file is read is noticed by the next run
+                    # The next run compares them (describe_difference in data/sharder.py). The time
+                    # comes first, so that it also notices a change while the file is read.
                     counts.changed = time_of_change(name)  # nanoseconds
                     counts.sha256 = sha256(name)  # of the whole file, in hexadecimal
                 for batch_position, rows in read(name, position):
                     # asdict copies the counts of the rows before this batch; after that,
                     # count_rows adds the rows of this batch.
-                    batch_position = replace(batch_position, file=index, counts=asdict(counts))
+                    batch_position = replace(batch_position, file=file_index, counts=asdict(counts))
                     count_rows(counts, rows)
                     self.warn_of_control_characters(name, rows)
                     yield RowBatch(batch_position, rows)
             except Exception as error:  # a reader's own error, without the file's name
-                # the message of a UserError names the source already; LongText fills a disk
+                # A UserError names the source already. If LongText has filled the disk, `main` of
+                # data/fineweb-edu.py names self.folder.
                 if isinstance(error, UserError) or is_full_disk(error):
                     raise
                 advice = ""
@@ -697,7 +705,7 @@ class Source:
                         if skipped_without_column is None:
                             skipped_without_column = without_column(column, row)
                         value = skipped_without_column
-                # a long text waits on disk for the tokenizer: a LongText, or Skipped
+                # a long text waits for the tokenizer on disk, in self.folder: LongText, or Skipped
                 if isinstance(value, str) and len(value) > LONG_CHARACTERS:
                     value = join_pieces(pieces_of(value, PIECE_CHARACTERS), self.folder)
                 yield as_text(value, self.decoding_errors)  # Skipped if it is no usable text
@@ -728,14 +736,14 @@ class Source:
         pieces = iter(partial(file.read, PIECE_CHARACTERS), "")  # until read returns ""
         if self.settings.separator is not None:
             # finds a separator also across two pieces, and leaves the separators out
-            numbered = number_pieces(pieces, self.settings.separator)
+            numbered_pieces = number_pieces(pieces, self.settings.separator)
         else:
             # note_marks yields the same pieces, and may print a note
-            numbered = ((0, piece) for piece in self.note_marks(name, pieces))
+            numbered_pieces = ((0, piece) for piece in self.note_marks(name, pieces))
         # pairs (index of the text, piece); number_pieces also yields pieces without characters
-        non_empty = (pair for pair in numbered if pair[1])
-        for _, pairs in groupby(non_empty, itemgetter(0)):  # the pairs of one text
-            yield join_pieces((piece for _, piece in pairs), self.folder)  # text, or Skipped
+        non_empty_pairs = (pair for pair in numbered_pieces if pair[1])
+        for _, pairs in groupby(non_empty_pairs, itemgetter(0)):  # the pairs of one text
+            yield join_pieces((piece for _, piece in pairs), self.folder)  # str, LongText, Skipped
 
     def warn_of_control_characters(self, name: str, rows: list[Row]) -> None:
         """Print a warning, once in a run, if a text has control characters of Latin-1."""
@@ -787,8 +795,8 @@ class Source:
         # For zstd, fsspec would need another package, which reads the first frame only.
         # force: replace fsspec's own opener, if it has one.
         register_compression("zstd", open_zstd, "zst", force=True)
-        # A dataset may change on the hub between two runs; its commit does not. `ask` calls the
-        # library, with a limit of time.
+        # The commit that an earlier run has read, or today's: a dataset may change on the hub
+        # between two runs. `ask` calls the library, with a limit of time.
         revision = position.revision or ask(HUB, lambda: HfApi().dataset_info(name).sha)
 
         def open_stream() -> Any:

@@ -133,13 +133,14 @@ class FileTokenizer(Tokenizer):
 
         template: ChatTemplate | None = spec_fields["chat_template"]  # None without one
         self.is_of_chat_model = template is not None
-        # finetuning/chat.py writes CHAT_TEMPLATE's format without a template
+        # None for CHAT_TEMPLATE, too: finetuning/chat.py writes its format without a template
         self.chat_template = None if template == CHAT_TEMPLATE else template
         self.template_tokens: dict[str, str] = spec_fields["template_tokens"]
         """Special tokens by their names in templates and transformers: bos_token, eos_token, ..."""
         self.turn_end = vocab[spec_fields["turn_end"]]  # of "<|im_end|>", or of end of text
         """Id of the token that ends an answer of a chat."""
-        # start_ids[0]: the model has learned that a document ends where the next document begins
+        # start_ids[0] is BOS, or end of text without a BOS: the model has learned that a document
+        # ends where the next document begins
         end_ids = [self.eot, self.turn_end, self.start_ids[0]]
         self.end_ids_that_are_text = {self.eot} if has_characters_alone(backend) else set()
         """Only in a vocabulary of characters: the id of end of text, a character. It separates
@@ -233,13 +234,13 @@ class FileTokenizer(Tokenizer):
         call. Raise UserError if the template cannot write the dialog."""
         assert self.chat_template  # callers check: without it finetuning/chat.py writes the dialog
         # "weight" says if an answer is learned; a template might write it into the text
-        without_weight: list[dict[str, Any]] = []
+        unweighted_messages: list[dict[str, Any]] = []
         for message in messages:
             fields = {name: value for name, value in message.items() if name != "weight"}
-            without_weight.append(fields)  # {"role": "user", "content": "Hi"}
+            unweighted_messages.append(fields)  # {"role": "user", "content": "Hi"}
         try:
             text = self.renderer.apply_chat_template(
-                without_weight, tools=tools, add_generation_prompt=open_turn, tokenize=False
+                unweighted_messages, tools=tools, add_generation_prompt=open_turn, tokenize=False
             )
             assert isinstance(text, str)  # because of tokenize=False
             check_rendered(text, messages)  # ValueError if a text besides answers is missing
@@ -255,10 +256,10 @@ class FileTokenizer(Tokenizer):
         end-of-text token if it writes no special token there. Raise UserError if the template
         cannot write a dialog."""
         try:
-            text = self.render([QUESTION, ANSWER])  # "Hi", and "An answer."
+            dialog_text = self.render([QUESTION, ANSWER])  # "Hi", and "An answer."
         except UserError:  # some templates demand a system message, others refuse one
-            text = self.render([SYSTEM, QUESTION, ANSWER])
-        after_answer = text.rpartition(ANSWER["content"])[2]  # e.g. "<|im_end|>\n"
+            dialog_text = self.render([SYSTEM, QUESTION, ANSWER])
+        after_answer = dialog_text.rpartition(ANSWER["content"])[2]  # e.g. "<|im_end|>\n"
         # white space may precede the special token, as in Llama 2's template
         for token_id in self.encode_with_special_tokens(after_answer):
             if token_id in self.added_ids:  # else a piece of text, such as "\n"
@@ -403,20 +404,20 @@ def definition_checksum(content: dict) -> str:
     """Return the CRC-32, in hexadecimal, of all parts of a tokenizer.json that decide the ids of a
     text. It names a tokenizer, `tokenizer-<checksum>`, and recognizes files that hold the tokenizer
     gpt2 or bytes (CHECKSUMS). Files of one tokenizer may differ in other parts."""
-    added_tokens: dict[str, dict] = {}  # entries of the file by token
+    added_tokens: dict[str, dict] = {}  # entries by token: {"<|endoftext|>": {"id": 50256, ...}}
     for entry in content["added_tokens"]:  # {"id": 50256, "content": "<|endoftext|>", ...}
         # "normalized" has no effect without a normalizer
         is_normalized = entry["normalized"] and content["normalizer"] is not None
         added_tokens[entry["content"]] = entry | {"normalized": is_normalized}
     # drop options that are off (null, "", false or 0.0), because some files leave them out
-    model = {name: value for name, value in content["model"].items() if value}
-    if isinstance(model["vocab"], dict):  # a Unigram model has a list of pairs
+    model_fields = {name: value for name, value in content["model"].items() if value}
+    if isinstance(model_fields["vocab"], dict):  # a Unigram model has a list of pairs
         # drop added tokens, because only some files list them in the vocabulary, too
-        vocab = sorted(model["vocab"].items())  # [("!", 0), ...]: files differ in the order
-        model["vocab"] = [pair for pair in vocab if pair[0] not in added_tokens]
+        vocab = sorted(model_fields["vocab"].items())  # [("!", 0), ...]: files differ in the order
+        model_fields["vocab"] = [pair for pair in vocab if pair[0] not in added_tokens]
     # not "decoder": it does not change the ids of a text
     components = [content[name] for name in ("normalizer", "pre_tokenizer", "post_processor")]
-    definition = json.dumps([added_tokens, model, *components], sort_keys=True)
+    definition = json.dumps([added_tokens, model_fields, *components], sort_keys=True)
     return f"{zlib.crc32(definition.encode()):08x}"
 
 
@@ -485,8 +486,8 @@ class PlainUnpickler(pickle.Unpickler):
 def character_backend(path: Path) -> Backend:
     """Return a tokenizers.Tokenizer with the characters and ids of nanoGPT's meta.pkl."""
     with open(path, "rb") as file:
-        ids_of_characters = PlainUnpickler(file).load()["stoi"]  # {"\n": 0, " ": 1, "!": 2, ...}
-    backend = Backend(BPE(ids_of_characters, []))  # BPE without merges: each character is a token
+        id_by_character = PlainUnpickler(file).load()["stoi"]  # {"\n": 0, " ": 1, "!": 2, ...}
+    backend = Backend(BPE(id_by_character, []))  # BPE without merges: each character is a token
     backend.decoder = Fuse()  # for other programs: no spaces between tokens
     return backend
 
@@ -549,7 +550,7 @@ def pretrained_tokenizer_spec(folder: Path, declared_vocab_size: int) -> str:
         candidates = (model_tokens.template_tokens.get("eos_token"), *usual_ends(backend))
         spec = make_spec(backend, find_end_of_text(folder, backend, candidates), model_tokens)
         if spec not in TOKENIZERS:  # GPT-2's and bytes lose nothing
-            check_round_trip(FileTokenizer(json.loads(spec)))
+            check_round_trip(FileTokenizer(json.loads(spec)))  # ValueError if it loses characters
         return spec
 
 

@@ -6,7 +6,7 @@ The tasks are a folder in the layout of nanochat's eval_bundle. A user may write
     core.yaml               each task: label, dataset_uri and icl_task_type; optional are
                             num_fewshot (default [0]) and continuation_delimiter (default " ")
     eval_data/**.jsonl      the items of a task, one per line, at its dataset_uri
-    eval_meta_data.csv      accuracy of guessing of each label in percent, as "Random baseline"
+    eval_meta_data.csv      accuracy of guessing for each label, in percent, as "Random baseline"
 
 The prompt of an item begins with num_fewshot other items and their answers. A task has one of three
 types, which differ in the fields of an item (FewShotTask.prompts) and in the tokens that count
@@ -153,13 +153,13 @@ class FewShotTask(Task):
         for choice in item.choices:
             # `encode` itself writes no special token
             whole_ids.append(start_ids + tokenizer.encode(item.context + choice).tolist())
-        shortest = min(len(ids) for ids in whole_ids)  # in tokens
+        shortest_length = min(len(ids) for ids in whole_ids)  # in tokens
         # counted_starts[i] is the index in whole_ids[i] of the first id that counts
         if self.type == "schema":
             # os.path's commonprefix takes lists; of reversed ids it is the common end of prompts
             num_counted = len(commonprefix([ids[::-1] for ids in whole_ids]))
             # split_ids needs a token to score and a token before it
-            num_counted = min(max(num_counted, 1), shortest - 1)
+            num_counted = min(max(num_counted, 1), shortest_length - 1)
             counted_starts = [len(ids) - num_counted for ids in whole_ids]
         else:
             compared_ids = whole_ids  # ids of each choice, whose common start does not count
@@ -170,7 +170,7 @@ class FewShotTask(Task):
             # If one choice is the beginning of another one, it has no token after the common start,
             # and nanochat's mean loss is NaN. Here the last common token counts for all choices.
             # -1: at least the last id of the shortest choice counts
-            counted_start = min(num_common, shortest - 1)
+            counted_start = min(num_common, shortest_length - 1)
             counted_starts = [counted_start] * len(whole_ids)  # the same for all choices
         # split_ids makes a Continuation, and drops the first ids of too long a text. nanochat feeds
         # the last token to the model, too, so block_size tokens fit, not one more.
@@ -286,9 +286,9 @@ class FewShotTasks(Benchmark):
             # with another protocol name, the table finds no published value for this mean
             protocol = f"{num_tasks} tasks"
         mean = Result(
-            self.name,
+            self.name,  # "core", or the name of the user's folder
             protocol,
-            self.metric,
+            self.metric,  # "centered"
             n=sum(result.n for result in results),
             value=centered_sum / num_tasks,
             stderr=variance_sum**0.5 / num_tasks if all_have_stderr else None,

@@ -67,11 +67,11 @@ def read_run(path: Path) -> LoggedRun:
 def shorten(labels: list[str], width: int = 41) -> list[str]:
     """Return labels of at most `width` characters, or as many more as it takes to tell them apart.
     Long paths lose the folder that they have in common, and then their middle."""
-    folder = os.path.commonprefix(labels).rpartition("/")[0]  # "runs" of runs/a1 and runs/a2
+    common_folder = os.path.commonprefix(labels).rpartition("/")[0]  # "runs" of runs/a1 and runs/a2
     short_labels = []
     for label in labels:
-        if folder and len(labels) > 1 and len(label) > width:
-            label = "…" + label.removeprefix(folder)
+        if common_folder and len(labels) > 1 and len(label) > width:
+            label = "…" + label.removeprefix(common_folder)
         if len(label) > width:  # both ends stay: the folder, and a sweep's options and seed
             label = f"{label[: width // 2]}…{label[-(width // 2) :]}"
         short_labels.append(label)
@@ -101,23 +101,25 @@ def curve(run: LoggedRun, split: str, metric: str) -> tuple[np.ndarray, np.ndarr
         train_steps.append(metrics["step"])
         train_tokens.append(metrics["tokens"])  # all tokens of the run up to this step
     # bits_per_byte is missing if the manifest of the shards lacks the size of their text
-    with_metric = [metrics for metrics in run.log.get(split, []) if metric in metrics]
-    steps = [metrics["step"] for metrics in with_metric]
-    values = np.array([metrics[metric] for metrics in with_metric], float)  # null becomes NaN
+    rows_with_metric = [metrics for metrics in run.log.get(split, []) if metric in metrics]
+    steps = [metrics["step"] for metrics in rows_with_metric]
+    # a run that diverged logs null, which becomes NaN
+    metric_values = np.array([metrics[metric] for metrics in rows_with_metric], float)
     # only "train" logs "tokens": interpolate them at the steps of the other splits
-    return np.interp(steps, train_steps, train_tokens), values
+    return np.interp(steps, train_steps, train_tokens), metric_values
 
 
 def tokens_per_step(runs: list[LoggedRun]) -> float | None:
     """Return the number of tokens per training step for the axis of steps. Return None if it
     differs between or within runs, so that one axis of steps cannot fit all curves."""
-    means = []  # tokens per step up to the first and up to the last step of each run
+    # tokens per step, up to the first and up to the last step of each run
+    mean_tokens = []
     for run in runs:
         for metrics in (run.log["train"][0], run.log["train"][-1]):
-            means.append(metrics["tokens"] / metrics["step"])
-    if max(means) > 1.05 * min(means):  # within 5 %: steps of GRPO vary by some percent
+            mean_tokens.append(metrics["tokens"] / metrics["step"])  # both from the run's start
+    if max(mean_tokens) > 1.05 * min(mean_tokens):  # within 5 %: steps of GRPO vary by some percent
         return None
-    return means[-1]  # exact at the end of a single run
+    return mean_tokens[-1]  # exact at the end of a single run
 
 
 def draw(paths: list[Path], out: Path, model_type: str | None = None) -> None:
@@ -127,7 +129,7 @@ def draw(paths: list[Path], out: Path, model_type: str | None = None) -> None:
     OpenAI's GPT-2. A path without a run, such as the table beside the runs of a sweep, is named and
     skipped. Raise UserError if no path has a run.
     """
-    runs = []
+    runs = []  # a LoggedRun for each path
     for path in paths:
         try:
             runs.append(read_run(path))
@@ -137,7 +139,7 @@ def draw(paths: list[Path], out: Path, model_type: str | None = None) -> None:
             print(f"skipped: {error}")
     labels = shorten([run.label for run in runs])
     runs = [replace(run, label=label) for run, label in zip(runs, labels, strict=True)]
-    # of the last training step: {"step": 19073, "loss": 3.05, "lr": 6e-05, ...}
+    # of each run's last training step: {"step": 19073, "loss": 3.05, "lr": 6e-05, ...}
     last_metrics = [run.log["train"][-1] for run in runs]
     top_metric = comparable_loss(runs)  # of the panel at the top; GRPO changes it below
     bottom_metrics = ["lr", "tokens_per_s"]  # of training, in panels side by side
@@ -156,11 +158,11 @@ def draw(paths: list[Path], out: Path, model_type: str | None = None) -> None:
     for i, run in enumerate(runs):
         color = f"C{i}"
         draw_main(panels[top_metric], run, top_metric, color)
-        for name in bottom_metrics:
-            panels[name].plot(*curve(run, "train", name), lw=1, color=color)  # over tokens
+        for metric in bottom_metrics:
+            panels[metric].plot(*curve(run, "train", metric), lw=1, color=color)  # over tokens
     # after all runs, because a fixed limit does not grow with later curves
-    for name in bottom_metrics:
-        panels[name].set_ylim(0, upper_limit(panels[name]))  # None: Matplotlib chooses the end
+    for metric in bottom_metrics:
+        panels[metric].set_ylim(0, upper_limit(panels[metric]))  # None: Matplotlib chooses the end
     if top_metric != "bits_per_byte":  # training steps do not log it: there is no thin line
         explanation = "thin line: training, each step; dots: validation"
         panels[top_metric].plot([], [], " ", label=explanation)  # adds a legend entry, no line
@@ -195,13 +197,14 @@ def draw_main(axes: Axes, run: LoggedRun, metric: str, color: str) -> None:
         split = "held_out"
         min_or_max = max
         best_label = "highest held-out reward"
-    # arrays (x, y) each; `training` is empty for bits_per_byte, which training steps do not log
-    training = curve(run, "train", metric)
-    validation = curve(run, split, metric)
+    # Arrays (n,) each: training tokens, and losses or rewards. `train_curve` is empty for
+    # bits_per_byte, which training steps do not log.
+    train_curve = curve(run, "train", metric)
+    val_curve = curve(run, split, metric)
     if metric != "reward":  # a reward has no high start: it begins near its later values
-        training = without_start(*training)
-        validation = without_start(*validation)
-    [line] = axes.plot(*training, lw=0.8, alpha=0.6, color=color)
+        train_curve = without_start(*train_curve)
+        val_curve = without_start(*val_curve)
+    [line] = axes.plot(*train_curve, lw=0.8, alpha=0.6, color=color)
     label = run.label
     # the metrics of each validation with a finite value: a step may lack the metric, and a run that
     # diverged logs null (both are None, which becomes NaN)
@@ -212,7 +215,7 @@ def draw_main(axes: Axes, run: LoggedRun, metric: str, color: str) -> None:
     ]
     if finite_metrics:
         # only this line gets the label below: the legend names each run once
-        [line] = axes.plot(*validation, lw=1.8, marker="o", ms=3, color=color)
+        [line] = axes.plot(*val_curve, lw=1.8, marker="o", ms=3, color=color)
         best_metrics = min_or_max(finite_metrics, key=lambda metrics: metrics[metric])
         # "gpt2: lowest validation loss 3.295, at step 19,073"
         label += f": {best_label} {best_metrics[metric]:.3f}, at step {best_metrics['step']:,}"
@@ -234,13 +237,13 @@ def upper_limit(axes: Axes) -> float | None:
     None if no value is above 0."""
     limits = []
     for line in axes.lines:
-        values = np.asarray(line.get_ydata())
-        values = values[np.isfinite(values)]
-        if values.size:
-            limit = 1.05 * values.max()
-            percentile = np.percentile(values, 98)  # outliers are at most 2 % of a curve
-            if percentile > 0:  # 0 means that all other values are 0: then outliers count
-                limit = min(limit, 3 * percentile)
+        y_values = np.asarray(line.get_ydata())
+        y_values = y_values[np.isfinite(y_values)]
+        if y_values.size:
+            limit = 1.05 * y_values.max()
+            percentile_98 = np.percentile(y_values, 98)  # outliers are at most 2 % of a curve
+            if percentile_98 > 0:  # 0 means that all other values are 0: then outliers count
+                limit = min(limit, 3 * percentile_98)
             limits.append(limit)
     return max(limits, default=0) or None
 
@@ -336,14 +339,14 @@ def save_picture(
         for line in axes.lines:
             if np.size(line.get_xdata()) == 1:  # a single point would be invisible as a line
                 line.set_marker(".")
-        _, labels = axes.get_legend_handles_labels()
-        if labels:  # Matplotlib warns about a legend without entries
+        _, legend_labels = axes.get_legend_handles_labels()
+        if legend_labels:  # Matplotlib warns about a legend without entries
             # above the panel, because curves may run everywhere inside it
-            corner = (0, legend_bottom)
-            axes.legend(loc="lower left", bbox_to_anchor=corner, frameon=False, fontsize=8)
+            legend_corner = (0, legend_bottom)
+            axes.legend(loc="lower left", bbox_to_anchor=legend_corner, frameon=False, fontsize=8)
             # The constrained layout of `figure` takes the legend's room from the panels. The
             # picture grows by 0.17 inches per line of the legend, so they keep their size.
-            figure.set_figheight(figure.get_figheight() + 0.17 * len(labels))
+            figure.set_figheight(figure.get_figheight() + 0.17 * len(legend_labels))
     with writing(out):  # turns errors into UserError, also a file type unknown to Matplotlib
         out.parent.mkdir(parents=True, exist_ok=True)
         with warnings.catch_warnings():

@@ -47,6 +47,7 @@ class PackedItem:
     first_index: int
     """Index of choices[0] among the continuations of all items; choices[1] has the next index."""
     context: list[int]
+    """Token ids, at least one: the last one predicts the first token of each choice."""
     choices: list[list[int]]
     """Token ids of each continuation. No list is empty."""
 
@@ -108,18 +109,18 @@ def make_batch(packed_items: list[PackedItem], device: torch.device) -> PackedBa
     T = packed_items[0].length  # score_items makes batches of equal length
     idx = np.zeros((B, T), np.int64)
     positions = np.zeros((B, T), np.int64)
-    segment = np.full((B, T), -1)
+    segment_ids = np.full((B, T), -1)  # -1: padding
     targets: list[tuple[int, int, int]] = []  # (row, column, id), as in PackedBatch
     for b, packed_item in enumerate(packed_items):
-        context_length = len(packed_item.context)
+        context_length = len(packed_item.context)  # in tokens
         # the last token of a continuation predicts nothing, so it is no input
-        inputs = [packed_item.context] + [choice[:-1] for choice in packed_item.choices]
+        input_segments = [packed_item.context] + [choice[:-1] for choice in packed_item.choices]
         start = 0
-        for segment_index, tokens in enumerate(inputs):  # 0 is the context
+        for segment_index, tokens in enumerate(input_segments):  # 0 is the context
             end = start + len(tokens)
             idx[b, start:end] = tokens
             positions[b, start:end] = range(len(tokens))
-            segment[b, start:end] = segment_index
+            segment_ids[b, start:end] = segment_index
             if segment_index > 0:
                 positions[b, start:end] += context_length  # each choice begins after the context
                 # the last token of the context predicts the first token of the continuation, each
@@ -134,8 +135,8 @@ def make_batch(packed_items: list[PackedItem], device: torch.device) -> PackedBa
     if any(len(packed_item.choices) > 1 for packed_item in packed_items):
         # A token attends to its own segment and to the context, but not to later tokens. Padding is
         # a segment of its own, which no target reads.
-        same_segment = segment[:, None, :] == segment[:, :, None]  # (B, queries, keys)
-        in_context = segment[:, None, :] == 0  # (B, 1, keys)
+        same_segment = segment_ids[:, None, :] == segment_ids[:, :, None]  # (B, queries, keys)
+        in_context = segment_ids[:, None, :] == 0  # (B, 1, keys)
         # (B, 1, T, T); tril makes it causal
         mask = torch.from_numpy(same_segment | in_context).tril().unsqueeze(1).to(device)
     # (N,) each: row and column of the hidden state that predicts a target, and the target's id
@@ -154,12 +155,12 @@ def targets_hidden(model: GPT, batch: PackedBatch, share_rows: bool) -> Tensor:
     """Return the hidden states (N, C) that predict the targets of a batch. Unless `share_rows`,
     each row has one continuation, and the model reads it as in training."""
     if share_rows:
-        x = model.hidden(batch.idx, positions=batch.positions, mask=batch.mask)  # (B, T, C)
+        hidden = model.hidden(batch.idx, positions=batch.positions, mask=batch.mask)  # (B, T, C)
     else:
         # With a block_size of 100, rows are padded to up to 104 columns, and the model refuses more
         # than 100. Only padding is cut off.
-        x = model.hidden(batch.idx[:, : model.config.block_size])  # (B, T, C)
-    return x[batch.target_rows, batch.target_columns]
+        hidden = model.hidden(batch.idx[:, : model.config.block_size])  # (B, T, C)
+    return hidden[batch.target_rows, batch.target_columns]
 
 
 @torch.no_grad()
@@ -167,14 +168,14 @@ def packing_agrees(model: GPT) -> bool:
     """Compare the logits of continuations that share a row with their context, up to the full
     context, with those of each continuation in a row of its own. `model` is a narrow copy."""
     block_size = model.config.block_size
-    length = min(4, block_size)  # of a continuation: all but its last token are inputs
-    tokens = torch.randint(model.config.vocab_size, (block_size + 2 * length,)).tolist()
-    context = tokens[: block_size - length + 1]  # + length - 1 inputs of a choice = block_size
-    choices = [tokens[block_size : block_size + length], tokens[block_size + length :]]
+    length = min(4, block_size)  # of a choice, in tokens: all but its last one are inputs
+    random_ids = torch.randint(model.config.vocab_size, (block_size + 2 * length,)).tolist()
+    context = random_ids[: block_size - length + 1]  # + length - 1 inputs of a choice = block_size
+    choices = [random_ids[block_size : block_size + length], random_ids[block_size + length :]]
     # first_index is 0, because make_batch does not read it
     packed = make_batch([PackedItem(0, context, choices)], torch.device("cpu"))
     alone = make_batch([PackedItem(0, context, [choice]) for choice in choices], packed.idx.device)
-    return agrees(  # True if they differ only by rounding
+    return agrees(  # True if the logits (N, V) differ only by rounding
         model.logits(targets_hidden(model, packed, share_rows=True)),
         model.logits(targets_hidden(model, alone, share_rows=False)),
     )
@@ -199,11 +200,11 @@ def score_targets(
     # take half of chunk_bytes (2**30 on a GPU, 2**26 on a CPU): logsumexp makes a second tensor of
     # their size. From 32 rows on, rows_within rounds down to a multiple of 32: for GPT-2 it returns
     # 2,656 rows on a GPU, 160 on a CPU.
-    num_rows = rows_within(chunk_bytes(x.device) // 2, 4 * model.config.vocab_size)
+    rows_per_slice = rows_within(chunk_bytes(x.device) // 2, 4 * model.config.vocab_size)
     logprobs, is_argmax, is_allowed_argmax = [], [], []  # a tensor (n,) for each slice
     # In float32: many of V bfloat16 logits are equal, and ties would decide which id is greedy.
     with torch.autocast(x.device.type, enabled=False):
-        slices = zip(x.float().split(num_rows), target_ids.split(num_rows), strict=True)
+        slices = zip(x.float().split(rows_per_slice), target_ids.split(rows_per_slice), strict=True)
         for chunk, chunk_target_ids in slices:  # (n, C), (n,)
             logits = model.logits(chunk).float()  # (n, V)
             target_logits = logits.gather(1, chunk_target_ids[:, None]).squeeze(1)
@@ -219,7 +220,7 @@ def score_batch(
 ) -> dict[int, Prediction]:
     """Score one batch. Return the Prediction of each choice, by the index of the choice among the
     choices of all items (PackedItem.first_index)."""
-    # for the progress bar: every process scores a batch of about this size at the same time
+    # moves the progress bar of evaluate.py: each process now scores a batch of about this size
     scorer.on_batch(len(packed_items) * scorer.process.data_parallel)
     batch = make_batch(packed_items, scorer.process.device)
     share_rows = may_share_rows(scorer.model)  # cached: compared once, not for each batch
@@ -227,10 +228,10 @@ def score_batch(
     with scorer.process.autocast(keep_weights=False):
         # Only hidden states that predict a target go through the head below. Logits of whole rows
         # would take V / C times the memory of the hidden states, 65 times in GPT-2 124M.
-        x = targets_hidden(scorer.model, batch, share_rows)  # (N, C)
-    outputs = score_targets(scorer.model, x, batch.target_ids, banned_ids)
+        hidden = targets_hidden(scorer.model, batch, share_rows)  # (N, C)
+    outputs = score_targets(scorer.model, hidden, batch.target_ids, banned_ids)
     # (N,) each, copied to the CPU at once: reading single elements would copy each one alone
-    logprobs, is_argmax, is_allowed_argmax = [values.cpu() for values in outputs]
+    logprobs, is_argmax, is_allowed_argmax = [tensor.cpu() for tensor in outputs]
     logprobs = logprobs.double()  # keeps the digits of a sum over hundreds of tokens
 
     # The N targets are in the order of PackedBatch. [start, end) are the targets of one choice, and
@@ -264,9 +265,9 @@ def score_items(
     # first token, which other words have, too.
     banned_ids: list[int] = []
     for word in task.banned_words:  # the stop words of LAMBADA; () of other tasks
-        ids = tokenizer.encode_continuation(f" {word}").tolist()
-        if len(ids) == 1:
-            banned_ids += ids
+        word_ids = tokenizer.encode_continuation(f" {word}").tolist()  # no second space in front
+        if len(word_ids) == 1:
+            banned_ids += word_ids
 
     block_size = scorer.model.config.block_size
     # for each item a list of Continuations, one for each choice
@@ -285,7 +286,7 @@ def score_items(
 
     # Process.map shares the batches among the processes, returns the predictions of all processes,
     # and raises Stopped after a signal.
-    prediction_by_index: dict[int, Prediction] = {}  # of a choice, see PackedItem.first_index
+    prediction_by_index: dict[int, Prediction] = {}  # by the index of a choice among all choices
     for batch_predictions in scorer.process.map(partial(score_batch, scorer, banned_ids), batches):
         prediction_by_index |= batch_predictions
     scorer.model.train()  # dropout again: a training step may follow
@@ -324,9 +325,9 @@ def open_benchmark(
     the function that scores them. Raise UserError if they cannot be read or scored: now, not in the
     middle of a run."""
     block_size = scorer.model.config.block_size
-    read = partial(benchmark.read, path, limit, tokenizer, block_size)
+    read_rows = partial(benchmark.read, path, limit, tokenizer, block_size)
     # [{"text": "... stood Tom"}, ...] of LAMBADA; for CORE a pair (task, its rows) for each task
-    rows = scorer.process.read_on_all(read)  # the main process first, to fill the cache
+    rows = scorer.process.read_on_all(read_rows)  # the main process first, to fill the cache
     refuse_other_data(scorer.process, benchmark.name, rows)  # UserError on every process
     # called without arguments: returns Results, and rows for --dump
     return partial(benchmark.score, rows, partial(score_items, scorer, tokenizer), protocols)

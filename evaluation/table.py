@@ -102,14 +102,14 @@ def format_table(results: list[Result], model_type: str) -> str:
             published_text = f"{published.by_model_type[model_type]:.4f} {mark}"
         unit = " tokens" if result.task == "val" else ""  # n counts examples in other tasks
         n_text = f"{result.n:,}{unit}"
-        value = f"{result.value:.4f}"
+        value_text = f"{result.value:.4f}"
         rows.append(
             [
                 result.task,
                 result.protocol,
                 result.metric,
                 n_text,
-                value,
+                value_text,
                 ", ".join(details),
                 published_text,
             ]
@@ -123,7 +123,7 @@ def format_table(results: list[Result], model_type: str) -> str:
     for row in rows:
         cells = zip(row, ALIGNMENT, widths, has_content, strict=True)
         # `side` is < or >: {cell:<12} pads a cell with spaces on the right to 12 characters
-        line = "  ".join(f"{cell:{side}{width}}" for cell, side, width, kept in cells if kept)
+        line = "  ".join(f"{cell:{side}{width}}" for cell, side, width, shown in cells if shown)
         lines.append(line.rstrip())
     # "[1] Radford et al. 2019, table 3", ...
     lines += [f"{mark} {citation}" for citation, mark in mark_by_citation.items()]

@@ -85,7 +85,10 @@ class Result:
     task: str
     """Name of the benchmark, of a task of CORE or of a file of questions; "val" for a loss."""
     protocol: str
+    """Rules of the scoring, such as "lm-eval", or "5-shot" of a task of CORE; for "val" the corpus.
+    """
     metric: str
+    """Name of `value`: "acc", "acc_norm", "perplexity", "loss", ..."""
     n: int
     """Number of examples; for "val" the number of target tokens."""
     value: float
@@ -353,15 +356,15 @@ class Task(Benchmark):
         for metric in values_of_choices[0]:  # all choices have the same metrics
             values = [value_by_metric[metric] for value_by_metric in values_of_choices]
             # indices of the choices with the highest value; a tie has several
-            best = [i for i, value in enumerate(values) if value == max(values)]
-            is_tie = len(best) > 1
+            picks = [i for i, value in enumerate(values) if value == max(values)]
+            is_tie = len(picks) > 1
             # --dump shows the first of equal choices. The accuracy counts a share of each instead:
             # otherwise a model of zeros would be right wherever the label is 0.
-            details[f"pick_{metric}"] = best[0]
+            details[f"pick_{metric}"] = picks[0]
             if protocol.startswith("lm-eval"):  # or HellaSwag's "lm-eval, ctx alone"
-                best = best[:1]  # the harness takes the first of equal choices
-            # 1 or 0 for a single best choice; 1 / len(best) for a tie with the right choice in it
-            score_by_metric[metric] = ExampleScore((item.label in best) / len(best), is_tie)
+                picks = picks[:1]  # the harness takes the first of equal choices
+            # 1 or 0 for a single pick; 1 / len(picks) for a tie with the right choice in it
+            score_by_metric[metric] = ExampleScore((item.label in picks) / len(picks), is_tie)
         return score_by_metric, details
 
     def result(self, protocol: str, metric: str, example_scores: list[ExampleScore]) -> Result:

@@ -46,6 +46,7 @@ def encode_dialog(
         return tokenizer.encode_with_special_tokens(text)
     ids = list(tokenizer.start_ids)  # BOS, or end of text if there is no BOS: [50256] of GPT-2
     for message in messages:
+        # TextEncoder refuses rows with a role that ROLES lacks.
         # Encode role and content separately. Sampling continues after the ":", so training must
         # not merge the ":" with the letters that follow it into one token.
         ids += tokenizer.encode(f"{ROLES[message['role']]}:").tolist()  # "User:"

@@ -26,7 +26,7 @@ class Completion:
     is_cut: bool
     """True if the completion reached max_new_tokens before an end."""
     reward: float = 0.0
-    """grpo: reward by --reward, set after sampling."""
+    """grpo: reward by --reward, set by GroupRelativePolicy.set_rewards after sampling."""
     advantage: float = 0.0
     """grpo: reward compared with the group's, set by GroupRelativePolicy.prepare."""
 
@@ -51,7 +51,7 @@ def complete_questions(
     must call it, with at least one question. It leaves the model in training mode, and raises
     Stopped after a signal."""
     tokenizer = encoder.tokenizer
-    prompts = [question.prompt_ids for question in questions]
+    prompts = [question.prompt_ids for question in questions]  # [[50256, 17, ...], ...]
     model.eval()  # no dropout
     with process.autocast():
         end_ids = tokenizer.end_ids  # {50256} of GPT-2
@@ -62,16 +62,16 @@ def complete_questions(
         generated = complete(model, prompts, end_ids, sampling, process.all_done, first_index)
     model.train()  # a training step may follow
     completions: list[Completion] = []
-    for question, answer in zip(questions, generated, strict=True):
-        is_cut = answer.end_id is None
-        completion_ids = answer.tokens
+    for question, generated_tokens in zip(questions, generated, strict=True):
+        is_cut = generated_tokens.end_id is None
+        completion_ids = generated_tokens.tokens
         # The end token is learned, too: GRPO teaches when to end. A cut completion has none.
-        if answer.end_id is not None:
-            completion_ids = completion_ids + [answer.end_id]
+        if generated_tokens.end_id is not None:
+            completion_ids = completion_ids + [generated_tokens.end_id]
         # prompt and completion as one sequence; only the completion counts in the loss
         example = Example.of_completion(question.prompt_ids, completion_ids)
         # without the end token, such as <|im_end|>
-        text = decode_completion(answer.tokens, tokenizer, encoder.chat)
+        text = decode_completion(generated_tokens.tokens, tokenizer, encoder.chat)
         completions.append(Completion(question.row, text, example, is_cut))
     return completions
 

@@ -118,12 +118,12 @@ def read_examples(path: Path, to_example: Callable[[dict], Any]) -> list:
                 reason = f"each row must be a JSON object; train.py takes plain text ({error})"
             reason_by_line[line_number] = reason
     if reason_by_line:
-        first, *others = reason_by_line  # numbers of lines
-        message = f"{path}, line {first}: {reason_by_line[first]}"
-        if others:
+        first_line, *other_lines = reason_by_line  # their numbers in the file
+        message = f"{path}, line {first_line}: {reason_by_line[first_line]}"
+        if other_lines:
             # "4, 7, 9", at most 60 characters
-            numbers = textwrap.shorten(", ".join(map(str, others)), 60, placeholder=" ...")
-            message += f"; and {len(others):,} more rows cannot be used: lines {numbers}"
+            numbers = textwrap.shorten(", ".join(map(str, other_lines)), 60, placeholder=" ...")
+            message += f"; and {len(other_lines):,} more rows cannot be used: lines {numbers}"
         raise UserError(message)
     if not examples:
         raise UserError(f"{path} holds no rows; give one JSON object per line")
@@ -219,9 +219,9 @@ class TextEncoder:
                 raise ValueError(f'"{field}" is not supported, and would change what the row means')
         if not self.chat:  # plain text has no turns for messages
             return get_field(row, name, str)  # ValueError for messages
-        value = get_field(row, name, str, list)  # a text, or messages
-        if isinstance(value, list):
-            for message in value:
+        text_or_messages = get_field(row, name, str, list)  # ValueError for another type
+        if isinstance(text_or_messages, list):
+            for message in text_or_messages:
                 role = get_field(message, "role", str)  # raises ValueError without it
                 texts_of(message)  # raises ValueError for entries without text
                 is_supported = message.get("weight") in (None, 0, 1)  # 0: not learned
@@ -230,14 +230,14 @@ class TextEncoder:
                 if not self.tokenizer.chat_template:
                     get_field(message, "content", str)
                     # {"role", "content"}, without fields that are null, empty or 0
-                    fields = {field for field in message if message[field]}
-                    is_supported &= role in ROLES and fields <= {"role", "content", "weight"}
+                    used_fields = {field for field in message if message[field]}
+                    is_supported &= role in ROLES and used_fields <= {"role", "content", "weight"}
                 if not is_supported:
                     raise ValueError(
                         f"a chat has no such role or field, or a weight besides 0 and 1: "
                         f"{message!r:.200}"
                     )
-        return value
+        return text_or_messages
 
 
 @dataclass

@@ -37,11 +37,12 @@ class GroupRelativePolicy(Method):
         # Trial call: a reward function that fails must end the run here, before --overwrite removes
         # the checkpoints of another run. The first question's right answer serves as a completion's
         # text; a reward model reads token ids instead, here only those of the prompt.
-        question = self.examples[0]  # exists: read_examples refuses a file without rows
+        question = self.examples[0]  # a Question; read_examples refuses a file without rows
         example = Example.of_completion(question.prompt_ids, [])
         answer = str(question.row.get("answer", ""))  # a row may have a number there
         completion = Completion(question.row, answer, example, is_cut=False)
-        # a micro-batch for each process, because the function may fail on one machine alone
+        # a micro-batch for each process, because the function may fail on one machine alone: then
+        # set_rewards raises RewardError on all
         self.set_rewards([[completion]] * self.process.data_parallel)
 
     def to_example(self, row: dict) -> Question:
@@ -68,8 +69,8 @@ class GroupRelativePolicy(Method):
         # samples the same completions again.
         micro_batches = self.complete_and_reward(model, questions, sampling)
         rollout_seconds = time.perf_counter() - start_seconds
-        completions = list(chain.from_iterable(micro_batches))  # in the order of indices
-        # float64 rounds the means over groups and over the step less
+        completions = list(chain.from_iterable(micro_batches))  # of the step, group after group
+        # (batch_size * group_size,), in float64, which rounds means over groups and the step less
         rewards = torch.tensor(
             [completion.reward for completion in completions], dtype=torch.float64
         )
@@ -87,7 +88,7 @@ class GroupRelativePolicy(Method):
         sample = f"prompt: {completions[0].row['prompt']!r}"
         for completion in completions[:group_size]:
             sample += f"\n{completion.reward:g}  {completion.text!r}"
-        # tokens of each completion, including the end token
+        # tokens of each completion: loss_mask is True for them, and for the end token
         completion_lengths = [completion.example.loss_mask.sum() for completion in completions]
         is_equal = group_rewards == group_rewards[:, :1]  # (batch_size, group_size)
         metrics = {  # for the log, of all processes; rollout_ms is of this one
@@ -95,10 +96,12 @@ class GroupRelativePolicy(Method):
             # share of groups whose rewards are all equal, from which nothing is learned but --kl
             "equal_rewards": is_equal.all(dim=1).double().mean().item(),
             "completion_tokens": float(np.mean(completion_lengths)),
-            "cut": float(np.mean([completion.is_cut for completion in completions])),  # share
+            # share of completions that reached --max_new_tokens before an end
+            "cut": float(np.mean([completion.is_cut for completion in completions])),
             "rollout_ms": 1000 * rollout_seconds,  # part of the step's "ms"
         }
-        # finetune.py divides summed losses by `divisor`, the number of all processes' completions
+        # `batches` are of this process. finetune.py divides their summed losses by `divisor`, the
+        # number of completions of all processes: the sum over the processes is then the mean.
         return PreparedStep(batches, divisor=len(completions), metrics=metrics, sample=sample)
 
     def complete_and_reward(
@@ -117,9 +120,10 @@ class GroupRelativePolicy(Method):
                 model, questions_here, self.encoder, sampling, self.process, first_index=indices[0]
             )
 
-        indices = list(range(len(questions)))  # of the completions
-        # every process gets the completions of all; raises Stopped after a signal
-        micro_batches = self.process.map(complete_micro_batch, self.to_micro_batches(indices))
+        # to_micro_batches makes lists of --micro_batch_size indices. Every process gets the
+        # completions of all; raises Stopped after a signal.
+        all_indices = list(range(len(questions)))
+        micro_batches = self.process.map(complete_micro_batch, self.to_micro_batches(all_indices))
         self.set_rewards(micro_batches)  # in place
         return micro_batches
 
@@ -129,8 +133,8 @@ class GroupRelativePolicy(Method):
         # of this process, by the index of the micro-batch: {0: [1.0, 0.0, ...], 2: [...]}
         rewards_by_index: dict[int, list[float]] = {}
         try:
-            # `together`: if a function fails on one process, all raise. `meeting`: none waits in a
-            # collective for a slow function of another process.
+            # `together`: if a function fails on one process, all raise. `meeting`: a function may
+            # take longer than TIMEOUT, after which a collective of a waiting process would fail.
             with self.process.together(), self.process.meeting():
                 for index in self.own_micro_batches(list(range(len(micro_batches)))):
                     rewards_by_index[index] = self.reward_function(micro_batches[index])
@@ -142,8 +146,8 @@ class GroupRelativePolicy(Method):
 
     @torch.no_grad()
     def make_batch(self, completions: list[Completion]) -> Batch:
-        """Return N completions as a batch, with their advantages and the log-probabilities of
-        their tokens under the reference model, if there is one."""
+        """Return N completions as a batch, with their advantages, which `prepare` has set, and the
+        log-probabilities of their tokens under the reference model, if there is one."""
         # idx and targets (N, T), last_columns (N,), on the device; the other fields are still None
         batch = super().make_batch([completion.example for completion in completions])
         advantages = torch.tensor([completion.advantage for completion in completions])

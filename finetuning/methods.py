@@ -92,7 +92,7 @@ class Method(ABC):
         examples = [self.examples[i] for i in example_ids]  # list[Example] or list[Pair]
         micro_batches = self.own_micro_batches(self.to_micro_batches(examples))
         batches = [self.make_batch(micro_batch) for micro_batch in micro_batches]
-        return PreparedStep(batches, self.divisor(examples))
+        return PreparedStep(batches, self.divisor(examples))  # examples of all processes
 
     def to_micro_batches(self, examples: list) -> list[list]:
         """Divide examples among the micro-batches of all processes, in lists of micro_batch_size
@@ -102,7 +102,8 @@ class Method(ABC):
 
     def own_micro_batches(self, micro_batches: list) -> list:
         """Return this process's share of a list of micro-batches, or of their indices."""
-        # Micro-step i takes consecutive micro-batches, one per process, as in pre-training.
+        # Micro-step i takes consecutive micro-batches, one per process, as in pre-training: of two
+        # processes, the first has the micro-batches 0, 2, 4, ...
         return micro_batches[self.process.data_rank :: self.process.data_parallel]
 
     def make_batch(self, examples: list) -> Batch:
@@ -158,8 +159,8 @@ class SupervisedTuning(Method):
         return sum(int(dialog.loss_mask[1:].sum()) for dialog in dialogs)
 
     def metric_sums(self, model: nn.Module, batch: Batch) -> Sums:
-        # The model's default is the mean over the targets of this batch. With reduction="none" its
-        # backward pass would compute large logits again (model/loss.py).
+        # The model's default is the mean over the targets of this batch. With reduction="none" the
+        # backward pass of a large batch would compute its logits again (model/loss.py).
         mean_loss = model(batch.idx, batch.targets)
         # From the mean back to the sum, so that each target of the step has equal weight.
         num_targets = (batch.targets >= 0).sum()  # other positions hold NO_TARGET, -1

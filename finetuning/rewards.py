@@ -69,8 +69,8 @@ def import_file(path: Path) -> ModuleType:
     # The caller passes the name of a .py file, for which importlib always has a loader.
     assert spec is not None and spec.loader is not None
     module = module_from_spec(spec)  # empty until exec_module below
-    folder = str(path.resolve().parent)
-    module_names = {info.name for info in iter_modules([folder])}  # in the folder: {"utils"}
+    folder_of_file = str(path.resolve().parent)
+    module_names = {info.name for info in iter_modules([folder_of_file])}  # {"utils"}
     # already loaded modules with these names, such as this project's; restored below
     shadowed: dict[str, ModuleType] = {}
     for name, loaded_module in sys.modules.items():
@@ -81,13 +81,13 @@ def import_file(path: Path) -> ModuleType:
     # For process pools, which look up functions by the module's name. If `shadowed` has that name,
     # the old module gets it back below.
     sys.modules[path.stem] = module
-    sys.path.insert(0, folder)
+    sys.path.insert(0, folder_of_file)
     try:
         spec.loader.exec_module(module)  # runs the file
     finally:
         # Keep the folder for later imports of the file, but last: this project's own come first.
-        sys.path.remove(folder)
-        sys.path.append(folder)
+        sys.path.remove(folder_of_file)
+        sys.path.append(folder_of_file)
         sys.modules.update(shadowed)  # this project's again: {"utils": ..., "utils.files": ...}
     return module
 
@@ -167,8 +167,9 @@ def load_reward_function(name: str, encoder: TextEncoder, process: Process) -> R
 def rewards_of_function(
     name: str, function: Callable, completions: list[Completion]
 ) -> list[float]:
-    """Return the reward that a function of the user gives to each completion. Raise UserError,
-    which names it by --reward `name`, if it fails or does not return a finite number."""
+    """Return the reward that the user's function gives to each completion; it takes the prompt, the
+    completion's text and the row. Raise UserError, which names it by --reward `name`, if it fails
+    or does not return a finite number."""
     rewards: list[float] = []
     for completion in completions:
         prompt = completion.row["prompt"]  # a text, or messages of a chat

@@ -71,20 +71,20 @@ def cross_entropy_(logits: Tensor, targets: Tensor, vocab_size: int, needs_grad:
     """
     # Comparison with the column index finds the target. A scatter, for the gradient, would end the
     # compiler's fused loop.
-    column = torch.arange(logits.size(1), device=logits.device)  # (padded V,)
-    is_target = column == targets.unsqueeze(-1)  # (n, padded V)
-    # -inf removes the padded vocabulary from the softmax
-    x = logits.float().masked_fill(column >= vocab_size, -torch.inf)
+    columns = torch.arange(logits.size(1), device=logits.device)  # (padded V,)
+    is_target = columns == targets.unsqueeze(-1)  # (n, padded V)
+    # -inf removes the padded vocabulary, the columns from V on, from the softmax
+    float32_logits = logits.float().masked_fill(columns >= vocab_size, -torch.inf)
     # The compiler fuses these parts of logsumexp into one pass (an online softmax), so the function
     # reads the logits twice. With torch.logsumexp it would read them three times.
-    maximum = x.amax(-1, keepdim=True)  # (n, 1)
-    logsumexp = maximum + (x - maximum).exp().sum(-1, keepdim=True).log()  # (n, 1)
+    maximum = float32_logits.amax(-1, keepdim=True)  # (n, 1)
+    logsumexp = maximum + (float32_logits - maximum).exp().sum(-1, keepdim=True).log()  # (n, 1)
     # no gather: with it, torch 2.11 reads the target's logit after overwriting it
-    target_logits = torch.where(is_target, x, 0.0).sum(-1)  # (n,)
+    target_logits = torch.where(is_target, float32_logits, 0.0).sum(-1)  # (n,)
     nats = logsumexp.squeeze(-1) - target_logits  # (n,)
     if needs_grad:  # not in validation
-        # overwrite the logits with their gradient, softmax(x) - one_hot(target)
-        logits.copy_((x - logsumexp).exp_().add_(is_target, alpha=-1))
+        # overwrite the logits with their gradient, softmax(float32_logits) - one_hot(target)
+        logits.copy_((float32_logits - logsumexp).exp_().add_(is_target, alpha=-1))
     return nats
 
 
@@ -94,20 +94,22 @@ def cross_entropy_by_rows_(
     """Compute the same as cross_entropy_, but faster on a CPU and without the compiler: some rows
     at a time, in few operations, and with gather and scatter instead of a comparison of each target
     with every column. In float32 it overwrites the padded columns of the logits in any case."""
-    max_bytes = SOFTMAX_BYTES_ON_CPU if logits.device.type == "cpu" else SOFTMAX_BYTES
-    num_rows = rows_within(max_bytes, 4 * logits.size(1))  # float32: 20 rows of GPT-2 on a CPU
+    round_bytes = SOFTMAX_BYTES_ON_CPU if logits.device.type == "cpu" else SOFTMAX_BYTES
+    # 4 bytes per float32 logit: 20 rows of GPT-2 on a CPU
+    rows_per_round = rows_within(round_bytes, 4 * logits.size(1))
     nats: list[Tensor] = []  # (rows,) each
-    for start in range(0, len(logits), num_rows):
-        rows = slice(start, start + num_rows)
+    for start in range(0, len(logits), rows_per_round):
+        rows = slice(start, start + rows_per_round)
         target = targets[rows].clamp(min=0).unsqueeze(-1)  # (rows, 1); gather takes no -1
-        x = logits[rows].float()  # (rows, padded V), a copy unless the logits are float32
-        x[:, vocab_size:] = -torch.inf  # removes the padded vocabulary from the softmax
-        softmax = x.softmax(-1)
-        # The softmax of the largest logit m is exp(m - logsumexp), so x needs no second exp.
-        logsumexp = x.amax(-1) - softmax.amax(-1).log()  # (rows,)
-        nats.append(logsumexp - x.gather(-1, target).squeeze(-1))
+        # (rows, padded V), a copy unless the logits are float32
+        float32_logits = logits[rows].float()
+        float32_logits[:, vocab_size:] = -torch.inf  # takes the padding out of the softmax
+        softmax = float32_logits.softmax(-1)
+        # The softmax of the largest logit m is exp(m - logsumexp), so no second exp is needed.
+        logsumexp = float32_logits.amax(-1) - softmax.amax(-1).log()  # (rows,)
+        nats.append(logsumexp - float32_logits.gather(-1, target).squeeze(-1))
         if needs_grad:
-            # softmax(x) - one_hot(target), in place of the softmax, overwrites these logits
+            # softmax - one_hot(target), computed in place in `softmax`, overwrites these logits
             minus_one = torch.full_like(target, -1, dtype=softmax.dtype)
             logits[rows] = softmax.scatter_add_(-1, target, minus_one)
     return torch.cat(nats)
@@ -169,10 +171,10 @@ class ChunkedCrossEntropy(torch.autograd.Function):
                 else:
                     cross_entropy = chunk_cross_entropy_  # cross_entropy_ if compiled
                 nats = cross_entropy(logits, targets[chunk], vocab_size, needs_grad)  # (n,)
-                total += (nats * is_counted[chunk]).sum()
+                total += (nats * is_counted[chunk]).sum()  # without targets of -1
                 if needs_grad:
                     grad_logits = logits  # `cross_entropy` has overwritten them
-                    torch.mm(grad_logits, cast_weight, out=grad_x[chunk])
+                    torch.mm(grad_logits, cast_weight, out=grad_x[chunk])  # (n, C)
                     add_matmul_(grad_weight, grad_logits.T, inputs)  # += grad_logits.T @ inputs
         if needs_grad:
             grad_x.masked_fill_(is_ignored, 0)  # so far meaningless for ignored tokens

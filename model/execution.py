@@ -70,7 +70,7 @@ def execute(model: GPT, execution: Execution) -> None:
         # backward pass recomputes. The compiler reads them when it compiles the first block, in the
         # first forward pass.
         configure_compiler(execution)
-        # ChunkedCrossEntropy calls it only on GPUs; on a CPU it would be slower than the default
+        # ChunkedCrossEntropy calls it only on GPUs: cross_entropy_by_rows_ is faster on a CPU
         model.loss.chunk_cross_entropy_ = compile_static(cross_entropy_)
     for block in model.transformer.h:
         # These attributes of a block hide the method `forward` of its class, whatever class it is.
@@ -86,7 +86,8 @@ def execute(model: GPT, execution: Execution) -> None:
 
 def recompute_all(block: nn.Module, *inputs) -> Tensor:
     """Return what the block's own forward, which `execute` keeps as plain_forward, returns for
-    `inputs`. Autograd keeps only these, and the backward pass computes the block again."""
+    `inputs` (x, angles, cache, mask of Block.forward). Autograd keeps only these, and the backward
+    pass computes the block again."""
     # `recompute` is torch's activation checkpointing; PyTorch recommends use_reentrant=False
     return recompute(block.plain_forward, *inputs, use_reentrant=False)
 

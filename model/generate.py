@@ -43,11 +43,11 @@ def sample_token(logits: Tensor, uniform: Tensor, sampling: Sampling) -> Tensor:
     if sampling.temperature == 0:
         return logits.argmax(-1)
     # token ids of the columns of `logits`; None means that column i is token i
-    ids: Tensor | None = None
+    ids_of_columns: Tensor | None = None
     if sampling.top_k is not None or sampling.top_p is not None:
         V = logits.size(-1)
-        # top_p without top_k needs all V tokens, sorted
-        logits, ids = logits.topk(min(sampling.top_k or V, V))  # (B, k), likeliest first
+        # (B, k) each, likeliest first; top_p without top_k needs all V tokens, sorted
+        logits, ids_of_columns = logits.topk(min(sampling.top_k or V, V))
     probabilities = (logits.float() / sampling.temperature).softmax(-1)  # (B, V), or (B, k)
     if sampling.top_p is not None:
         # Keep a token if the likelier tokens sum to less than top_p (Holtzman et al. 2020). This
@@ -64,9 +64,9 @@ def sample_token(logits: Tensor, uniform: Tensor, sampling: Sampling) -> Tensor:
     column = torch.searchsorted(cumulative, threshold, right=True)  # (B, 1)
     # With NaN in the logits no column is above the threshold: take the last one.
     column = column.clamp_(max=logits.size(-1) - 1)
-    if ids is None:
+    if ids_of_columns is None:
         return column.squeeze(-1)
-    return ids.gather(-1, column).squeeze(-1)  # column -> token id
+    return ids_of_columns.gather(-1, column).squeeze(-1)  # (B,), token ids
 
 
 @torch.no_grad()
@@ -81,7 +81,7 @@ def generate(
     When a context is full, its older half is dropped, and the newer half is read again. With
     prompts of one length the loop does not wait for the GPU to finish a token.
     """
-    # True if a narrow copy of the model has the same logits with the cache and without it
+    # True if a copy of the model with few channels has the same logits with and without the cache
     use_cache = is_proven("the KV cache", cache_agrees, model)
     context = Context(model, prompts, sampling.max_new_tokens, use_cache)
     uniforms = draw_uniforms(len(prompts), sampling, first_index)  # (B, max_new_tokens)
@@ -172,7 +172,7 @@ class Context:
 @torch.no_grad()
 def cache_agrees(model: GPT) -> bool:
     """Compare the logits with the KV cache with those of a forward pass over all tokens, as in
-    training. `model` is a narrow copy."""
+    training. `model` is the narrow copy that is_proven makes (model/proof.py)."""
     block_size = model.config.block_size
     vocab_size = model.config.vocab_size
     num_new = min(2, block_size - 1)  # tokens after a prompt

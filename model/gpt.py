@@ -131,7 +131,7 @@ class MLP(nn.Module):
             return F.gelu(x)
         if self.activation == "relu2":  # So et al. 2021
             return F.relu(x).square()
-        assert self.activation == "swiglu"  # Shazeer 2020
+        assert self.activation == "swiglu"  # Shazeer 2020; GPTConfig refuses any other name
         # the SiLU of one half of the channels gates the other half
         gate, x = x.chunk(2, dim=-1)  # (B, T, inner) each
         return F.silu(gate) * x
@@ -230,7 +230,8 @@ class GPT(nn.Module):
         for name, module in self.named_modules():
             if isinstance(module, (nn.Linear, nn.Embedding)) and has_default(module.weight):
                 std = 0.02
-                # The outputs of 2 L such layers add up in the residual stream.
+                # 2 L such layers add their outputs to the residual stream. With this factor the
+                # variance of the sum does not grow with L (Radford et al. 2019).
                 if name.endswith("c_proj"):
                     std *= (2 * self.config.n_layer) ** -0.5
                 # only noted here: model/initial_weights.py draws the numbers later

@@ -57,7 +57,7 @@ def prepare_for_inference(
     then (model/proof.py), all layers stay as they are.
     """
     model.float()  # load_model returns bfloat16 weights by default
-    prepare: Callable[[GPT], None] | None = None
+    prepare: Callable[[GPT], None] | None = None  # None: the layers stay as they are
     if device.type == "cpu" and has_onednn(dtype):
         prepare = partial(replace_linear_layers, dtype=dtype, num_tokens=num_tokens)
     elif device.type == "cuda" and dtype is not torch.float32:
@@ -89,7 +89,7 @@ def cast_linear_layers(model: GPT, dtype: torch.dtype) -> None:
     for module in model.transformer.h.modules():
         if type(module) in LINEAR_CLASSES:
             module.to(dtype)
-    head_weight = model.head_weight.detach().to(dtype)  # with padding, as matmuls are faster then
+    head_weight = model.head_weight.detach().to(dtype)  # (padded V, C), faster than V rows
     V = model.config.vocab_size
     replace_head(model, lambda x: F.linear(x.to(dtype), head_weight)[..., :V], dtype)
 

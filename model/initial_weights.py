@@ -79,7 +79,7 @@ class NormalRows:
         drawn = torch.empty(indices.shape + row_shape, device="cpu")  # (r, ...)
         chunk_of_row = indices // ROWS_PER_SEED  # (r,): 0 for the rows 0 to 63, 1 for 64 to 127
         for chunk in chunk_of_row.unique().tolist():
-            chunk_seed = hash_seed(f"{self.seed} {self.name} {chunk}")
+            chunk_seed = hash_seed(f"{self.seed} {self.name} {chunk}")  # "1337 lm_head.weight 0"
             generator = torch.Generator("cpu").manual_seed(chunk_seed)
             # draw the whole chunk even for one row, so that a row depends only on its index
             normal = torch.randn(ROWS_PER_SEED, *row_shape, generator=generator, device="cpu")
@@ -162,7 +162,8 @@ class DeferredInit(TorchFunctionMode):
             return torch.empty(*args, **kwargs | {"device": "meta"})
         if func in METADATA:  # reads no numbers of a tensor
             return func(*args, **kwargs)
-        # torch.nn.init names its arguments, the methods of a tensor do not
+        # torch.nn.init passes on the tensor as tensor=..., the methods of a tensor as args[0]. From
+        # here on it is args[0] in both cases.
         is_init = getattr(func, "__module__", "") == "torch.nn.init"
         if is_init:
             args = (kwargs.pop("tensor"), *args)

@@ -60,7 +60,7 @@ class ChunkedLoss(nn.Module):
             return ChunkedCrossEntropy.apply(
                 x, model.head_weight, targets, V, self.chunk_cross_entropy_, needs_grad
             )
-        # autograd keeps about four tensors of the size of a chunk's logits
+        # autograd keeps about four tensors as large as a chunk's logits: hence max_bytes // 4
         losses = self.chunked_token_losses(model, x, targets, max_bytes // 4)
         # The mean of the losses whose target is not -1: nll_loss takes it over the first and only
         # column of -losses, and rounds it like F.cross_entropy does.
@@ -117,8 +117,8 @@ def chunked_loss_agrees(model: GPT) -> bool:
         plain = losses[targets >= 0].mean()
         # The loss, then its gradients: zeros for parameters that a loss does not depend on. So a
         # temperature, which `fast` does not know, shows.
-        ours = (fast,) + torch.autograd.grad(fast, leaves, materialize_grads=True)
-        theirs = (plain,) + torch.autograd.grad(plain, leaves, materialize_grads=True)
-        if not all(agrees(a, b) for a, b in zip(ours, theirs, strict=True)):
+        fast_results = (fast,) + torch.autograd.grad(fast, leaves, materialize_grads=True)
+        plain_results = (plain,) + torch.autograd.grad(plain, leaves, materialize_grads=True)
+        if not all(agrees(a, b) for a, b in zip(fast_results, plain_results, strict=True)):
             return False
     return True

@@ -52,7 +52,7 @@ def narrow_config(config: GPTConfig, max_kv_heads: int) -> GPTConfig:
     num_kv_heads = min(config.num_kv_heads, max_kv_heads)  # max_kv_heads is 2, or --tensor_parallel
     queries_per_key = min(config.n_head // config.num_kv_heads, 2)
     n_head = num_kv_heads * queries_per_key
-    num_layers = max(2, min(4, 2**22 // config.block_size**2))  # 4 up to 1,024 tokens
+    max_layers = max(2, min(4, 2**22 // config.block_size**2))  # 4 up to 1,024 tokens
     # A head has an even number of channels, for rotary positions. All heads together have 24 or
     # more, because an edit may divide the channels, such as a convolution with groups=4.
     n_embd = n_head * max(4, 2 * (16 // n_head))  # 32 for 1, 2, 4 or 8 heads; 24 for 6
@@ -62,7 +62,7 @@ def narrow_config(config: GPTConfig, max_kv_heads: int) -> GPTConfig:
         n_inner=None if config.n_inner is None else n_embd,  # another width than 4 n_embd
         n_head=n_head,
         n_kv_head=num_kv_heads,
-        n_layer=min(config.n_layer, num_layers),
+        n_layer=min(config.n_layer, max_layers),
         vocab_size=min(config.vocab_size, 509),  # padded to 512
     )
 
@@ -88,7 +88,7 @@ def is_proven(shortcut_name: str, comparison: Callable[[GPT], bool], model: GPT)
 
     `comparison` takes a narrow copy of `model`, in float32, and compares both. The same function
     object runs once for a class of models and a config, without changing the global random numbers.
-    If the shortcut differs, or the copy raises an error, one line says so then.
+    If the shortcut differs, or the copy raises an error, a note on stderr says so.
     """
     # @cache keeps the result for these arguments; mypy does not know that classes are hashable
     return prove(shortcut_name, comparison, type(model), model.config)  # type: ignore[arg-type]

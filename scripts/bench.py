@@ -73,7 +73,7 @@ class BenchOptions(MachineOptions, BenchModelOptions, PeerOptions):
     def bench_config(self) -> GPTConfig:
         """Architecture of this project's model."""
         # model_config of ModelOptions: sizes from --model_type or flags, the rest from the recipe.
-        return self.model_config(parse_recipe(self.recipe), GPT2Tokenizer.vocab_size)
+        return self.model_config(parse_recipe(self.recipe), GPT2Tokenizer.vocab_size)  # 50257
 
 
 def build_ours(options: BenchOptions) -> Program:
@@ -89,9 +89,9 @@ def build_ours(options: BenchOptions) -> Program:
     model = GPT(options.bench_config).to(device)
     # in place: how the blocks run in training
     execute(model, Execution(checkpointing, options.use_torch_compile))
-    # The learning rates do not change the time either: they stay at the optimizers' defaults. Muon
-    # multiplies in `dtype`.
-    optimizer_options = OptimizerOptions(weight_decay=recipe.weight_decay)  # the default None fails
+    # The learning rates do not change the time either: they stay at the optimizers' defaults.
+    # make_optimizers needs a weight decay, whose default is None. Muon multiplies in `dtype`.
+    optimizer_options = OptimizerOptions(weight_decay=recipe.weight_decay)
     return model, make_optimizers(model, optimizer_options, recipe, dtype), dtype
 
 

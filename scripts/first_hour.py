@@ -72,8 +72,8 @@ def run_script(command: str) -> str:
 def print_verdict(quantity: str, measured: float, low: float, high: float) -> bool:
     """Return whether low <= measured <= high, and print the verdict."""
     is_right = low <= measured <= high  # False for NaN
-    word = "ok   " if is_right else "WRONG"
-    print(f"{word} {quantity}: {measured:.4g}, expected {low:.4g} to {high:.4g}", flush=True)
+    verdict = "ok   " if is_right else "WRONG"
+    print(f"{verdict} {quantity}: {measured:.4g}, expected {low:.4g} to {high:.4g}", flush=True)
     return is_right
 
 
@@ -99,7 +99,8 @@ def check_resume(flags: str, out: Path, tolerance: float) -> bool:
     once, and 10 steps and then 10 more. `tolerance` is the largest difference in nats per token."""
     for name, max_steps in (("whole", 20), ("resumed", 10), ("resumed", 20)):
         # FLAGS_RESUME has --resume auto, so the second "resumed" continues from the first one, and
-        # a constant learning rate, so that runs of 10 and 20 steps train alike.
+        # a constant learning rate, so that runs of 10 and 20 steps train alike. Of two equal flags
+        # the last one wins: --max_steps here, not that of `flags`.
         run_script(
             f"train.py --run_dir {out / name} {flags} {FLAGS_RESUME} --max_steps {max_steps}"
         )
@@ -153,11 +154,11 @@ def check_124m(out: Path) -> list[bool]:
     # HellaSwag of OpenAI's 124M against the published score, an accuracy from 0 to 1
     run_script(f"evaluate.py --model gpt2 --tasks hellaswag --out {out}/gpt2.json")
     accuracies: dict[tuple[str, str, str], float] = {}  # (task, protocol, metric) -> value
-    for entry in json.loads((out / "gpt2.json").read_text())["results"]:
-        accuracies[entry["task"], entry["protocol"], entry["metric"]] = entry["value"]
+    for score in json.loads((out / "gpt2.json").read_text())["results"]:
+        accuracies[score["task"], score["protocol"], score["metric"]] = score["value"]
     key = ("hellaswag", "build-nanogpt", "acc_norm")
-    published = PUBLISHED[key].by_model_type["gpt2"]  # 0.2955
-    low, high = published - 2e-3, published + 2e-3
+    published_accuracy = PUBLISHED[key].by_model_type["gpt2"]  # 0.2955
+    low, high = published_accuracy - 2e-3, published_accuracy + 2e-3
     results.append(print_verdict("HellaSwag of OpenAI's 124M", accuracies[key], low, high))
     return results
 

@@ -170,7 +170,8 @@ def build(rung: str, options: LadderOptions) -> Program:
     # a weight decay. Nothing sets the learning rate, so it stays at PyTorch's default, 1e-3.
     optimizers = make_optimizers(model, OptimizerOptions(weight_decay=0.1), Recipe())
     if "fused AdamW" not in changes:
-        # The parameter groups keep their options. There is no state yet, before the first step.
+        # {}: no defaults, because the groups have all options already. There is no optimizer state
+        # to take over before the first step.
         optimizers = [PlainAdamW(optimizer.param_groups, {}) for optimizer in optimizers]
     return model, optimizers, dtype
 

@@ -196,8 +196,8 @@ def to_markdown(groups: list[str], losses: np.ndarray, metric: str) -> str:
     differences = losses - losses[order[0]]  # (groups, seeds)
     lines = [f"| run | validation {metric} | std of {num_seeds} | to the best |", "|---" * 4 + "|"]
     for i in order:
-        numbers = f"{means[i]:.4f} | {losses[i].std(ddof=ddof):.4f} | {differences[i].mean():+.4f}"
-        lines.append(f"| {groups[i]} | {numbers} |")
+        cells = f"{means[i]:.4f} | {losses[i].std(ddof=ddof):.4f} | {differences[i].mean():+.4f}"
+        lines.append(f"| {groups[i]} | {cells} |")
     return "\n".join(lines) + "\n"
 
 

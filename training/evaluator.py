@@ -63,7 +63,7 @@ class Evaluator:
         except UserError as error:
             process.print(f"{error}; so there are no samples and no benchmarks")
             return
-        # Paths of what training can score: of files, for core of a folder; None: download
+        # Where to read each benchmark: a file, for core a folder; None: download it
         data_paths = {
             "hellaswag": options.hellaswag_data,
             "lambada": options.lambada_data,
@@ -75,7 +75,7 @@ class Evaluator:
                 limit = None if options.eval_full else SUBSET_EXAMPLES  # None: all examples
                 first_protocol = benchmark.protocols[:1]  # ("build-nanogpt",): enough for a curve
                 try:
-                    score_benchmark = open_benchmark(  # reads or downloads the examples now
+                    score_benchmark = open_benchmark(  # a function; the examples are read now
                         benchmark, path, limit, self.scorer, self.tokenizer, first_protocol
                     )
                 except UserError as error:  # its message does not name the options

@@ -95,7 +95,8 @@ class Size:
     """A size of a model that the run may get."""
 
     flags: dict[str, Any]
-    """Options that make a model of this size, without those that the user gives."""
+    """Options that make a model of this size, without those that the user gives: {"n_layer": 2,
+    "n_head": 2, "n_embd": 128, "block_size": 128}; {} if the user's flags make the only size."""
     model_config: GPTConfig
     num_parameters: int
     counted_parameters: int
@@ -110,12 +111,15 @@ class Plan:
 
     size: Size
     flags: dict[str, Any]
-    """Options of the run, without those that the user gives."""
+    """Options of the run, without those that the user gives: those of `size`, total_batch_size,
+    max_steps, ..."""
     num_tokens: int
+    """Tokens that the run reads: its steps times those of a batch."""
     loss: float
     """compared_loss: only differences between plans mean something."""
 
 
+# measure_step or forecast_cost, each with its first two arguments bound by `partial`
 MeasureStep = Callable[[ResolvedTrainOptions, Size], StepCost]
 
 
@@ -141,7 +145,7 @@ class Dial:
             self.common_flags["use_torch_compile"] = False
         self.options = replace(options, **self.common_flags)
         self.data_parallel = data_parallel
-        self.seconds = 60 * minutes
+        self.seconds = 60 * minutes  # from the start of the processes to the end of the run
         try:
             # a Mixture has the corpora of --data_dir; its `stream` has the tokens of all of them
             train_stream = Mixture(options.data_dir, "train", options.block_size).stream
@@ -189,7 +193,8 @@ class Dial:
         """Return the size of a model with these flags, {"n_layer": 2, "n_head": 2, ...}."""
         # sizes from `flags`, else from the user's flags or --model_type; the rest from the recipe
         model_config = replace(self.options, **flags).model_config(recipe, vocab_size)
-        # on "meta", only for their counts: the model, and one with at most COUNTED_ROWS tokens
+        # On "meta", only for their counts: the model, and one with at most COUNTED_ROWS (18,000)
+        # tokens, because rows of rarer tokens learn little.
         model = build_without_weights(GPT, model_config)
         counted_config = replace(model_config, vocab_size=min(vocab_size, COUNTED_ROWS))
         counted_model = build_without_weights(GPT, counted_config)
@@ -212,15 +217,16 @@ class Dial:
         cost_by_flops: dict[int, StepCost] = {}
         size = self.sizes[min(FIRST_MEASURED, len(self.sizes) - 1)]  # the second, or the only one
         first_tokens = first_sequences * size.model_config.block_size * self.data_parallel
-        smallest_batch = self.tokens_of_smallest_batch(size)
-        batch_tokens = -(-first_tokens // smallest_batch) * smallest_batch  # rounded up
-        # {"n_layer": 2, "n_head": 2, "n_embd": 128, "block_size": 128, "total_batch_size": 1024}
+        smallest_tokens = self.tokens_of_smallest_batch(size)
+        batch_tokens = -(-first_tokens // smallest_tokens) * smallest_tokens  # rounded up
+        # {"n_layer": 2, "n_head": 2, "n_embd": 128, "block_size": 128, "total_batch_size": 1024},
+        # without the options that the user gives
         flags = size.flags | self.without_given({"total_batch_size": batch_tokens})
-        measured: list[dict[str, Any]] = []  # flags of each measurement
+        measured_flags: list[dict[str, Any]] = []  # a dict for each measurement
         start_seconds = elapsed()
         while True:
             try:
-                cost = measure_step(replace(self.options, **flags), size)
+                cost = measure_step(replace(self.options, **flags), size)  # a StepCost
                 cost_by_flops[size.flops_per_token] = cost  # replaces that of another batch
             except UserError:
                 # Before the first measurement there is nothing to choose by: the flags of the user
@@ -229,18 +235,18 @@ class Dial:
                     raise
                 # larger sizes do not fit, either
                 self.sizes = self.sizes[: self.sizes.index(size)]
-            measured.append(flags)
+            measured_flags.append(flags)
             # what is left; at least a second, for a time that is over before the run begins
             seconds = max(1.0, self.seconds - elapsed() - FINISH_SECONDS)
             costs = list(cost_by_flops.values())
             plans = [self.plan(size, costs, seconds) for size in self.sizes]  # smallest size first
-            lowest = min(plan.loss for plan in plans)
-            plan = next(plan for plan in plans if plan.loss < lowest + EQUAL_LOSS)
+            lowest_loss = min(plan.loss for plan in plans)
+            plan = next(plan for plan in plans if plan.loss < lowest_loss + EQUAL_LOSS)
             # Measure this size with its planned batch next, unless that is done or measuring has
             # taken a tenth of the time.
             size = plan.size
             flags = {name: plan.flags[name] for name in flags}  # its sizes, and total_batch_size
-            if flags in measured or elapsed() - start_seconds > MEASURED_SHARE * self.seconds:
+            if flags in measured_flags or elapsed() - start_seconds > MEASURED_SHARE * self.seconds:
                 return plan
 
     def plan(self, size: Size, costs: list[StepCost], seconds: float) -> Plan:
@@ -260,10 +266,10 @@ class Dial:
         batch_tokens = self.choose_batch(size, cost, steps_seconds)
         # at most MOST_EPOCHS of the text
         tokens_that_fit = self.tokens_in(steps_seconds, cost, batch_tokens)
-        # at least 10, also where not one step fits into the time
+        # at least 10, one for each validation, also where not one step fits into the time
         max_steps = max(NUM_VALIDATIONS, int(tokens_that_fit / batch_tokens))
         every = -(-max_steps // NUM_VALIDATIONS)  # steps between validations, rounded up
-        flags = self.without_given(
+        step_flags = self.without_given(
             {
                 "total_batch_size": batch_tokens,
                 "max_steps": max_steps,
@@ -280,7 +286,7 @@ class Dial:
             self.token_worth * tokens_that_fit,
             self.token_worth * self.text_tokens,
         )
-        flags = size.flags | flags | self.common_flags
+        flags = size.flags | step_flags | self.common_flags
         return Plan(size, flags, max_steps * batch_tokens, loss)
 
     def choose_val_tokens(self, cost: StepCost, seconds: float) -> int:
@@ -374,7 +380,7 @@ def measure_step(
         start_seconds = time.perf_counter()
         for _ in range(num_passes):
             with sync_gradients(wrapped, options.sharding, is_last=update):
-                with process.autocast(keep_weights=False):
+                with process.autocast(keep_weights=False):  # as in train_step
                     loss = wrapped(idx, idx)  # any targets take as long
                 loss.backward()
             if update:
@@ -387,7 +393,7 @@ def measure_step(
         # -min(-x) is the maximum over processes: the time of the slowest
         return -process.min(-nanoseconds) / 1e9 / num_passes
 
-    first_seconds = seconds_of(1, update=False)  # compiles, and allocates memory
+    first_pass_seconds = seconds_of(1, update=False)  # compiles, and allocates memory
     seconds_of(1, update=True)  # creates the state of the optimizers
     assert options.minutes is not None  # Dial has checked it, and only `choose` measures
     # for the timed passes without an update; as many with an update follow
@@ -401,7 +407,7 @@ def measure_step(
         size.flops_per_token,
         token_seconds=pass_seconds / (idx.numel() * process.data_parallel),
         update_seconds=update_seconds,
-        compile_seconds=first_seconds - pass_seconds if options.use_torch_compile else 0.0,
+        compile_seconds=first_pass_seconds - pass_seconds if options.use_torch_compile else 0.0,
     )
 
 
@@ -462,7 +468,7 @@ def apply_plan(dial: Dial, plan: Plan) -> tuple[ResolvedTrainOptions, list[str]]
     options of these flags in front of the command line, and the names of the derived options.
     `plan` is the run that `dial` chose."""
     command_line = sys.argv[1:]
-    words = to_flags(plan.flags)  # ["--n_layer", "2", ...]
+    chosen_flags = to_flags(plan.flags)  # ["--n_layer", "2", ...]
     if is_main_process():
         model_config = plan.size.model_config
         print(
@@ -473,17 +479,19 @@ def apply_plan(dial: Dial, plan: Plan) -> tuple[ResolvedTrainOptions, list[str]]
         )
         epochs = plan.num_tokens / dial.text_tokens
         # 0.99: whole steps end a little before MOST_EPOCHS, where tokens_in has stopped
-        stop = " and more repeats would hardly help" if epochs > 0.99 * MOST_EPOCHS else ""
-        print(f"{plan.num_tokens:,} tokens fit into that time: {epochs:,.2f} epochs{stop}")
+        stop_text = " and more repeats would hardly help" if epochs > 0.99 * MOST_EPOCHS else ""
+        print(f"{plan.num_tokens:,} tokens fit into that time: {epochs:,.2f} epochs{stop_text}")
         # the command line without --minutes VALUE or --minutes=VALUE
-        rest = re.sub("--minutes[ =][^ ]* ?", "", shlex.join(command_line))
+        typed_flags = re.sub("--minutes[ =][^ ]* ?", "", shlex.join(command_line))
         # launcher: such as "python" or "torchrun --standalone --nproc_per_node=8"
-        print(f"the same run: {launcher()} train.py {shlex.join(words)} {rest}")
+        print(f"the same run: {launcher()} train.py {shlex.join(chosen_flags)} {typed_flags}")
     # Parse them as if the user had typed them. No flag stands twice: plan.flags has none that the
-    # user gives. `checkpoint` is None, because a resumed run keeps its options.
+    # user gives. `derived` has the names of the options that no flag sets, ["log_dir", ...].
+    # `checkpoint` is None: callers choose only for new runs, as a resumed run keeps its options.
     given_options, derived, checkpoint = read_options(
-        TrainOptions, "train.py", words + command_line
+        TrainOptions, "train.py", chosen_flags + command_line
     )
-    options, _ = resolve_options(given_options, derived, checkpoint)  # ResolvedTrainOptions
-    # resolve_options may turn compiling on again where compile_if_all_can has turned it off
+    options, _ = resolve_options(given_options, derived, checkpoint)  # ResolvedTrainOptions, Recipe
+    # resolve_options may turn compiling on again where compile_if_all_can has turned it off (a
+    # process has no working compiler)
     return replace(options, use_torch_compile=dial.options.use_torch_compile), derived

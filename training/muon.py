@@ -63,8 +63,8 @@ def matrix_groups(model: GPT) -> list[dict]:
             weights_by_stack[p.shape, local_fused_rows, mesh_of(p)].append(p)
     groups: list[dict] = []
     for (shape, local_fused_rows, _), weights in weights_by_stack.items():
-        # Most matrices of a group: 37 of (2304, 768). `shape` is of a whole matrix, also if this
-        # process holds a part of it.
+        # Most weights of a group: 37 of (2304, 768), as STACK_ENTRIES is 2**26 numbers. `shape` is
+        # of a whole weight, also if this process holds a part of it.
         num_stacked = max(1, STACK_ENTRIES // shape.numel())
         for start in range(0, len(weights), num_stacked):
             group = {
@@ -109,7 +109,8 @@ class Muon(torch.optim.Optimizer):
                 # each row / root of the running mean of its square norm
                 update = self.normalize_rows(parameters, update)
             local_update = local_shard(update)  # (n, r, C), the part of this process
-            # in place: p -= lr * (weight_decay * p + update)
+            # In place, for each parameter: p -= lr * (weight_decay * p + update). The caller of
+            # `step` has set "lr", in training by set_learning_rates.
             self.update_weights(parameters, local_update, group["lr"], group["weight_decay"])
 
     def add_momentum(self, parameters: list[Tensor]) -> None:
@@ -121,7 +122,7 @@ class Muon(torch.optim.Optimizer):
         for p in parameters:
             state = self.state[p]  # {} before the first step
             if "momentum_buffer" not in state:
-                # a DTensor if the parameter is one, which checkpoints rely on
+                # a DTensor if p is one, so that a checkpoint gets its rows from all processes
                 state["momentum_buffer"] = torch.zeros_like(p)
             if p.grad is None:  # no token reached it, such as an expert of a mixture
                 p.grad = torch.zeros_like(p)
@@ -200,15 +201,15 @@ def orthogonalize(stack: Tensor, local_fused_rows: tuple[int, ...]) -> Tensor:
     """Return a stack (n, R, C) with each of its matrices made nearly orthogonal. If the rows of a
     weight fuse several matrices (matrix_groups), each of these is orthogonalized by itself.
 
-    If P processes share a block (tensor parallelism), the rows of a weight are Q0, K0, V0 of the
-    first process, then Q1, K1, V1 of the next one. `local_fused_rows` are the row counts of Q0, K0
-    and V0.
-
     Tall matrices are scaled by sqrt(rows / columns), so that an update changes the output of a
     layer by about as much for any shape (Jordan et al. 2024).
+
+    If P processes share a block (tensor parallelism), the rows of a weight are Q0, K0, V0 of the
+    first process, then Q1, K1, V1 of the next one. `local_fused_rows` are the row counts of Q0, K0
+    and V0. Without tensor parallelism P is 1.
     """
     orthogonalized: list[Tensor] = []  # one for each fused matrix, such as queries, keys, values
-    by_process = stack.unflatten(1, (-1, sum(local_fused_rows)))  # (n, P, R / P, C)
+    by_process = stack.unflatten(1, (-1, sum(local_fused_rows)))  # (n, R, C) -> (n, P, R / P, C)
     for matrices in by_process.split(local_fused_rows, dim=2):  # (n, P, rows / P, C) of one matrix
         tensor_parallel, local_rows = matrices.shape[1:3]  # (1, 768) for 124M on one process
         x = matrices.flatten(1, 2)  # (n, rows of the whole matrix, C)

@@ -52,7 +52,8 @@ def groups_of(optimizers: list[Optimizer]) -> Iterator[dict]:
 
 
 def remember_groups(optimizers: list[Optimizer]) -> None:
-    """Keep in each group of new optimizers the values that it begins with, for group_values."""
+    """Keep in each group of new optimizers the values that it begins with, for group_values and
+    fill_optimizers."""
     for group in groups_of(optimizers):
         # {"lr_scale": 1.0, "weight_decay": 0.1, ...}; deepcopy: a step may change a value in place
         group["initial"] = {key: deepcopy(group[key]) for key in group if key not in NOT_STATE}
@@ -92,8 +93,8 @@ def fill_state(model: GPT, name: str, created: dict, saved: dict) -> dict:
     """Return the state of the parameter `name`, such as {"momentum_buffer": (3072, 768) float32},
     with the content of `saved`, whose tensors are whole. A tensor that the optimizer has `created`
     in the same shape is filled in place."""
-    # Leaves by path. The keys of a path lead to a leaf: "factors" and 1 to the second tensor of a
-    # list of factors. [1] would be the structure.
+    # Leaves by path, a tuple of keys: (MappingKey("momentum_buffer"),), or for the second tensor of
+    # a list (MappingKey("factors"), SequenceKey(1)). [0] are these pairs, [1] is the structure.
     created_by_path = dict(tree_flatten_with_path(created)[0])
 
     def fill_leaf(path: tuple, leaf: object) -> object:
@@ -152,6 +153,7 @@ def attributes_of(optimizer: Optimizer) -> dict[str, list]:
             continue
         attributes[name] = []
         for leaf in tree_leaves(attribute):
+            # types that count as constant (a flag, a dtype, a function) or that checkpoints save
             if isinstance(leaf, UNCHANGING) or callable(leaf):
                 continue
             if isinstance(leaf, Tensor):
@@ -215,8 +217,8 @@ def check_state(
         checksum = zlib.crc32(f"{key} {x.shape} {x.dtype}".encode(), checksum)
         if not isinstance(x, DTensor):
             # as bytes, because NumPy has no bfloat16
-            content = x.detach().cpu().contiguous().view(-1).view(torch.uint8)
-            checksum = zlib.crc32(content.numpy(), checksum)
+            tensor_bytes = x.detach().cpu().contiguous().view(-1).view(torch.uint8)
+            checksum = zlib.crc32(tensor_bytes.numpy(), checksum)
     process.check_equal(
         checksum,
         "this run could not be resumed: the processes keep different optimizer state, of which a "

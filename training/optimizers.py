@@ -66,12 +66,12 @@ def make_optimizers(
     assert options.weight_decay is not None  # resolved from the recipe already
     adamw_decay = options.weight_decay
     make = matrix_optimizer(recipe).make  # Muon; None if AdamW trains the matrices, too
-    matrices: list[dict] = []  # groups of parameters that AdamW does not train
+    grouped_matrices: list[dict] = []  # groups of parameters that AdamW does not train
     if make is not None:
-        matrices = matrix_groups(model)
+        grouped_matrices = matrix_groups(model)
         adamw_decay = 0.0
     # {"embeddings": [(50304, 768), (1024, 768)], "vectors": [(768,), (768,), (2304,), ...], ...}
-    parameters_by_role = sort_parameters(model, except_for=matrices)
+    parameters_by_role = sort_parameters(model, except_for=grouped_matrices)
     betas = (options.beta1, options.beta2)  # (0.9, 0.95)
     optimizers: list[Optimizer] = []
     # GradScaler (float16) unscales all gradients of an optimizer in one call, which fails for
@@ -92,7 +92,7 @@ def make_optimizers(
             optimizers.append(torch.optim.AdamW([group], betas=betas, fused=True))
     if make is not None:
         # such as Muon, whose matmuls run in `dtype`, but in float32 instead of float16
-        optimizers.append(make(matrices, recipe, options.weight_decay, dtype))
+        optimizers.append(make(grouped_matrices, recipe, options.weight_decay, dtype))
     check_covers(model, optimizers)  # UserError for a parameter in no group, or in two
     remember_groups(optimizers)  # checkpoints save what differs from these first values
     return optimizers

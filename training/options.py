@@ -89,7 +89,8 @@ def read_options(
     # for a wrong flag `parse` raises UserError, or SystemExit after tyro has printed the mistake
     options = replace(parse(options_class, flags), resume=resume, checkpoint_dir=checkpoint_dir)
     if checkpoint is not None:
-        check_inputs(options, given_flags, checkpoint)  # UserError for a missing file
+        # UserError if an input is gone. given_flags, without the checkpoint's, may name another.
+        check_inputs(options, given_flags, checkpoint)
     # --overwrite removes other checkpoints from the folder when the log is opened (Run.open_log)
     if options.overwrite and options.init_from:
         # of runs/a: runs/a/checkpoints; other paths stay
@@ -104,6 +105,7 @@ def read_options(
     if checkpoint and max_steps and checkpoint["step"] > int(max_steps):
         raise UserError(f"{path} is at step {checkpoint['step']}, after --max_steps {max_steps}")
 
+    # given_flags: of the command line and --config, without those of the resumed checkpoint
     return options, list_derived(given_flags, checkpoint), checkpoint
 
 
@@ -146,16 +148,16 @@ def saved_options(checkpoint: Checkpoint, folder: Path) -> dict[str, Any]:
     """Return the options by name with which a run resumes from a checkpoint into `folder`. Flags
     override them. Derived options are left out, except for the warmup, and for the folder of the
     log unless the run was moved or branches off."""
-    saved = checkpoint["config"]
+    earlier_options = checkpoint["config"]  # by name, resolved
     options = without_derived(checkpoint)
     options["checkpoint_dir"] = folder
     # The warmup keeps its length. Derived again, for more steps, it would be longer, and the run
     # would warm up a second time.
-    options["warmup_steps"] = saved["warmup_steps"]
+    options["warmup_steps"] = earlier_options["warmup_steps"]
     # The log stays in its folder. If the run was moved or branches off, None puts the log beside
     # the checkpoints.
-    is_moved = folder.resolve() != Path(saved["checkpoint_dir"]).resolve()
-    options["log_dir"] = None if is_moved else saved["log_dir"]
+    is_moved = folder.resolve() != Path(earlier_options["checkpoint_dir"]).resolve()
+    options["log_dir"] = None if is_moved else earlier_options["log_dir"]
     return options
 
 
@@ -168,13 +170,13 @@ def without_derived(content: Mapping[str, Any]) -> dict[str, Any]:
 
 def fill_bare_resume(words: list[str]) -> list[str]:
     """Return the words of a command line with "auto" behind a --resume without a value."""
-    named: list[str] = []
+    filled_words: list[str] = []
     for i, word in enumerate(words):
-        named.append(word)
+        filled_words.append(word)
         has_value = i + 1 < len(words) and not words[i + 1].startswith("--")
         if word == "--resume" and not has_value:
-            named.append("auto")
-    return named
+            filled_words.append("auto")
+    return filled_words
 
 
 def expand_flags(command_line: list[str]) -> list[str]:

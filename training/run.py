@@ -106,9 +106,9 @@ class Progress:
         if checkpoint is None:
             return cls()
         # as a Mapping, because mypy wants literal keys for a TypedDict
-        entries: Mapping[str, Any] = checkpoint
+        saved_entries: Mapping[str, Any] = checkpoint
         # the fields of Progress (step, tokens, ...); older files lack `parent`
-        return cls(**{name: entries[name] for name in asdict(cls()) if name in entries})
+        return cls(**{name: saved_entries[name] for name in asdict(cls()) if name in saved_entries})
 
     def advance(self, result: StepResult) -> None:
         """Count a step that has ended, its tokens, and the skipped steps in a row. Raises UserError
@@ -129,11 +129,11 @@ def start_process(options: MachineOptions) -> Process:
     on a signal does not end it: the run reads the signal, saves and ends. Raises UserError for a
     missing device, and for a dtype that the device lacks."""
     return distributed.start(
-        options.device,
-        options.dtype,
+        options.device,  # a name: "auto", "cuda:1", ...
+        options.dtype,  # a name: "auto", "bfloat16", ...
         catch_signals=True,
-        tensor_parallel=options.tensor_parallel,
-        shard_across=options.shard_across,
+        tensor_parallel=options.tensor_parallel,  # processes that share each block
+        shard_across=options.shard_across,  # processes that divide one copy of the state, or None
     )
 
 
@@ -317,7 +317,7 @@ class Run(Generic[Options]):
         description = describe_device(process.device)
         device_text = ", ".join(f"{name} {x}" for name, x in description.items())
         process.print(f"{device_text}, matmuls {process.dtype}")  # on the main process only
-        return cls(options, process, scaler, progress, entries)
+        return cls(options, process, scaler, progress, entries)  # entries: "tokenizer", ...
 
     @property
     def ended(self) -> bool:
@@ -377,7 +377,7 @@ class Run(Generic[Options]):
         logged_config = logged_run(options.log_dir)
         # append rows only to a log of the same run
         begins_empty = logged_config is None or logged_config.get("run_id") != run_id
-        content: dict[str, Any] = {  # of the new config.json
+        config_json: dict[str, Any] = {  # content of the new config.json
             "run_id": run_id,
             "parent": self.progress.parent,
             **self.entries,  # "script", "command", "recipe", "data_order", ...
@@ -390,7 +390,7 @@ class Run(Generic[Options]):
         # Checkpoints keep the recipe that --recipe names, from which a resumed run derives the
         # options that no flag gives.
         if "recipe" in self.entries:  # not in finetune.py
-            content["recipe"] = followed_recipe(self.entries["recipe"], options)
+            config_json["recipe"] = followed_recipe(self.entries["recipe"], options)
         # `together`, because the others must not read checkpoints that the main process removes:
         # damaged ones, and those of other runs or of later steps
         with self.process.together():
@@ -400,13 +400,13 @@ class Run(Generic[Options]):
                 # Written before the Logger opens its files: if the run is killed in between, it
                 # finds its log by this run_id when it is resumed.
                 with atomic_write(options.log_dir / CONFIG) as file:
-                    file.write(json.dumps(content, indent=1).encode())
+                    file.write(json.dumps(config_json, indent=1).encode())
         self.logger = Logger(
             options.log_dir,
             start=self.progress.step,
             total=options.max_steps,
             is_main=self.process.is_main,
-            begins_empty=begins_empty,
+            begins_empty=begins_empty,  # False: append to the log of this run
             open_wandb=partial(open_wandb, options, run_id) if options.wandb else None,
         )
         return self.logger

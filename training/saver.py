@@ -195,10 +195,10 @@ class Saver:
         path = self.run.options.checkpoint_dir / LAST
         if not path.exists():  # such as before the first save of --init_from
             return "there is no earlier checkpoint"
-        lower_rate = self.run.options.max_lr / 3
+        lower_lr = self.run.options.max_lr / 3
         step = load_checkpoint(path)["step"]
         # resume_command returns "python train.py --resume checkpoints/model_last.pt"
-        return f"continue from step {step} with {resume_command(path)} --max_lr {lower_rate:.1g}"
+        return f"continue from step {step} with {resume_command(path)} --max_lr {lower_lr:.1g}"
 
     def write(
         self,
@@ -212,7 +212,7 @@ class Saver:
         thread of the main process, which writes ALONE; with sharding, on every process. `name` is
         LAST or BEST, and the rest is what save_checkpoint takes."""
         folder = self.run.options.checkpoint_dir
-        keep = self.run.options.keep_last  # how many numbered checkpoints to keep
+        keep_last = self.run.options.keep_last  # how many numbered checkpoints to keep
         step = entries["step"]
         try:
             # `weights` and `optimizer_state`: the rows that this process writes, copied to the CPU;
@@ -224,11 +224,11 @@ class Saver:
                 self.best_loss = entries["best_loss"]
                 return
             self.last_step = step
-            if keep > 0 and step > 0:
+            if keep_last > 0 and step > 0:
                 # A hard link takes no space, and keeps its content when model_last.pt is replaced.
                 # A run that is killed before this line saves the step again when it is resumed.
                 link_or_copy(folder / LAST, folder / NUMBERED.format(step))  # model_step_005000.pt
-                for path in numbered_checkpoints(folder)[keep:]:  # newest first
+                for path in numbered_checkpoints(folder)[keep_last:]:  # newest first
                     path.unlink()
                 sync_folder(folder)  # makes the link survive a power cut
             self.error = None
@@ -255,7 +255,8 @@ class Saver:
         save and raise UserError. Every process must call it."""
         progress = self.run.progress  # a Progress; advance has counted the step
         if not self.is_state_checked and progress.bad_steps == 0:  # this step was not skipped
-            # UserError on every process; the check needs the state that the first step has made
+            # UserError on every process if a checkpoint would lose state, which the first step has
+            # made, or an attribute of an optimizer that is not as in attributes_before.
             check_state(self.model, self.optimizers, self.attributes_before, self.run.process)
             self.is_state_checked = True
         if progress.bad_steps < PATIENCE:  # 5; bad_steps are the same on every process

@@ -60,7 +60,7 @@ def note_recipe(
     options: ResolvedTrainOptions, recipe: Recipe, initial: InitialModel | None, process: Process
 ) -> None:
     """Print a note if another recipe trained the weights that a run begins with."""
-    # {} for a model of another project; checkpoints of finetune.py have no recipe
+    # {} for random weights or a model of another project; files of finetune.py have no recipe
     checkpoint = initial.checkpoint if initial is not None else {}
     if checkpoint.get("recipe", asdict(recipe)) != asdict(recipe):  # the fields of Recipe by name
         # weights_from is a path here. Both recipes are texts of --recipe: "modern,qk_norm=False".

@@ -73,7 +73,7 @@ def save_checkpoint(
             # first, because is_own_checkpoint looks for it in the first bytes of a file
             "format_version": FORMAT_VERSION,
             "versions": {"torch": str(torch.__version__)},
-            **entries,
+            **entries,  # "step", "config", "tokenizer", ...
             "checksums": checksums,
         }
         if process.world_size == 1:  # or ALONE, the main process without sharding: it has all rows
@@ -140,7 +140,7 @@ def write_together(path: Path, sections: Sections, plain_entries: dict, process:
     try:
         with process.together():
             if process.is_main:
-                layout[0] = lay_out(path, sections, plain_entries)
+                layout[0] = lay_out(path, sections, plain_entries)  # writes the file, with gaps
         temporary_name, offsets = process.merge(layout)[0]  # offsets: where each gap begins
         # All processes write into this file. The main process renames it when it is complete.
         temporary = path.with_name(temporary_name)

@@ -95,13 +95,13 @@ def parse_groups(
     dataclass. So parse into a class with one such field for each group, then collect the options of
     all groups again."""
     defaults = {option.name: option.default for option in fields(options_class)}
-    group_fields = []
+    group_fields = []  # for make_dataclass: [("machine", MachineOptions, field(...)), ...]
     for group in groups:
         # "machine" of MachineOptions: the heading of the group in --help
         heading = re.sub("Options$|Config$", "", group.__name__).lower()
         # `options_class` may override a default of a group, as FinetuneOptions does for eval_every
-        default = group(**{option.name: defaults[option.name] for option in fields(group)})
-        group_fields.append((heading, group, field(default=default)))
+        default_group = group(**{option.name: defaults[option.name] for option in fields(group)})
+        group_fields.append((heading, group, field(default=default_group)))
     grouped_class = make_dataclass(options_class.__name__, group_fields)
     grouped: object = call_tyro(grouped_class, args, description)  # .machine is a MachineOptions
     option_values: dict[str, object] = {}
@@ -212,12 +212,12 @@ def call_tyro(options_class: type[Options], args: list[str], description: str) -
 
 def fill_lines(match: re.Match[str]) -> str:
     """Return indented lines of help, filled to the width that call_tyro gives, for `re.sub`."""
-    lines = match[0]
-    indent = lines.removesuffix(lines.lstrip())  # the white space before the first line
+    paragraph = match[0]
+    indent = paragraph.removesuffix(paragraph.lstrip())  # the white space before the first line
     width = int(os.environ["COLUMNS"]) - len(indent) - 1
-    text = " ".join(lines.split())
-    filled = textwrap.wrap(text, width, break_on_hyphens=False, break_long_words=False)
-    return textwrap.indent("\n".join(filled), indent)
+    text = " ".join(paragraph.split())
+    filled_lines = textwrap.wrap(text, width, break_on_hyphens=False, break_long_words=False)
+    return textwrap.indent("\n".join(filled_lines), indent)
 
 
 def expand_home(words: list[str]) -> list[str]:
@@ -319,7 +319,7 @@ def call_and_exit(
         message = str(error)
         exit_code = 2
     except Exception as error:
-        message = user_message(error) or explain(error)
+        message = user_message(error) or explain(error)  # explain: such as explain_lost_process
         exit_code = 2
         if message is None:  # neither has a sentence: a bug
             traceback.print_exc()

@@ -154,7 +154,7 @@ def pick_dtype(
 def host_memory() -> int:
     """Return the bytes of host memory that all processes may use together: the memory of the
     machine, or the lowest limit of the nested control groups (cgroup v1 or v2) of a container."""
-    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]  # in bytes
+    byte_limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     # of /proc/self/cgroup, which macOS does not have
     lines = CGROUPS.read_text().splitlines() if CGROUPS.exists() else []
     for line in lines:
@@ -165,12 +165,12 @@ def host_memory() -> int:
         # /sys/fs/cgroup/memory/docker/1f or /sys/fs/cgroup/user.slice. A container may not see its
         # own group, only one above it: read all folders upwards.
         folder = CGROUP_ROOT / controller / group.lstrip("/")
-        name = "memory.limit_in_bytes" if controller else "memory.max"  # version 1 or 2
-        for path in (folder / name, *(parent / name for parent in folder.parents)):
-            limit = path.read_text().strip() if path.exists() else "max"
-            if limit != "max":  # "max" means no limit
-                limits.append(int(limit))
-    return min(limits)
+        file_name = "memory.limit_in_bytes" if controller else "memory.max"  # version 1 or 2
+        for path in (folder / file_name, *(parent / file_name for parent in folder.parents)):
+            limit_text = path.read_text().strip() if path.exists() else "max"
+            if limit_text != "max":  # "max" means no limit
+                byte_limits.append(int(limit_text))
+    return min(byte_limits)
 
 
 def autocast(

@@ -239,7 +239,8 @@ class Process:
         # The collectives run in a thread, and the body here: functions of users may set signal
         # handlers, as math-verify does for its time limit, and only the main thread can do that.
         with ThreadPoolExecutor(1) as executor:
-            # is_done.wait returns True as soon as the body has ended, else False after 0.05 seconds
+            # wait_until calls a short collective (all_agree) again and again, until all bodies have
+            # ended. is_done.wait returns True once this one has, else False after 0.05 seconds.
             meetings = executor.submit(self.wait_until, lambda: is_done.wait(POLL_SECONDS))
             try:
                 yield
@@ -335,7 +336,8 @@ def count_shards(
     By default the processes of a machine divide one copy (HSDP); all processes do if machines have
     one process each. Raises UserError for numbers that do not divide.
     """
-    # a dry run of 12xh100 has machines of 8 and of 4 processes: 4, as in `start`
+    # A dry run of 12xh100 passes 8 of 12 processes: its machines have 8 and 4. Take 4, as `start`
+    # does in a run.
     processes_per_machine = math.gcd(processes_per_machine, world_size)
     if processes_per_machine % tensor_parallel:
         raise UserError(
@@ -398,6 +400,7 @@ def start(
     # tests/fake_gpu has already initialized a process group, which counts the bytes sent.
     if world_size > 1 and not dist.is_initialized():
         join(launch, device)
+    # Without dtype and replicas yet: the processes agree on them through its collectives below.
     process = Process(
         data_rank=rank // tensor_parallel,  # of ranks 0 to 3: 0, 0, 1, 1 for groups of 2
         data_parallel=world_size // tensor_parallel,
@@ -416,10 +419,10 @@ def start(
         )
     # `launch` counts the processes of this machine. Machines with 8 and 4 processes divide each
     # copy of the training state among 4 neighbors.
-    processes_by_rank = process.merge({rank: launch.processes_per_machine})  # of all ranks
+    processes_by_rank = process.merge({rank: launch.processes_per_machine})  # {0: 8, ..., 11: 4}
     processes_per_machine = math.gcd(*processes_by_rank.values())
     shards_per_copy = count_shards(world_size, processes_per_machine, tensor_parallel, shard_across)
-    # gradients of different dtypes cannot be summed
+    # pick_dtype asks by all_agree, because gradients of different dtypes could not be summed.
     return replace(
         process,
         dtype=pick_dtype(dtype_name, device, process.all_agree),

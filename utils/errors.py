@@ -25,8 +25,8 @@ def is_out_of_memory(error: Exception) -> bool:
     """Return whether an error says that the host or a GPU has no memory left."""
     # Compare the text: PyTorch raises a plain RuntimeError for the host, and several classes of
     # errors for GPUs.
-    messages = "can't allocate memory|out of memory|MemoryError"
-    return re.search(messages, f"{type(error).__name__}: {error}") is not None
+    pattern = "can't allocate memory|out of memory|MemoryError"
+    return re.search(pattern, f"{type(error).__name__}: {error}") is not None
 
 
 def check_text(text: str, subject: str) -> None:
@@ -38,6 +38,7 @@ def check_text(text: str, subject: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
+        # !r, because half of a surrogate pair cannot be printed: repr shows it as \udcff
         raise UserError(f"{subject} is not UTF-8 text: {text!r:.100}") from error
 
 

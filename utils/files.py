@@ -34,7 +34,7 @@ def atomic_write(path: Path) -> Iterator[IO[bytes]]:
         replace_file(temporary, path)
     except BaseException as error:  # includes the SystemExit or KeyboardInterrupt of a signal
         temporary.unlink(missing_ok=True)
-        # os.fsync, and a write to a full disk, do not name the file
+        # errors of os.fsync and of a full disk lack the path; `filename` puts it into the message
         if isinstance(error, OSError) and error.errno is not None and error.filename is None:
             error.filename = str(path)
         raise
@@ -89,8 +89,8 @@ def link_or_copy(existing: Path, new_name: Path) -> None:
 
 def copy_file(existing: Path, new_name: Path) -> None:
     """Copy a file atomically, so that a kill leaves no half copy."""
-    with open(existing, "rb") as file, atomic_write(new_name) as new_file:
-        shutil.copyfileobj(file, new_file, 2**20)  # 1 MiB at a time
+    with open(existing, "rb") as existing_file, atomic_write(new_name) as new_file:
+        shutil.copyfileobj(existing_file, new_file, 2**20)  # 1 MiB at a time
 
 
 made_folders: list[Path] = []  # by lock_folder; remove_unused_folders reads it
@@ -111,7 +111,7 @@ def lock_folder(folder: Path, activity: str) -> int:
 
     The lock ends when the descriptor is closed or the process dies, so a killed run blocks nobody.
     Raises UserError if another process holds the lock. The message has this process's `activity`,
-    such as "writing to", and the other's host and number, which the file of the lock holds.
+    such as "writing to", and the other's host and process id, which the lock's file holds.
     """
     # for remove_unused_folders: if this run is refused, it removes its new folders
     made_folders.extend(path for path in (folder, *folder.parents) if not path.exists())
@@ -133,6 +133,7 @@ def lock_folder(folder: Path, activity: str) -> int:
             "process writes to it",
             file=sys.stderr,
         )
+    # a process that finds the folder locked reads this text as `holder`, above
     os.truncate(descriptor, 0)
     os.pwrite(descriptor, f"process {os.getpid()} on {platform.node()}".encode(), 0)
     return descriptor

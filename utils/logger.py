@@ -219,7 +219,7 @@ def logged_run(folder: Path) -> dict | None:
     if not metrics_path.exists() or metrics_path.stat().st_size == 0:
         return None
     try:
-        return json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        return json.loads((folder / CONFIG).read_text(encoding="utf-8"))  # {"run_id": ..., ...}
     except (FileNotFoundError, ValueError):
         return {}  # another program's log, for example
 
@@ -260,7 +260,7 @@ def read_metrics(path: Path | str) -> dict[str, list[dict]]:
                 # a later row of the same step replaces an earlier one
                 row_of[row["split"], row["step"]] = row
 
-    log: dict[str, list[dict]] = {}
+    rows_by_split: dict[str, list[dict]] = {}
     for split, step in sorted(row_of):
-        log.setdefault(split, []).append(row_of[split, step])
-    return log
+        rows_by_split.setdefault(split, []).append(row_of[split, step])
+    return rows_by_split

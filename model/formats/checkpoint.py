@@ -58,6 +58,7 @@ class Checkpoint(TypedDict, total=False):
 
     format_version: int
     versions: dict[str, str]
+    """Version of PyTorch that wrote the file: {"torch": "2.9.1"}."""
     model: dict[str, Tensor]
     """Weights by parameter name, rounded to bfloat16."""
     model_low: dict[str, Tensor]
@@ -90,7 +91,9 @@ class Checkpoint(TypedDict, total=False):
     """For a branch, the run_and_step of the checkpoint in another folder that it resumed; else
     None."""
     step: int
+    """Steps done, skipped ones included."""
     tokens: int
+    """Tokens of these steps, on all processes; those of finetune.py include padding."""
     position: int
     """Sequences read so far, on all processes; 0 for finetune.py."""
     best_loss: float
@@ -108,6 +111,7 @@ class Checkpoint(TypedDict, total=False):
     val_checksum: int | None
     """Checksum of the validation data of best_loss; None without validation."""
     corpus: str
+    """Name of the corpus: "FineWeb-Edu", or of a mixture "75 % of a, 25 % of b"."""
 
 
 def split_float32(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -263,11 +267,11 @@ def open_weights(
     checksums. All processes must call it: each verifies a part of the rows."""
     with reading_checkpoint(path):
         config = GPTConfig(**checkpoint["model_config"])
-        high = checkpoint["model"]  # bfloat16
+        high = checkpoint["model"]  # by name, bfloat16; buffers of other dtypes as they are
         verify(checkpoint, "model", process)
         if not float32:
             return config, high
-        low = checkpoint["model_low"]
+        low = checkpoint["model_low"]  # by name, int16
         verify(checkpoint, "model_low", process)
         weights: dict[str, Rows] = dict(high)  # buffers of other dtypes have no low half
         for name, low_half in low.items():
@@ -287,9 +291,9 @@ def load_model(
     config, weights = open_weights(path, checkpoint, float32=float32)  # Rows by name, verified
     with reading_checkpoint(path):
         model = build_without_weights(model_class, config)  # on "meta": shapes only
-        whole = {name: rows[...] for name, rows in weights.items()}  # Tensors with all rows
+        whole_tensors = {name: rows[...] for name, rows in weights.items()}  # reads all rows
         # assign=True, because a model on the device "meta" has no memory to copy into
-        model.load_state_dict(whole, strict=True, assign=True)
+        model.load_state_dict(whole_tensors, strict=True, assign=True)
     return model.eval(), checkpoint
 
 
@@ -319,7 +323,7 @@ def step_of(path: Path) -> int:
 def find_newest(folder: Path) -> Path | None:
     """Return the checkpoint to resume from a folder, or None if the folder has no checkpoint. It is
     the one of the latest step: after a kill, that may be the best one."""
-    # of equal steps the first file
+    # of equal steps the first that existing_checkpoints lists, such as model_last.pt
     return max(existing_checkpoints(folder), key=step_of, default=None)
 
 
@@ -371,11 +375,11 @@ def find_checkpoint(model_name: str | Path) -> Path | None:
     if (path / "config.json").exists():
         return None
     # ["runs/demo"]: the runs below runs/ that have checkpoints, to name them in the message
-    others = sorted(
+    run_folders = sorted(
         str(x.parent) for x in Path("runs").rglob("checkpoints") if existing_checkpoints(x)
     )
-    but_others = f", but {' '.join(others)}," if others else ""
+    hint = f", but {' '.join(run_folders)}," if run_folders else ""
     raise UserError(
-        f"{folder} holds no checkpoint{but_others} and no model of Hugging Face's format; for a "
+        f"{folder} holds no checkpoint{hint} and no model of Hugging Face's format; for a "
         "model of nanoGPT, build-nanogpt or llm.c, give the path of the file"
     )

@@ -68,11 +68,11 @@ def save_pretrained(
     # safetensors saves neither transposed views nor memory that two tensors share, as in an edited
     # model whose layers share weights
     hf_weights: dict[str, Tensor] = {}
-    addresses: set[int] = set()
+    used_addresses: set[int] = set()
     for hf_name, x in weights_to_hf(model.state_dict(), model.config).items():
         x = x.cpu().contiguous()
-        hf_weights[hf_name] = x.clone() if x.data_ptr() in addresses else x
-        addresses.add(x.data_ptr())
+        hf_weights[hf_name] = x.clone() if x.data_ptr() in used_addresses else x
+        used_addresses.add(x.data_ptr())
     refuse_another_architecture(model)  # UserError, before the first file is written
 
     folder.mkdir(parents=True, exist_ok=True)

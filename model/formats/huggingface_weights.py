@@ -155,7 +155,8 @@ def config_from_hf(hf_config: dict) -> GPTConfig:
     for hf_name, aliases in ACTIVATION_ALIASES.items():  # "hidden_act": {"swish": "silu"}
         if hf_config.get(hf_name) in aliases:
             hf_config[hf_name] = aliases[hf_config[hf_name]]  # "swish" -> "silu", as exports write
-    # A missing num_key_value_heads gives None, which is also the default of n_kv_head.
+    # {"n_embd": 768, ...}, the fields of GPTConfig. A missing num_key_value_heads gives None, which
+    # is also the default of n_kv_head.
     fields: dict = {name: hf_config.get(hf_name) for name, hf_name in hf_names.items()}
     for name in NOT_IN_RECIPES:  # block_size, vocab_size, n_layer, n_head, n_embd, dropout
         if name != "dropout":  # which is for training
@@ -163,8 +164,8 @@ def config_from_hf(hf_config: dict) -> GPTConfig:
     try:
         config = GPTConfig(**fields)
     except UserError as error:  # says "n_head", where a LLaMA's file has "num_attention_heads"
-        names = rf"\b({'|'.join(hf_names)})\b"
-        message = re.sub(names, lambda match: hf_names[match[0]], str(error))
+        any_name = rf"\b({'|'.join(hf_names)})\b"
+        message = re.sub(any_name, lambda match: hf_names[match[0]], str(error))
         raise ValueError(f"config.json: {message}") from error
     if is_llama:
         # as_llama sets what all LLaMAs have in common, because config.json does not state it
@@ -305,38 +306,39 @@ def weight_to_hf(
         return {name: x.T if name.endswith(transposed) else x}  # (out, in) -> (in, out)
 
     # LLaMA has no biases, so all names end in ".weight".
-    module = name.removesuffix(".weight")
-    prefix = ""
-    if module.startswith("transformer.h."):
-        _, _, layer, module = module.split(".", 3)  # "3", "mlp.c_fc"
-        prefix = f"model.layers.{layer}."
+    module_name = name.removesuffix(".weight")
+    hf_prefix = ""
+    if module_name.startswith("transformer.h."):
+        _, _, layer, module_name = module_name.split(".", 3)  # "3", "mlp.c_fc"
+        hf_prefix = f"model.layers.{layer}."
     fused_rows = [len(x)]  # number of rows of each fused weight
-    if module == "attn.c_attn":
+    if module_name == "attn.c_attn":
         kv_rows = config.num_kv_heads * config.head_size
         fused_rows = [config.n_embd, kv_rows, kv_rows]  # queries, keys, values
-    elif module == "mlp.c_fc":
+    elif module_name == "mlp.c_fc":
         fused_rows = [config.inner, config.inner]  # gate, input
     # An edited model may have others: they keep the name of their module, which
     # refuse_other_weights refuses in an export, and which no file has.
-    hf_modules = LLAMA_WEIGHTS.get(module, [module])  # ["mlp.gate_proj", "mlp.up_proj"]
+    hf_modules = LLAMA_WEIGHTS.get(module_name, [module_name])  # ["mlp.gate_proj", "mlp.up_proj"]
     hf_weights: dict[str, Tensor] = {}
     for hf_module, hf_x in zip(hf_modules, x.split(fused_rows), strict=True):
-        hf_weights[f"{prefix}{hf_module}.weight"] = hf_x
+        # "model.layers.3.mlp.gate_proj.weight"
+        hf_weights[f"{hf_prefix}{hf_module}.weight"] = hf_x
     return hf_weights
 
 
 def refuse_other_weights(weights: Iterable[str], config: GPTConfig) -> None:
     """Raise UserError if a model has weights that no GPT-2 or LLaMA has, and name them."""
-    known = {"transformer.wpe", *LLAMA_WEIGHTS}  # modules: "lm_head", "mlp.c_fc", ...
+    known_modules = {"transformer.wpe", *LLAMA_WEIGHTS}  # "lm_head", "mlp.c_fc", ...
     parameters = ["weight"]
     if has_gpt2_names(config):
         parameters.append("bias")
     others: list[str] = []
     for name in weights:
-        module, _, parameter = name.rpartition(".")  # "transformer.h.3.mlp.c_fc", "weight"
-        if module.startswith("transformer.h."):
-            module = module.split(".", 3)[-1]  # "mlp.c_fc"
-        if module not in known or parameter not in parameters:
+        module_name, _, parameter = name.rpartition(".")  # "transformer.h.3.mlp.c_fc", "weight"
+        if module_name.startswith("transformer.h."):
+            module_name = module_name.split(".", 3)[-1]  # "mlp.c_fc"
+        if module_name not in known_modules or parameter not in parameters:
             others.append(name)
     if others:
         raise UserError(f"no other program has a place for the weights {', '.join(others)}")
@@ -402,10 +404,10 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
     # A folder may have both a single file and an index, after an export over a larger model. Like
     # transformers, read the single file then.
     file_names = ["model.safetensors"]
-    index = folder / "model.safetensors.index.json"
-    if not (folder / file_names[0]).is_file() and index.is_file():
+    index_path = folder / "model.safetensors.index.json"
+    if not (folder / file_names[0]).is_file() and index_path.is_file():
         # maps each tensor to its file, such as model-00001-of-00003.safetensors
-        file_of_tensor = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        file_of_tensor = json.loads(index_path.read_text(encoding="utf-8"))["weight_map"]
         file_names = sorted(set(file_of_tensor.values()))
     hf_weights: dict[str, Tensor] = {}
     for file_name in file_names:

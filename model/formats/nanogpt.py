@@ -40,9 +40,9 @@ def load_nanogpt(path: Path) -> GPT:
     # turns any error in the content of the file into a UserError that names the path
     with reading(path, "a checkpoint of this project, nanoGPT, build-nanogpt or llm.c"):
         # uint8 (n,), mapped from disk. Mode "c" is copy on write; torch warns of read-only memory.
-        data = torch.from_numpy(np.memmap(path, mode="c"))
-        if data[:4].view(torch.int32) == LLM_C_MAGIC:
-            config, weights = read_llm_c(data)  # GPTConfig, tensors by name
+        file_bytes = torch.from_numpy(np.memmap(path, mode="c"))
+        if file_bytes[:4].view(torch.int32) == LLM_C_MAGIC:
+            config, weights = read_llm_c(file_bytes)  # GPTConfig, tensors by name
         else:
             # {"model": {"transformer.wte.weight": (50304, 768), ...}, "model_args": {...}, ...}
             checkpoint = read_torch(path)
@@ -80,8 +80,8 @@ def find_tokenizer_file(path: Path) -> Path | None:
     options = read_torch(path).get("config") if is_zipfile(path) else None
     # nanoGPT, except for its older files; forks and scripts may have other options
     if isinstance(options, dict) and isinstance(options.get("dataset"), str):
-        folders = path.absolute().parents  # /nanoGPT of /nanoGPT/out/ckpt.pt has data/
-        candidates += [folder / "data" / options["dataset"] / META for folder in folders]
+        folders_above = path.absolute().parents  # /nanoGPT of /nanoGPT/out/ckpt.pt has data/
+        candidates += [folder / "data" / options["dataset"] / META for folder in folders_above]
     for candidate in candidates:
         if candidate.is_file():
             return candidate
@@ -100,18 +100,18 @@ def read_llm_c(data: Tensor) -> tuple[GPTConfig, dict[str, Tensor]]:
     # with the padded rows of the embedding, which are cut off at the end
     config = GPTConfig(block_size, padded_vocab_size, *sizes)
 
-    # The order of the weights: embeddings, each kind of weight of a block ("ln_1.weight", ...) for
-    # all layers, final norm. The kinds have the same order as in this project's blocks.
+    # The order of the weights: embeddings, each weight of a block ("ln_1.weight", ...) for all
+    # layers, final norm. The weights of a block have the same order as in this project.
     model = build_without_weights(GPT, config)  # for names and shapes
     names = [EMBEDDING, "transformer.wpe.weight"]  # EMBEDDING: "transformer.wte.weight"
-    for kind in model.get_submodule("transformer.h.0").state_dict():
-        names += [f"transformer.h.{layer}.{kind}" for layer in range(config.n_layer)]
+    for name_in_block in model.get_submodule("transformer.h.0").state_dict():
+        names += [f"transformer.h.{layer}.{name_in_block}" for layer in range(config.n_layer)]
     names += ["transformer.ln_f.weight", "transformer.ln_f.bias"]
     weights: dict[str, Tensor] = {}  # views of `remaining`
     for name in names:
-        x = model.get_parameter(name)  # on "meta": a shape without content
-        weights[name] = remaining[: x.numel()].view_as(x)
-        remaining = remaining[x.numel() :]
+        parameter = model.get_parameter(name)  # on "meta": a shape without content
+        weights[name] = remaining[: parameter.numel()].view_as(parameter)
+        remaining = remaining[parameter.numel() :]
     # llm.c's train_gpt2.py writes nothing else; `reading` in load_nanogpt makes a UserError of this
     assert len(remaining) == 0, f"{len(remaining):,} values more than the sizes of its header give"
     weights[EMBEDDING] = weights[EMBEDDING][:vocab_size]  # (50304, 768) -> (50257, 768) for 124M

@@ -84,8 +84,8 @@ def advise(
     helps. Return "" if no flags make the numbers of the run divide.
     """
     world_size = hardware.world_size
-    # 4 for 12 processes, 8 on one machine and 4 on another: by default 4 of them divide a copy, as
-    # in count_shards
+    # Processes that divide a copy of the training state by default, as in count_shards: 4 for 12
+    # processes, 8 on one machine and 4 on another.
     per_machine = math.gcd(hardware.processes_per_machine, world_size)
     # values of --shard_across for a copy over 2, 3, ... machines: 16, 24, 32 for 4 machines of 8
     several_machines = range(2 * per_machine, world_size + 1, per_machine)

@@ -59,21 +59,23 @@ def measure_blocks(
     """Return the cost of each block for one sequence, on each of the `tensor_parallel` processes
     that share the block, with matmuls in `dtype` on a device of the type "cpu" or "cuda"."""
     model = build_without_weights(GPT, model_config).to("meta")  # buffers, too
-    # of 2 and of 3 sequences: ((x (B, T, C), angles or None, None, None), {}) for Block.forward
+    # of 2 and of 3 sequences: ((x (B, T, C), angles or None, None, None), {}) for Block.forward,
+    # without cache and mask
     both_inputs = [first_inputs(model, num_sequences) for num_sequences in (2, 3)]
-    cost_by_kind: dict[str, BlockCost] = {}
-    kinds: list[str] = []  # of all blocks, in their order
+    cost_by_description: dict[str, BlockCost] = {}
+    descriptions: list[str] = []  # of all blocks, in their order
     for block in model.transformer.h:
         # its modules and sizes: blocks that print alike cost alike, and one of them is measured
-        kind = f"{block} {[p.shape for p in block.parameters()]}"
-        kinds.append(kind)
-        if kind not in cost_by_kind:
+        description = f"{block} {[p.shape for p in block.parameters()]}"
+        descriptions.append(description)
+        if description not in cost_by_description:
             divide_block(block, tensor_parallel)
-            # On a GPU, RMSNorm is one kernel, which keeps little but its input: so does FusedNorms.
+            # Here a block runs on CPU tensors. On a GPU, RMSNorm is one kernel, which keeps little
+            # but its input: so does FusedNorms.
             norms_of_device = nullcontext() if device_type == "cpu" else FusedNorms()
             with autocast(CPU, dtype, keep_weights=False), norms_of_device:
-                cost_by_kind[kind] = measure_block(block, both_inputs, execution)
-    return [cost_by_kind[kind] for kind in kinds]
+                cost_by_description[description] = measure_block(block, both_inputs, execution)
+    return [cost_by_description[description] for description in descriptions]
 
 
 class ReachedFirstBlock(Exception):
@@ -144,29 +146,30 @@ def run_forward(block: nn.Module, inputs: tuple[tuple, dict], mode: str) -> Bloc
 
 def record(block: nn.Module, inputs: tuple[tuple, dict], mode: str) -> BlockCost:
     """Run a block on CPU tensors, and count what autograd keeps and what is computed."""
-    kept: list[Tensor] = []
+    kept_tensors: list[Tensor] = []
     recomputed_flops = 0
 
     def keep(tensor: Tensor) -> Tensor:
         # A recomputation ends as soon as it has the last tensor that the backward pass needs.
         nonlocal recomputed_flops
         recomputed_flops = counter.get_total_flops()
-        kept.append(tensor)
+        kept_tensors.append(tensor)
         return tensor
 
     counter = FlopCounterMode(display=False)
     # It knows the attention kernels of GPUs only. As there, attention counts without its mask.
     cpu_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     counter.flop_registry[cpu_attention] = sdpa_flop
+    # autograd calls `keep` with each tensor that it keeps for the backward pass
     with counter, SavedOutputs() as saved, saved_tensors_hooks(keep, lambda tensor: tensor):
         functional_call(block, draw_weights(block), *inputs)  # inputs: (arguments, named ones)
     x = inputs[0][0]  # the first argument, (B, T, C)
     if mode == "cheap":
-        kept = [x] + saved.outputs
+        kept_tensors = [x] + saved.outputs  # of matmuls and attention
     elif mode == "block":
-        kept = [x]
+        kept_tensors = [x]
     # recomputed_flops, set by `keep`, are those up to the last tensor that the backward pass needs
-    return BlockCost(count_bytes(kept), counter.get_total_flops(), recomputed_flops)
+    return BlockCost(count_bytes(kept_tensors), counter.get_total_flops(), recomputed_flops)
 
 
 class SavedOutputs(TorchDispatchMode):
@@ -196,7 +199,7 @@ def kept_when_compiled(block: nn.Module, inputs: tuple[tuple, dict], mode: str) 
     from torch._functorch import config
     from torch._inductor.decomposition import select_decomp_table
 
-    kept: list[Tensor] = []
+    kept_tensors: list[Tensor] = []
 
     def keep_outputs(module: torch.fx.GraphModule, example_inputs: list) -> Any:
         depend_on_x = set(module.graph.find_nodes(op="placeholder")[:1])  # x is the first input
@@ -207,7 +210,7 @@ def kept_when_compiled(block: nn.Module, inputs: tuple[tuple, dict], mode: str) 
         # activations, and weights, copies of weights and angles, which do not depend on x.
         # node.meta["val"] is the fake tensor of an output.
         outputs: Any = module.graph.output_node().args[0]
-        kept.extend(node.meta["val"] for node in outputs[1:] if node in depend_on_x)
+        kept_tensors.extend(node.meta["val"] for node in outputs[1:] if node in depend_on_x)
         return make_boxed_func(module.forward)
 
     # Options of the compiler, {"ban_recompute_used_far_apart": True, ...}, as configure_compiler
@@ -222,7 +225,7 @@ def kept_when_compiled(block: nn.Module, inputs: tuple[tuple, dict], mode: str) 
             partition_fn=min_cut_rematerialization_partition,
             decompositions=select_decomp_table(),
         )(draw_like(inputs), draw_weights(block))
-    return count_bytes(kept)
+    return count_bytes(kept_tensors)
 
 
 def count_bytes(tensors: list) -> int:

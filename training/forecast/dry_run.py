@@ -96,6 +96,7 @@ def print_forecast(
         # one sentence, by a scaling law
         print(describe_loss(model.num_parameters(), options.total_batch_size * options.max_steps))
     if plan is None:  # a named GPU is in another machine, which has its own folders
+        # UserError for files of another run, a disk without room, benchmarks that cannot be read
         check_run_files(options, recipe, checkpoint, model, data)
     print("This was a dry run: nothing was trained or written.")
     # train.sh replaces this line; before a run it leaves out the line above, too. "val" is opened

@@ -40,6 +40,8 @@ def compared_loss(num_parameters: float, num_tokens: float, text_tokens: float) 
     # The best number of parameters N for D = text_tokens: of all with the same product N D the loss
     # is lowest where ALPHA A / N^ALPHA = BETA B / D^BETA.
     best_parameters = (ALPHA * A / (BETA * B) * text_tokens**BETA) ** (1 / ALPHA)
+    # After an excess of EXCESS_PARAMETERS (5.3) times the best number, or after REPEATED_TOKENS
+    # (15.4) repeats of the text, one more parameter or token is worth 1 / e.
     effective_parameters = effective_number(num_parameters, best_parameters, EXCESS_PARAMETERS)
     effective_tokens = effective_number(num_tokens, text_tokens, REPEATED_TOKENS)
     # the fit of Hoffmann et al. 2022, with the effective numbers as N and D

@@ -57,7 +57,7 @@ class Hardware:
         machine."""
         launch = read_launch()
         gpu: GPU | None
-        plan = plan_gpus(options.device)  # None for a device of this machine, such as cuda
+        plan = plan_gpus(options.device)  # (GPU, Launch) of h100 or 16xh100; None for cuda
         if plan is not None:
             gpu, launch = plan
             device = torch.device("cuda")
@@ -84,7 +84,7 @@ class Hardware:
         that do not divide the processes."""
         # The processes of a tensor-parallel group read the same part of the data.
         data_parallel = self.world_size // options.tensor_parallel
-        # Called without sharding, too: count_shards raises the UserError.
+        # Shards of a copy of the training state. Called without sharding, too, for its UserError.
         num_shards = count_shards(
             self.world_size,
             self.processes_per_machine,
@@ -126,7 +126,7 @@ def sequence_bytes(
 ) -> tuple[int, int]:
     """Return the bytes of activations of one sequence that all blocks keep for the backward pass,
     and those that the backward pass of one block computes again, without masks of dropout."""
-    kept, plain = (  # lists of BlockCost: with the run's activation checkpointing, and without
+    checkpointed, plain = (  # lists of BlockCost: with the run's checkpointing, and without
         measure_blocks(
             replace(model_config, dropout=0.0),
             Execution(mode, options.use_torch_compile),
@@ -138,10 +138,10 @@ def sequence_bytes(
     )
     # of the block that recomputes the most, because one block is recomputed at a time
     recomputed_bytes = max(
-        of_plain.activation_bytes - of_kept.activation_bytes
-        for of_plain, of_kept in zip(plain, kept, strict=True)
+        of_plain.activation_bytes - of_checkpointed.activation_bytes
+        for of_plain, of_checkpointed in zip(plain, checkpointed, strict=True)
     )
-    return sum(block.activation_bytes for block in kept), recomputed_bytes
+    return sum(cost.activation_bytes for cost in checkpointed), recomputed_bytes
 
 
 def head_bytes(model_config: GPTConfig, num_tokens: int, hardware: Hardware, compiled: bool) -> int:
@@ -198,12 +198,12 @@ def copies_bytes(options: ResolvedTrainOptions, model_config: GPTConfig, hardwar
     # of a process before sharding: of 124M 84.9M in the blocks' matrices, and 39.5M others
     num_matrix_weights, num_other_weights = count_weights(model_config, options.tensor_parallel)
     if uses_fsdp(options, hardware):
-        num_gathered = num_matrix_weights  # of all blocks: zero1 and zero2 keep them
+        num_gathered_weights = num_matrix_weights  # of all blocks: zero1 and zero2 keep them
         if options.sharding == "zero3":  # of the current block and the next one
-            num_gathered = 2 * (num_matrix_weights // model_config.n_layer)
+            num_gathered_weights = 2 * (num_matrix_weights // model_config.n_layer)
         # Embeddings, final norm and head are gathered in float32. We count the blocks' biases and
         # gains with them.
-        return itemsize * num_gathered + FLOAT32_BYTES * num_other_weights
+        return itemsize * num_gathered_weights + FLOAT32_BYTES * num_other_weights
     if itemsize < FLOAT32_BYTES and effective_checkpointing(options) == "none":
         # autograd keeps the copies of autocast for the backward pass
         return itemsize * num_matrix_weights
@@ -216,14 +216,14 @@ def gradient_bytes(
     """Return the bytes of the gradients that a process keeps from micro-step to micro-step."""
     data_parallel, num_shards = hardware.parallel_degrees(options)  # num_shards: 1 under DDP
     # of the float32 gradients of a process before sharding
-    num_bytes = FLOAT32_BYTES * sum(count_weights(model_config, options.tensor_parallel))
+    unsharded_bytes = FLOAT32_BYTES * sum(count_weights(model_config, options.tensor_parallel))
     has_ddp = not uses_fsdp(options, hardware) and data_parallel > 1
     if has_ddp and hardware.count_micro_steps(options) > 1:
         # DDP's buckets need their own memory, beside the sums of earlier micro-steps.
-        return 2 * num_bytes
+        return 2 * unsharded_bytes
     if sums_unsharded_gradients(options, hardware):
-        return num_bytes
-    return num_bytes // num_shards
+        return unsharded_bytes
+    return unsharded_bytes // num_shards
 
 
 def backward_bytes(

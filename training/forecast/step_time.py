@@ -66,11 +66,11 @@ def step_flops(options: ResolvedTrainOptions, model_config: GPTConfig) -> int:
     """Return the FLOPs of a step, summed over all devices: those of the blocks, which are measured
     (training/forecast/blocks.py), with recomputation, and those of the head."""
     # The cost of each block for one sequence. FLOPs do not depend on device and dtype.
-    blocks = measure_blocks(model_config, Execution(), "cpu", torch.float32)
+    block_costs = measure_blocks(model_config, Execution(), "cpu", torch.float32)
     # A backward pass takes twice as many as a forward pass.
-    sequence_flops = 3 * sum(block.flops for block in blocks)
+    sequence_flops = 3 * sum(cost.flops for cost in block_costs)
     if effective_checkpointing(options) == "block":
-        sequence_flops += sum(block.recomputed_flops for block in blocks)
+        sequence_flops += sum(cost.recomputed_flops for cost in block_costs)
     # For each token, a weight of the head takes 2 FLOPs forward and 4 backward. Each process of a
     # tensor-parallel group computes the whole head.
     head_flops_per_token = 6 * model_config.vocab_size * model_config.n_embd

@@ -55,7 +55,7 @@ def wrap(model: GPT, weights: Mapping[str, Rows], process: Process, sharding: st
     it is the model, with DTensors as parameters, and for a single process the unchanged model.
     """
     if sharding != "none" and dist.is_initialized():  # False for a single process
-        # On "meta", before weights take memory, so no process ever holds more than its part.
+        # In place, on "meta", before weights take memory: no process ever holds more than its part.
         divide_model(model, process, sharding)
     fill_model(model, weights, process.device)  # allocates, and reads only this process's part
     if sharding != "none" or not dist.is_initialized():
@@ -166,9 +166,9 @@ def division_agrees(mesh: DeviceMesh, device: torch.device, plain: GPT) -> bool:
     gradients: list[Tensor] = []  # (all numbers of all whole parameters,) each
     for narrow in (divided, plain):
         whole = list(compress(narrow.parameters(), is_whole))  # the same parameters of both
-        losses.append(narrow(idx, idx))  # any targets do
-        by_parameter = torch.autograd.grad(losses[-1], whole, materialize_grads=True)
-        gradients.append(torch.cat([gradient.flatten() for gradient in by_parameter]))
+        losses.append(narrow(idx, idx))  # idx (1, T); any targets do
+        whole_gradients = torch.autograd.grad(losses[-1], whole, materialize_grads=True)
+        gradients.append(torch.cat([gradient.flatten() for gradient in whole_gradients]))
     return agrees(losses[0], losses[1]) and agrees(gradients[0], gradients[1])  # up to rounding
 
 

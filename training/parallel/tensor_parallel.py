@@ -128,8 +128,8 @@ def parallelize(model: GPT, mesh: DeviceMesh) -> None:
     model.transformer.drop = shared_dropout
     for block in model.transformer.h:
         assert isinstance(block, Block)  # for mypy
-        # Divide the four linear layers by `plan`. src_data_rank=None: send no weights.
-        # training/parallel/own_rows.py fills them in.
+        # Divide the four linear layers by `plan`, c_attn and c_fc by rows, both c_proj by columns.
+        # src_data_rank=None: send no weights. training/parallel/own_rows.py fills them in.
         parallelize_module(block, mesh, plan, src_data_rank=None)
         block.attn.dropout = shared_dropout
         block.mlp.dropout = shared_dropout
