@@ -116,7 +116,7 @@ def training_folders(checkpoint: Checkpoint) -> tuple[Path, ...]:
     return tuple(map(Path, checkpoint.get("config", {}).get("data_dir", ())))
 
 
-def check(options: EvalOptions) -> dict[str, Path]:
+def check_options(options: EvalOptions) -> dict[str, Path]:
     """Return the path of --data by benchmark, {"hellaswag": Path("hellaswag_val.jsonl")}, {}
     without --data. Raise UserError for a wrong option, before anything is downloaded or scored."""
     # a/sums.jsonl and b/sums.jsonl would both write CHECKPOINT_sums.json
@@ -205,7 +205,7 @@ def open_task(
     if Path(task_name).is_file():
         # encodes prompts as fine-tuning does, so that the model sees the tokens that it has learned
         encoder = TextEncoder(tokenizer, options.chat, block_size)
-        with scorer.process.together():  # an error of one process is raised on all
+        with scorer.process.raise_on_all():
             questions = open_questions(Path(task_name), options, encoder)
         refuse_other_data(scorer.process, task_name, questions)  # UserError if processes differ
         stem = Path(task_name).stem  # "sums" of own/sums.jsonl, for the table
@@ -215,7 +215,7 @@ def open_task(
         path = Path(task_name)
         benchmark = FewShotTasks(path.resolve().name)  # for the table; `resolve` gives "." a name
     if benchmark is None:  # val
-        with scorer.process.together():
+        with scorer.process.raise_on_all():
             val = open_validation(options, block_size, tokenizer)
         # val.checksum identifies the val shards; UserError if the machines have different ones
         refuse_other_data(scorer.process, task_name, val.checksum)
@@ -236,7 +236,7 @@ def main(options: EvalOptions) -> None:
     model_name = options.model or options.checkpoint
     checkpoint_path = find_checkpoint(model_name)  # None for a model of another project
     options = replace(options, tasks=options.tasks or default_tasks(options, checkpoint_path))
-    path_by_benchmark = check(options)  # {"hellaswag": Path(...)}; UserError for a wrong option
+    path_by_benchmark = check_options(options)  # {"hellaswag": Path(...)}; or raises UserError
     process = distributed.start(options.device, options.dtype)  # a Process: rank, device, dtype
 
     # float32 keeps all bits of the weights, so that training has the same validation loss.

@@ -205,8 +205,8 @@ def train_step(
     num_tokens = num_targets * process.data_parallel  # of all processes; num_targets: of this one
     metrics["tokens"] = progress.tokens + num_tokens  # all tokens of the run so far
     return StepResult(
-        metrics,
-        skip_reason,
+        metrics=metrics,
+        skip_reason=skip_reason,
         got_signal=share_of_signals > 0,
         num_tokens=num_tokens,
         positions=range(first_position, batches.position),  # in the data order, of all processes

@@ -206,7 +206,7 @@ def tokenize(
     return Document(
         token_file=token_file,
         ranges=[range(num_tokens)],  # Sharder.divide_last may cut the last text into several
-        num_start=len(tokenizer.start_ids),  # 1 for gpt2; hold_out repeats these ids
+        num_start_ids=len(tokenizer.start_ids),  # 1 for gpt2; hold_out repeats these ids
         num_train=0 if is_val else num_tokens,  # all tokens are in one split
         num_bytes=size_of(text),
         lost_counts=lost_counts,

@@ -69,7 +69,7 @@ class Document:
     ranges: list[range]
     """Indices in `token_file`, in the order in which the shards hold these tokens: only
     range(num_tokens), except for a text with a held-out part."""
-    num_start: int
+    num_start_ids: int
     """Number of start_ids, which stand before the text."""
     num_train: int
     """The first `num_train` tokens go to the train shards, the rest to validation: all or none,
@@ -127,15 +127,15 @@ def hold_out(document: Document, num_held_out: int) -> Document:
     Of 21 tokens, a start id among them, 2 are held out: token 10 and token 20. The ranges are
     [0:1] [1:10] [0:1] [11:20] for training, then [0:1] [10:11] [0:1] [20:21] for validation.
     """
-    start_ids = range(document.num_start)  # their indices in token_file: range(0, 1)
+    start_ids = range(document.num_start_ids)  # their indices in token_file: range(0, 1)
     # at most as many spans as held-out tokens, so that each span has an end
     num_spans = min(HELD_OUT_SPANS, num_held_out)
     # tokens at the end of each span; training gets the remainder of the division
     end_size = num_held_out // num_spans
     train: list[range] = []  # start_ids and the beginning of a span in turn
     val: list[range] = []  # start_ids and the end of a span in turn
-    span_size, num_longer = divmod(document.num_tokens - document.num_start, num_spans)
-    span_start = document.num_start
+    span_size, num_longer = divmod(document.num_tokens - document.num_start_ids, num_spans)
+    span_start = document.num_start_ids
     for i in range(num_spans):
         span_end = span_start + span_size + (i < num_longer)  # the first spans take the remainder
         train += [start_ids, range(span_start, span_end - end_size)]

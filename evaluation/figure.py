@@ -18,7 +18,7 @@ from matplotlib.ticker import EngFormatter
 from evaluation.benchmarks import BENCHMARKS
 from evaluation.table import PUBLIC_RUN, PUBLISHED, TOKENS_OF_PUBLIC_STEP
 from utils.errors import UserError, writing
-from utils.logger import find_metrics, logged_run, read_metrics
+from utils.logger import find_metrics, read_logged_config, read_metrics
 
 # logged metric -> label of the y axis of its panel
 LABELS = {
@@ -60,8 +60,8 @@ def read_run(path: Path) -> LoggedRun:
     if not log.get("train"):
         raise UserError(f"{path} has no training step yet")
     label = str(path).removesuffix("/logs")  # "runs/a" for runs/a and runs/a/logs
-    # logged_run returns None if the log file has another name than metrics.jsonl
-    return LoggedRun(label, log, logged_run(find_metrics(path).parent) or {})
+    # read_logged_config returns None if the log file has another name than metrics.jsonl
+    return LoggedRun(label, log, read_logged_config(find_metrics(path).parent) or {})
 
 
 def shorten(labels: list[str], width: int = 41) -> list[str]:

@@ -46,16 +46,16 @@ class PackedItem:
 
     first_index: int
     """Index of choices[0] among the continuations of all items; choices[1] has the next index."""
-    context: list[int]
+    context_ids: list[int]
     """Token ids, at least one: the last one predicts the first token of each choice."""
     choices: list[list[int]]
     """Token ids of each continuation. No list is empty."""
 
     @property
-    def length(self) -> int:
+    def padded_length(self) -> int:
         """Number of inputs of the row, rounded up to a multiple of 8 so that few different shapes
         occur. The last token of a continuation predicts nothing, so it is no input."""
-        num_inputs = len(self.context) + sum(len(choice) - 1 for choice in self.choices)
+        num_inputs = len(self.context_ids) + sum(len(choice) - 1 for choice in self.choices)
         return -(-num_inputs // 8) * 8
 
 
@@ -63,18 +63,18 @@ def pack_items(
     continuations_of_items: list[list[Continuation]], share_rows: bool
 ) -> list[PackedItem]:
     """Pack the continuations of all items into rows, in order. If `share_rows`, neighbors within an
-    item share a row if their contexts are equal. A Continuation has the token ids of its `context`
-    and its own `ids`, neither of them empty."""
+    item share a row if their contexts are equal. A Continuation has `context_ids` and its own
+    `ids`, neither of them empty."""
     packed_items: list[PackedItem] = []
     index = 0  # number of the continuation, counted over all items
     for continuations in continuations_of_items:
         for i, continuation in enumerate(continuations):
             # i > 0 means that packed_items[-1] belongs to this item
-            has_same_context = i > 0 and continuation.context == packed_items[-1].context
+            has_same_context = i > 0 and continuation.context_ids == packed_items[-1].context_ids
             if share_rows and has_same_context:
                 packed_items[-1].choices.append(continuation.ids)
             else:
-                packed_items.append(PackedItem(index, continuation.context, [continuation.ids]))
+                packed_items.append(PackedItem(index, continuation.context_ids, [continuation.ids]))
             index += 1
     return packed_items
 
@@ -106,15 +106,15 @@ def make_batch(packed_items: list[PackedItem], device: torch.device) -> PackedBa
     There are four targets: "c" and "e" are predicted at "b", "d" at "c", and "f" at "e".
     """
     B = len(packed_items)
-    T = packed_items[0].length  # score_items makes batches of equal length
+    T = packed_items[0].padded_length  # score_items makes batches of equal length
     idx = np.zeros((B, T), np.int64)
     positions = np.zeros((B, T), np.int64)
     segment_ids = np.full((B, T), -1)  # -1: padding
     targets: list[tuple[int, int, int]] = []  # (row, column, id), as in PackedBatch
     for b, packed_item in enumerate(packed_items):
-        context_length = len(packed_item.context)  # in tokens
+        context_length = len(packed_item.context_ids)  # in tokens
         # the last token of a continuation predicts nothing, so it is no input
-        input_segments = [packed_item.context] + [choice[:-1] for choice in packed_item.choices]
+        input_segments = [packed_item.context_ids] + [choice[:-1] for choice in packed_item.choices]
         start = 0
         for segment_index, tokens in enumerate(input_segments):  # 0 is the context
             end = start + len(tokens)
@@ -142,12 +142,12 @@ def make_batch(packed_items: list[PackedItem], device: torch.device) -> PackedBa
     # (N,) each: row and column of the hidden state that predicts a target, and the target's id
     target_rows, target_columns, target_ids = torch.tensor(targets, device=device).T
     return PackedBatch(
-        torch.from_numpy(idx).to(device),
-        torch.from_numpy(positions).to(device),
-        mask,
-        target_rows,
-        target_columns,
-        target_ids,
+        idx=torch.from_numpy(idx).to(device),
+        positions=torch.from_numpy(positions).to(device),
+        mask=mask,
+        target_rows=target_rows,
+        target_columns=target_columns,
+        target_ids=target_ids,
     )
 
 
@@ -278,9 +278,9 @@ def score_items(
     packed_items = pack_items(continuations_of_items, share_rows)
     # The rows of a batch have equal lengths (rounded up). The longest rows come first: if memory
     # runs out, it does so at once and not after an hour.
-    packed_items.sort(key=lambda packed_item: packed_item.length, reverse=True)
+    packed_items.sort(key=lambda packed_item: packed_item.padded_length, reverse=True)
     batches: list[list[PackedItem]] = []
-    for _, equal_rows in groupby(packed_items, key=lambda packed_item: packed_item.length):
+    for _, equal_rows in groupby(packed_items, key=lambda packed_item: packed_item.padded_length):
         # lists of batch_size rows; the last list of a length may be shorter
         batches += batched(list(equal_rows), scorer.batch_size)
 

@@ -39,7 +39,7 @@ class Continuation:
     """Token ids of a continuation and of the context before it. Neither list is empty: the model
     predicts each token of `ids` from the token before it."""
 
-    context: list[int]
+    context_ids: list[int]
     ids: list[int]
 
 

@@ -285,5 +285,8 @@ def collate_padded(
         # the target of a column is the next token, if that token counts in the loss
         columns = np.flatnonzero(example.loss_mask[1:])  # (targets of this example,)
         targets[b, columns] = example.tokens[columns + 1]
-    arrays = (idx, targets, lengths - 1)  # idx, targets, last_columns of Batch
-    return Batch(*[process.copy_to_device(torch.from_numpy(array)) for array in arrays])
+    return Batch(
+        idx=process.copy_to_device(torch.from_numpy(idx)),
+        targets=process.copy_to_device(torch.from_numpy(targets)),
+        last_columns=process.copy_to_device(torch.from_numpy(lengths - 1)),
+    )

@@ -133,9 +133,9 @@ class GroupRelativePolicy(Method):
         # of this process, by the index of the micro-batch: {0: [1.0, 0.0, ...], 2: [...]}
         rewards_by_index: dict[int, list[float]] = {}
         try:
-            # `together`: if a function fails on one process, all raise. `meeting`: a function may
-            # take longer than TIMEOUT, after which a collective of a waiting process would fail.
-            with self.process.together(), self.process.meeting():
+            # A function may take longer than TIMEOUT, after which a collective of a waiting process
+            # would fail.
+            with self.process.raise_on_all(), self.process.without_timeout():
                 for index in self.own_micro_batches(list(range(len(micro_batches)))):
                     rewards_by_index[index] = self.reward_function(micro_batches[index])
         except UserError as error:

@@ -79,7 +79,7 @@ class Method(ABC):
         """Return the sums over a batch of the loss, as "loss", and of further metrics. `model` is
         the trained model: in training as DDP or FSDP2 wraps it, in an evaluation the plain GPT."""
 
-    def divisor(self, examples: list) -> int:
+    def count_divisor(self, examples: list) -> int:
         """Return the number that turns sums over these examples into means: the number of examples,
         or for sft of targets."""
         return len(examples)
@@ -92,7 +92,7 @@ class Method(ABC):
         examples = [self.examples[i] for i in example_ids]  # list[Example] or list[Pair]
         micro_batches = self.own_micro_batches(self.to_micro_batches(examples))
         batches = [self.make_batch(micro_batch) for micro_batch in micro_batches]
-        return PreparedStep(batches, self.divisor(examples))  # examples of all processes
+        return PreparedStep(batches, self.count_divisor(examples))  # examples of all processes
 
     def to_micro_batches(self, examples: list) -> list[list]:
         """Divide examples among the micro-batches of all processes, in lists of micro_batch_size
@@ -122,7 +122,8 @@ class Method(ABC):
         Every process must call it. It leaves the model in training mode, and raises Stopped after a
         signal. grpo overrides it with another metric than in training."""
         model.eval()
-        held_out_divisor = self.divisor(self.held_out)  # number of examples, for sft of targets
+        # number of examples, for sft of targets
+        held_out_divisor = self.count_divisor(self.held_out)
 
         def addends_of(micro_batch: list) -> dict[str, float]:
             """Return what a micro-batch adds to each mean, such as {"loss": 0.21}."""
@@ -154,7 +155,7 @@ class SupervisedTuning(Method):
         # The order adds no bias: the loss is a mean over the whole step.
         return super().to_micro_batches(sorted(dialogs, key=lambda dialog: len(dialog.tokens)))
 
-    def divisor(self, dialogs: list[Example]) -> int:
+    def count_divisor(self, dialogs: list[Example]) -> int:
         # the first token of a dialog is not a target, because no token predicts it
         return sum(int(dialog.loss_mask[1:].sum()) for dialog in dialogs)
 

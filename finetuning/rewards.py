@@ -92,54 +92,56 @@ def import_file(path: Path) -> ModuleType:
     return module
 
 
-def find_reward(name: str) -> Path | None:
+def find_reward(reward_spec: str) -> Path | None:
     """Return the file of --reward: a file of Python or a checkpoint; None for exact. Raise
-    UserError for any other name."""
-    if name == "exact":
+    UserError for any other text."""
+    if reward_spec == "exact":
         return None
     # split FILE.py:FUNCTION at the last colon, because a path can contain colons
-    file_name, _, _ = name.rpartition(":")
-    if file_name.endswith(".py") and not Path(name).exists():
+    file_name, _, _ = reward_spec.rpartition(":")
+    if file_name.endswith(".py") and not Path(reward_spec).exists():
         return Path(file_name)
-    path = find_checkpoint(name)  # None for a model of another project
+    path = find_checkpoint(reward_spec)  # None for a model of another project
     if path is None:
         raise UserError(
-            f"the reward {name} is none of exact, FILE.py:FUNCTION, and a checkpoint of a reward "
-            "model or its folder"
+            f"the reward {reward_spec} is none of exact, FILE.py:FUNCTION, and a checkpoint of a "
+            "reward model or its folder"
         )
     return path
 
 
-def reward_checksum(name: str) -> int:
+def reward_checksum(reward_spec: str) -> int:
     """Return the checksum of the file of --reward, 0 for exact, to compare processes and a resumed
     run: another reward teaches something else."""
-    path = find_reward(name)
+    path = find_reward(reward_spec)
     if path is None:
         return 0
     if path.suffix == ".py":
-        _, _, function_name = name.rpartition(":")
+        _, _, function_name = reward_spec.rpartition(":")
         # of the file and the function's name: two functions of one file are two rewards
         return zlib.crc32(function_name.encode(), zlib.crc32(path.read_bytes()))
     return crc32_of(load_checkpoint(path)["checksums"])
 
 
-def load_reward_function(name: str, encoder: TextEncoder, process: Process) -> RewardFunction:
-    """Return the function that rewards completions, for `name` from --reward: exact,
+def load_reward_function(
+    reward_spec: str, encoder: TextEncoder, process: Process
+) -> RewardFunction:
+    """Return the function that rewards completions, for `reward_spec` from --reward: exact,
     FILE.py:FUNCTION, or a reward model. `encoder` encodes the prompts of this run; a reward model
     must have its tokenizer, its chat format or plain text, and at least its context. Raise
-    UserError otherwise, or if `name` cannot be loaded."""
-    path = find_reward(name)
+    UserError otherwise, or if `reward_spec` cannot be loaded."""
+    path = find_reward(reward_spec)
     if path is None:  # "exact"
         # 1.0 if the completion has ended and equals the "answer" of its row, except for white space
         # around them, else 0.0
         return lambda completions: [float(is_exact(completion)) for completion in completions]
     if path.suffix == ".py":
-        _, _, function_name = name.rpartition(":")
+        _, _, function_name = reward_spec.rpartition(":")
         try:
             function = getattr(import_file(path), function_name)  # runs the file
         except Exception as error:
-            raise UserError(f"the reward {name} cannot be loaded: {error!r}") from error
-        return partial(rewards_of_function, name, function)  # takes completions
+            raise UserError(f"the reward {reward_spec} cannot be loaded: {error!r}") from error
+        return partial(rewards_of_function, reward_spec, function)  # takes completions
 
     # The reward model stays in memory beside the trained model, in float32 like the weights that
     # were trained. load_model raises UserError for a checkpoint without a reward head.
@@ -158,18 +160,18 @@ def load_reward_function(name: str, encoder: TextEncoder, process: Process) -> R
     )
     if not has_same_text or model.config.block_size < encoder.block_size:
         raise UserError(
-            f"the reward model {name} has another tokenizer, another kind of text (chats or plain "
-            "text), another chat template, or a shorter context than this run"
+            f"the reward model {reward_spec} has another tokenizer, another kind of text (chats or "
+            "plain text), another chat template, or a shorter context than this run"
         )
     return partial(rewards_of_model, model.to(process.device), process)  # takes completions
 
 
 def rewards_of_function(
-    name: str, function: Callable, completions: list[Completion]
+    reward_spec: str, function: Callable, completions: list[Completion]
 ) -> list[float]:
     """Return the reward that the user's function gives to each completion; it takes the prompt, the
-    completion's text and the row. Raise UserError, which names it by --reward `name`, if it fails
-    or does not return a finite number."""
+    completion's text and the row. Raise UserError, which names it by `reward_spec`, if it fails or
+    does not return a finite number."""
     rewards: list[float] = []
     for completion in completions:
         prompt = completion.row["prompt"]  # a text, or messages of a chat
@@ -182,7 +184,7 @@ def rewards_of_function(
             rewards.append(reward)
         except Exception as error:
             raise UserError(
-                f"the reward {name} fails for the prompt {prompt!r} and the completion "
+                f"the reward {reward_spec} fails for the prompt {prompt!r} and the completion "
                 f"{completion.text!r}: {error!r}"
             ) from error
     return rewards

@@ -184,7 +184,7 @@ class DeferredInit(TorchFunctionMode):
         if x in self.fills:
             self.fills.pop(x)[-1](x)  # the last fill overwrites the earlier ones
 
-    def first_rows(self, model: nn.Module, seed: int) -> dict[str, Rows]:
+    def initial_rows(self, model: nn.Module, seed: int) -> dict[str, Rows]:
         """Return the first content of the parameters and buffers in the state dict of a model, by
         name. Normal random numbers are drawn when rows are read, others now. Raises UserError for a
         parameter without numbers."""
@@ -255,7 +255,7 @@ def deferred_init(model: nn.Module) -> Iterator[None]:
     if torch.get_default_device().type == "meta":
         return
     # Rows by name; NormalRows are drawn when `[...]` below reads them
-    weights = context.first_rows(model, seed=int(torch.randint(2**31, (), device="cpu")))
+    weights = context.initial_rows(model, seed=int(torch.randint(2**31, (), device="cpu")))
     for name, x in model.state_dict(keep_vars=True).items():
         if x in context.fills:
             give_memory(x)
@@ -271,7 +271,7 @@ def new_model(
     # the seed is for constructors that draw numbers themselves: torch.randn(C)
     with own_random_numbers(hash_seed(f"{seed}")), DeferredInit() as context:
         model = model_class(config)
-    return model, context.first_rows(model, seed)
+    return model, context.initial_rows(model, seed)
 
 
 def build_without_weights(model_class: type[Model], config: GPTConfig) -> Model:

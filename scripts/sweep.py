@@ -41,7 +41,7 @@ from training.options import expand_flags, read_options
 from training.start import describe_differences
 from utils.cli import flag_value, named_flags, start_script
 from utils.errors import UserError
-from utils.logger import logged_run
+from utils.logger import read_logged_config
 
 TRAIN = Path(__file__).resolve().parents[1] / "train.py"
 # Options that change a loss only by rounding: how a run is executed, and which files it writes.
@@ -108,7 +108,8 @@ def command_of(options: SweepOptions, run_name: str) -> list[str]:
 
     # The folder's name does not contain --fixed. Without this check the table could compare a run
     # of an earlier sweep, with other data or another length, with new runs.
-    logged_config = logged_run(folder / "logs")  # content of config.json; None without a log
+    # content of config.json; None without a log
+    logged_config = read_logged_config(folder / "logs")
     if logged_config:
         changes = describe_changes(logged_config["config"], flags)  # "grad_clip 1.0 (here 2.0)"
         # config.json has --minutes only in "command", the run's sys.argv. A run resumed by hand has

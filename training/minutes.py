@@ -136,16 +136,16 @@ class Dial:
         given_flags = named_flags(expand_flags(sys.argv[1:]))
         # names of the options that the command line or its --config gives, without "no_":
         # {"data_dir", "minutes", "use_torch_compile"}
-        self.given = {name.removeprefix("no_") for name, _ in given_flags}
+        self.given_names = {name.removeprefix("no_") for name, _ in given_flags}
         self.common_flags: dict[str, Any] = {}
         """Options of the run, whatever its size: {"use_torch_compile": False} or {}."""
         # True only on CUDA, where a run compiles unless the user says otherwise
-        compiles_by_default = options.use_torch_compile and "use_torch_compile" not in self.given
-        if compiles_by_default and minutes < COMPILED_MINUTES:
+        may_compile = options.use_torch_compile and "use_torch_compile" not in self.given_names
+        if may_compile and minutes < COMPILED_MINUTES:
             self.common_flags["use_torch_compile"] = False
         self.options = replace(options, **self.common_flags)
         self.data_parallel = data_parallel
-        self.seconds = 60 * minutes  # from the start of the processes to the end of the run
+        self.run_seconds = 60 * minutes  # from the start of the processes to the end of the run
         try:
             # a Mixture has the corpora of --data_dir; its `stream` has the tokens of all of them
             train_stream = Mixture(options.data_dir, "train", options.block_size).stream
@@ -181,13 +181,13 @@ class Dial:
             # a context of 256 costs 0.17 nats at 128 channels (docs/BENCHMARKS.md).
             flags["block_size"] = min(1024, 2 ** round(math.log2(n_embd)))
             ladder.append(self.without_given(flags))  # a given --block_size stays
-        if not ladder or "model_type" in self.given:
+        if not ladder or "model_type" in self.given_names:
             return [{}]  # one size, that of the user's own flags
         return ladder
 
     def without_given(self, flags: dict[str, Any]) -> dict[str, Any]:
         """Return the flags that the user does not give."""
-        return {name: value for name, value in flags.items() if name not in self.given}
+        return {name: value for name, value in flags.items() if name not in self.given_names}
 
     def make_size(self, recipe: Recipe, vocab_size: int, flags: dict[str, Any]) -> Size:
         """Return the size of a model with these flags, {"n_layer": 2, "n_head": 2, ...}."""
@@ -237,7 +237,7 @@ class Dial:
                 self.sizes = self.sizes[: self.sizes.index(size)]
             measured_flags.append(flags)
             # what is left; at least a second, for a time that is over before the run begins
-            seconds = max(1.0, self.seconds - elapsed() - FINISH_SECONDS)
+            seconds = max(1.0, self.run_seconds - elapsed() - FINISH_SECONDS)
             costs = list(cost_by_flops.values())
             plans = [self.plan(size, costs, seconds) for size in self.sizes]  # smallest size first
             lowest_loss = min(plan.loss for plan in plans)
@@ -246,7 +246,8 @@ class Dial:
             # taken a tenth of the time.
             size = plan.size
             flags = {name: plan.flags[name] for name in flags}  # its sizes, and total_batch_size
-            if flags in measured_flags or elapsed() - start_seconds > MEASURED_SHARE * self.seconds:
+            is_late = elapsed() - start_seconds > MEASURED_SHARE * self.run_seconds
+            if flags in measured_flags or is_late:
                 return plan
 
     def plan(self, size: Size, costs: list[StepCost], seconds: float) -> Plan:
@@ -293,7 +294,7 @@ class Dial:
         """Return --val_tokens: the largest power of two with which NUM_VALIDATIONS validations take
         at most VALIDATED_SHARE of `seconds`, but no more than the default; or what the user gives.
         """
-        if "val_tokens" in self.given:
+        if "val_tokens" in self.given_names:
             return self.options.val_tokens
         # of one corpus in one validation
         validation_seconds = VALIDATED_SHARE * seconds / NUM_VALIDATIONS / self.num_val_corpora
@@ -305,7 +306,7 @@ class Dial:
         """Return --total_batch_size: a power of two times what the processes read at once, or what
         the user gives. It is the batch that Li et al. 2025 ("Predictable Scale", step law) found
         the best for the tokens that fit into `seconds`."""
-        if "total_batch_size" in self.given:
+        if "total_batch_size" in self.given_names:
             return self.options.total_batch_size
         batch_tokens = self.tokens_of_smallest_batch(size)
         while True:

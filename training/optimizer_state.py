@@ -205,7 +205,7 @@ def check_state(
     """Raise UserError on every process if a checkpoint would lose state of the optimizers. Call it
     after the first step that was not skipped. `attributes_before` is what attributes_of returned
     before it, such as {"count": [3]} for each optimizer."""
-    with process.together():  # its error is raised on all processes
+    with process.raise_on_all():
         unsaved = find_unsaved(model, optimizers, attributes_before)  # a message, or None
         if unsaved is not None:
             raise UserError(f"this run could not be resumed: {unsaved}")

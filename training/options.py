@@ -161,11 +161,11 @@ def saved_options(checkpoint: Checkpoint, folder: Path) -> dict[str, Any]:
     return options
 
 
-def without_derived(content: Mapping[str, Any]) -> dict[str, Any]:
+def without_derived(saved_config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the resolved options by name of a checkpoint or config.json, without the derived ones,
     which a run computes again from its own options and device."""
-    options = content["config"]
-    return {name: value for name, value in options.items() if name not in content["derived"]}
+    options = saved_config["config"]
+    return {name: value for name, value in options.items() if name not in saved_config["derived"]}
 
 
 def fill_bare_resume(words: list[str]) -> list[str]:
@@ -325,7 +325,7 @@ def compile_if_all_can(options: Machine, process: Process) -> Machine:
     Every process must call it."""
     if options.use_torch_compile:
         try:
-            with process.together():
+            with process.raise_on_all():
                 check_compiler(process.device)  # compiles a tiny function, or UserError
         except UserError as error:
             process.print(f"warning: training is not compiled: {error}")

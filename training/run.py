@@ -52,7 +52,7 @@ from utils.devices import describe_device
 from utils.distributed import Process
 from utils.errors import UserError
 from utils.files import atomic_write, lock_folder
-from utils.logger import CONFIG, Logger, logged_run, read_metrics
+from utils.logger import CONFIG, Logger, read_logged_config, read_metrics
 from utils.seeds import hash_seed
 
 Options = TypeVar("Options", bound=ResolvedOptions)
@@ -158,9 +158,8 @@ def claim_folders(
 ) -> None:
     """Lock the folders of this run until its process ends. Raises UserError on every process if
     the folders hold another run. Every process must call it."""
-    # Only the main process creates and replaces files, so only it checks; `together` raises its
-    # error on the others.
-    with process.together():
+    # Only the main process creates and replaces files, so only it checks.
+    with process.raise_on_all():
         if process.is_main:
             # a set: both may be the same folder, which can be locked only once
             for folder in {options.checkpoint_dir.resolve(), options.log_dir.resolve()}:
@@ -202,7 +201,7 @@ def refuse_overwriting(options: ResolvedOptions, checkpoint: Checkpoint | None) 
         )
 
     # content of config.json: None without a log, {} if it cannot be read
-    logged_config = logged_run(options.log_dir)
+    logged_config = read_logged_config(options.log_dir)
     # The default is "", because None would equal the run_id of a new run.
     if logged_config is not None and logged_config.get("run_id", "") != run_id:
         raise UserError(f"{options.log_dir} holds the log of another run; {remedy}")
@@ -338,8 +337,7 @@ class Run(Generic[Options]):
         UserError for a damaged file, and for a disk without room for checkpoints."""
         # Now, because a failed save does not end a run: refuse a disk that is too small before the
         # first step. The recipe's optimizer decides how many numbers are saved for each weight.
-        # `together` raises the error on all processes.
-        with self.process.together():
+        with self.process.raise_on_all():
             if self.process.is_main:
                 check_space(self.options, recipe, model.num_parameters())
         # Allocates `model` and fills in `weights`, Rows by name: reads or draws only the rows that
@@ -374,7 +372,7 @@ class Run(Generic[Options]):
         options = self.options
         run_id = self.progress.run_id
         # content of the config.json that is replaced below; None without a log
-        logged_config = logged_run(options.log_dir)
+        logged_config = read_logged_config(options.log_dir)
         # append rows only to a log of the same run
         begins_empty = logged_config is None or logged_config.get("run_id") != run_id
         config_json: dict[str, Any] = {  # content of the new config.json
@@ -391,9 +389,9 @@ class Run(Generic[Options]):
         # options that no flag gives.
         if "recipe" in self.entries:  # not in finetune.py
             config_json["recipe"] = followed_recipe(self.entries["recipe"], options)
-        # `together`, because the others must not read checkpoints that the main process removes:
-        # damaged ones, and those of other runs or of later steps
-        with self.process.together():
+        # The others wait here: they must not read checkpoints that the main process removes, which
+        # are damaged ones, and those of other runs or of later steps.
+        with self.process.raise_on_all():
             if self.process.is_main:
                 if options.overwrite:
                     remove_checkpoints(options.checkpoint_dir, self.progress)
@@ -403,8 +401,8 @@ class Run(Generic[Options]):
                     file.write(json.dumps(config_json, indent=1).encode())
         self.logger = Logger(
             options.log_dir,
-            start=self.progress.step,
-            total=options.max_steps,
+            steps_done=self.progress.step,
+            last_step=options.max_steps,
             is_main=self.process.is_main,
             begins_empty=begins_empty,  # False: append to the log of this run
             open_wandb=partial(open_wandb, options, run_id) if options.wandb else None,

@@ -265,7 +265,7 @@ class Saver:
         self.run.ended_early = True  # `write` then does not print that the run continues
         self.save_last()
         self.wait()
-        with self.run.process.together():  # raises on all; the others may lack the folder
+        with self.run.process.raise_on_all():  # the others may lack the folder
             if self.run.process.is_main:
                 raise UserError(
                     f"{PATIENCE} steps in a row had no finite loss and gradient, and were skipped; "

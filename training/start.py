@@ -25,7 +25,7 @@ from model.formats.checkpoint import (
 from model.rows import Rows
 from utils.distributed import ALONE, Process
 from utils.errors import UserError
-from utils.logger import logged_run
+from utils.logger import read_logged_config
 
 # Last parts of the names of options and checkpoint entries that may differ between the machines of
 # a run: each has its own folders, files and devices. compare_processes compares checksums of the
@@ -186,7 +186,8 @@ def warn_of_log(process: Process, options: ResolvedOptions, checkpoint: Checkpoi
     """Warn if a resumed run begins a new log, because its log lies elsewhere."""
     if checkpoint is None or checkpoint["step"] == 0 or options.is_branch:
         return
-    logged_config = logged_run(options.log_dir)  # content of config.json; None without a log
+    # content of config.json; None without a log
+    logged_config = read_logged_config(options.log_dir)
     if logged_config is None or logged_config.get("run_id") != checkpoint["run_id"]:
         earlier = checkpoint["config"]["log_dir"]
         process.print(

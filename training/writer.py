@@ -63,9 +63,9 @@ def save_checkpoint(
     and needs the same folder if it has any. Raises UserError if writing fails, as on a full disk.
     """
     with writing(path):  # any error becomes a UserError that names the path
-        # Here and below, if one process fails, `together` raises an error on all: the caller goes
-        # on without the file, and one process alone would miss the collectives that follow.
-        with process.together():
+        # Here and below all raise if one fails: the caller goes on without the file, and a process
+        # that fails alone would miss the collectives that follow.
+        with process.raise_on_all():
             sections = split_weights(weights, optimizer_state)  # {"model": {name: OwnRows}, ...}
             own_sums = sum_own_rows(sections)  # {"model": 83, ...}
         checksums = sum_over_processes(own_sums, process)  # of all rows of the file
@@ -138,19 +138,19 @@ def write_together(path: Path, sections: Sections, plain_entries: dict, process:
     # {0: ("model_last.pt.3f9c....tmp", offsets)}: of rank 0; `merge` sends it to all
     layout: dict[int, tuple[str, Offsets]] = {}
     try:
-        with process.together():
+        with process.raise_on_all():
             if process.is_main:
                 layout[0] = lay_out(path, sections, plain_entries)  # writes the file, with gaps
         temporary_name, offsets = process.merge(layout)[0]  # offsets: where each gap begins
         # All processes write into this file. The main process renames it when it is complete.
         temporary = path.with_name(temporary_name)
-        # `meeting`, because a write may take longer than a collective waits.
-        with process.together(), process.meeting():
+        # a write may take longer than a collective waits
+        with process.raise_on_all(), process.without_timeout():
             write_own_rows(temporary, sections, offsets)  # into the gaps
         # Read it back before it replaces a good file: a network file system may have lost rows.
         rows_by_rank = process.merge({process.rank: count_own_rows(sections)})  # {0: 120, 1: 0}
         writers = [rank for rank, num_rows in rows_by_rank.items() if num_rows > 0]
-        with process.together(), process.meeting():
+        with process.raise_on_all(), process.without_timeout():
             # of a part of the rows, whoever wrote them; zeros unless this process is a writer
             own_sums = sum_written_rows(temporary, process.rank, writers)
         if sum_over_processes(own_sums, process) != plain_entries["checksums"]:

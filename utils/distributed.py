@@ -212,7 +212,7 @@ class Process:
             time.sleep(POLL_SECONDS)
 
     @contextlib.contextmanager
-    def together(self) -> Iterator[None]:
+    def raise_on_all(self) -> Iterator[None]:
         """Return a context that raises on every process if its body raises on one of them. The
         failing process raises its own error, the others a UserError with the same text.
 
@@ -231,7 +231,7 @@ class Process:
             raise error or UserError(message)
 
     @contextlib.contextmanager
-    def meeting(self) -> Iterator[None]:
+    def without_timeout(self) -> Iterator[None]:
         """Return a context that ends when the bodies of all processes have ended, however long that
         takes: a collective at its end would fail after TIMEOUT, which a large file, or a judge on
         the network, may need. Its body calls no collective."""
@@ -254,7 +254,7 @@ class Process:
         for is_turn_of_main in (True, False):
             # If one process left alone with an error, the others would wait forever. So each round
             # ends on all processes together.
-            with self.together():
+            with self.raise_on_all():
                 if self.is_main == is_turn_of_main:
                     content = read()
         return content

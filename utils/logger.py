@@ -34,7 +34,7 @@ BAR_FORMAT = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
 
 
 class Logger:
-    """Write the log of a run that begins after the step `start` and ends at the step `total`.
+    """Write the log of a run that begins after `steps_done` steps and ends at the step `last_step`.
 
     Without `is_main` no method does anything. `begins_empty` (a new run) empties the files.
     Otherwise a row of the split "resume" and the new rows follow an existing log. `open_wandb`
@@ -46,8 +46,8 @@ class Logger:
         self,
         folder: Path,
         *,
-        start: int,
-        total: int,
+        steps_done: int,
+        last_step: int,
         is_main: bool,
         begins_empty: bool = False,
         open_wandb: Callable[[], Any] | None = None,
@@ -57,7 +57,8 @@ class Logger:
             return
         self.wandb_run: Any = None  # opened below, once `print` works for its warning
         self.last_line_seconds = float("-inf")  # time.monotonic() of the last progress line
-        self.first_forecast_step = start + STEPS_BEFORE_FORECAST  # first step that shows time left
+        # first step that shows time left
+        self.first_forecast_step = steps_done + STEPS_BEFORE_FORECAST
         self.forecast_ms = 0.0  # time of the steps from that one on
         self.num_forecast_steps = 0
         folder.mkdir(parents=True, exist_ok=True)
@@ -73,11 +74,11 @@ class Logger:
         self.samples_file = open(folder / SAMPLES, mode, buffering=1, encoding="utf-8")
         if is_resumed:
             # read_metrics reads this row and drops the earlier rows of later steps
-            self.log({"split": "resume"}, start)
+            self.log({"split": "resume"}, steps_done)
         # disable=None shows a bar only if standard error is a terminal
         self.bar = tqdm(
-            total=total,  # the last step of the run
-            initial=start,  # the number of steps that earlier starts have done
+            total=last_step,
+            initial=steps_done,  # by earlier starts of the run
             unit="step",
             dynamic_ncols=True,
             disable=None,
@@ -208,7 +209,7 @@ class Logger:
         self.samples_file.close()
 
 
-def logged_run(folder: Path) -> dict | None:
+def read_logged_config(folder: Path) -> dict | None:
     """Return the config.json of the log in a folder, which tells whose log it is.
 
     Its keys are "run_id", "config" (the options), "tokenizer" and others. Return {} if the file is

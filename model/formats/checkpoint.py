@@ -184,18 +184,18 @@ def sum_rows(name: str, rows: Sequence[int], content: Tensor) -> int:
     return total
 
 
-def sum_part(tensors: Mapping[str, Rows], part: int, num_parts: int) -> int:
+def sum_part(tensors: Mapping[str, Rows], row_part: int, num_parts: int) -> int:
     """Return the sum of the CRC-32 of one of `num_parts` equal parts of the rows of each tensor; a
     vector is one row. Slicing Rows (model/rows.py) reads these rows from the file."""
     total = 0
     for name, x in tensors.items():
         if is_vector(x.shape):  # (n,), (n, 1) or ()
-            if part == 0:  # each row counts in one part only
+            if row_part == 0:  # each row counts in one part only
                 total += sum_rows(name, range(1), x[...].reshape(1, -1))
             continue
         num_rows = x.shape[0]
-        start = num_rows * part // num_parts
-        end = num_rows * (part + 1) // num_parts
+        start = num_rows * row_part // num_parts
+        end = num_rows * (row_part + 1) // num_parts
         total += sum_rows(name, range(start, end), x[start:end])
     return total
 

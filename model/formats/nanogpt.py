@@ -88,15 +88,15 @@ def find_tokenizer_file(path: Path) -> Path | None:
     return None
 
 
-def read_llm_c(data: Tensor) -> tuple[GPTConfig, dict[str, Tensor]]:
-    """Return the architecture and the weights by name from `data`, uint8 (n,), the bytes of a file
-    of llm.c."""
+def read_llm_c(file_bytes: Tensor) -> tuple[GPTConfig, dict[str, Tensor]]:
+    """Return the architecture and the weights by name from the bytes of a file of llm.c, uint8
+    (n,)."""
     # [20240326, 3, 1024, 50257, 12, 12, 768, 50304] for 124M; the sizes are layers, heads, channels
-    header = data[:32].view(torch.int32).tolist()
+    header = file_bytes[:32].view(torch.int32).tolist()
     _, version, block_size, vocab_size, *sizes, padded_vocab_size = header
     assert version in LLM_C_DTYPES, f"version {version} of llm.c"
     # all weights, after a header of 256 int32; the loop below takes them one by one
-    remaining = data[1024:].view(LLM_C_DTYPES[version])  # (n,), float32 or bfloat16
+    remaining = file_bytes[1024:].view(LLM_C_DTYPES[version])  # (n,), float32 or bfloat16
     # with the padded rows of the embedding, which are cut off at the end
     config = GPTConfig(block_size, padded_vocab_size, *sizes)
 

@@ -15,7 +15,8 @@ def test_examples_in_docstrings_are_true(tmp_path):
     assert [pair for pair in pieces if pair[1]] == [(0, "one\n"), (1, "two")]
     token_file = TokenFile(tmp_path)
     token_file.append(np.arange(21, dtype=np.uint32))
-    document = hold_out(Document(token_file, [range(21)], num_start=1, num_train=0, num_bytes=9), 2)
+    document = Document(token_file, [range(21)], num_start_ids=1, num_train=0, num_bytes=9)
+    document = hold_out(document, 2)
     assert document.read(document.num_train, 24).tolist() == [0, 10, 0, 20]
     tokenizer = load_tokenizer("gpt2")
     tokens = [tokenizer.decode_bytes([token_id]) for token_id in tokenizer.encode("The cat sat")]

@@ -256,7 +256,7 @@ def test_a_continuation_has_the_tokens_after_its_context_as_in_the_harness(
     tokenizer = load_tokenizer(read_tokenizer_spec(tmp_path / "t.json"))
     encode = BENCHMARKS["hellaswag"].continuations
     (packed,) = pack_items([encode(Item(context, choices), tokenizer, 32)], share_rows=True)
-    assert (packed.context, packed.choices) == row
+    assert (packed.context_ids, packed.choices) == row
     with pytest.raises(ValueError, match="has 0 tokens"):  # before anything is scored
         encode(Item("", ("",)), tokenizer, 32)
 

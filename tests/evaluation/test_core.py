@@ -39,8 +39,8 @@ def texts(kind, **options):
     this = task(kind, **options)
     item = this.items([ROWS[kind]] * 3, "nanochat")[0]
     continuations = this.continuations(item, BYTES, 64)
-    assert all(continuation.context[0] == BYTES.eot for continuation in continuations)
-    return [(bytes(c.context[1:]).decode(), bytes(c.ids).decode()) for c in continuations]
+    assert all(continuation.context_ids[0] == BYTES.eot for continuation in continuations)
+    return [(bytes(c.context_ids[1:]).decode(), bytes(c.ids).decode()) for c in continuations]
 
 
 def test_the_tokens_that_differ_count_and_a_schemas_common_end():
@@ -68,7 +68,7 @@ def test_a_choice_that_begins_another_keeps_a_token_and_a_long_prompt_loses_its_
     [item] = this.items([{"query": "Q", "choices": ["5", "5 m"], "gold": 0}], "nanochat")
     assert [bytes(c.ids) for c in this.continuations(item, BYTES, 64)] == [b"5", b"5 m"]
     short, long = this.continuations(item, BYTES, 4)  # ids in all, as in nanochat
-    assert (bytes(short.context[1:]), bytes(long.context)) == (b"Q ", b" ")
+    assert (bytes(short.context_ids[1:]), bytes(long.context_ids)) == (b"Q ", b" ")
     with pytest.raises(ValueError, match="a continuation has 3 tokens"):
         this.continuations(item, BYTES, 3)
 

@@ -198,7 +198,7 @@ def test_rewards_may_take_longer_than_a_collective(monkeypatch):
         return next(answers)
 
     monkeypatch.setattr(Process, "all_agree", all_agree)
-    with ALONE.meeting():
+    with ALONE.without_timeout():
         while not threads:
             time.sleep(0.001)
     assert len(threads) == 3 and threading.main_thread() not in threads

@@ -71,7 +71,7 @@ with torch.no_grad():
     for item, predictions in zip(items, scores, strict=True):
         continuations = task.continuations(item, tokenizer, config.block_size)
         for continuation, prediction in zip(continuations, predictions, strict=True):
-            tokens = torch.tensor([continuation.context + continuation.ids])
+            tokens = torch.tensor([continuation.context_ids + continuation.ids])
             logprobs = plain(tokens)[0, :-1].log_softmax(-1).gather(1, tokens[0, 1:, None])
             expected = logprobs[-len(continuation.ids) :].sum().item()
             assert abs(prediction.logprob - expected) < 1e-3, "a score is not of the model"

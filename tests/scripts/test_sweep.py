@@ -16,7 +16,7 @@ from scripts.sweep import (
     to_markdown,
 )
 from utils.cli import to_flags
-from utils.logger import logged_run
+from utils.logger import read_logged_config
 
 # in place of train.py: the run c of seed 2 fails at its first start, the option d is none
 STAND_IN = """
@@ -93,7 +93,7 @@ def test_a_mistake_is_found_before_the_first_run(stand_in, tmp_path):
 
 
 def test_runs_are_compared_by_the_values_of_their_options(trained, shards, monkeypatch):
-    saved = logged_run(trained / "logs")["config"]
+    saved = read_logged_config(trained / "logs")["config"]
     monkeypatch.chdir(shards.parent)
     flags = {name[2:]: value for name, value in zip(SMALL[::2], SMALL[1::2], strict=True)}
     flags |= {"data_dir": shards.name, "max_steps": 20}
@@ -115,7 +115,7 @@ def test_runs_are_compared_by_the_values_of_their_options(trained, shards, monke
 def test_of_a_run_that_minutes_chose_only_the_given_options_are_compared(
     trained, shards, monkeypatch
 ):
-    saved = logged_run(trained / "logs")["config"]
+    saved = read_logged_config(trained / "logs")["config"]
     monkeypatch.chdir(shards.parent)
     chosen = {"minutes": 1, "data_dir": shards.name, "max_steps": 20}  # the rest by --minutes
     assert describe_changes(saved, to_flags(chosen)) == ""

@@ -16,9 +16,9 @@ FOLDERS = ("training", "finetuning", "evaluation", "model")
 PLACES = """
 train.py main 1 Stopped: raised by collectives, on all
 finetune.py main 2 Stopped, RewardError: raised by collectives, on all
-evaluate.py main 3 open_task: on all, by together; the others end with main's writes
-utils/distributed.py Process.together 1 all processes get the error: the rule itself
-utils/distributed.py Process.read_on_all 1 within together
+evaluate.py main 3 open_task: on all, by raise_on_all; the others end with main's writes
+utils/distributed.py Process.raise_on_all 1 all processes get the error: the rule itself
+utils/distributed.py Process.read_on_all 1 within raise_on_all
 utils/distributed.py Process.print 1 prints only
 utils/distributed.py StopSignal.receive 2 prints only
 utils/distributed.py start 1 prints only
@@ -35,7 +35,7 @@ training/forecast/dry_run.py print_forecast 1 one process: before the others joi
 training/minutes.py Dial.__init__ 1 raised again
 training/minutes.py Dial.choose 1 fit_micro_batch: raised on all, by the least memory of any
 training/minutes.py apply_plan 1 prints only
-training/options.py compile_if_all_can 1 within together
+training/options.py compile_if_all_can 1 within raise_on_all
 training/options.py find_recipe 1 raised again
 training/options.py find_resumed 1 prints only
 training/options.py is_on_gpu 1 raised again
@@ -44,22 +44,22 @@ training/options.py read_options_file 1 raised again
 training/parallel/data_parallel.py refuse_wrong_division 1 all_agree, or ends at once
 training/parallel/own_rows.py copy_own_rows 1 no collectives: main's copy has the rows
 training/parallel/own_rows.py held_rows 1 no collectives: which rows are whose
-training/run.py claim_folders 1 within together
-training/run.py remove_checkpoints 1 within together
-training/run.py Run.distribute 1 within together
-training/run.py Run.open_log 1 within together
+training/run.py claim_folders 1 within raise_on_all
+training/run.py remove_checkpoints 1 within raise_on_all
+training/run.py Run.distribute 1 within raise_on_all
+training/run.py Run.open_log 1 within raise_on_all
 training/run.py Run.finish 1 no collectives follow
-training/saver.py Saver.check_step 1 within together
+training/saver.py Saver.check_step 1 within raise_on_all
 training/saver.py Saver.save 3 all_agree; then main writes in a thread without others
-training/saver.py Saver.write 3 together in write_together; finish asks all for errors
+training/saver.py Saver.write 3 raise_on_all in write_together; finish asks all for errors
 training/trial.py has_memory 1 all_agree; no collectives within
-training/writer.py write_together 5 together; main renames after the last collective
-training/writer.py sum_written_rows 1 within together
+training/writer.py write_together 5 raise_on_all; main renames after the last collective
+training/writer.py sum_written_rows 1 within raise_on_all
 finetuning/examples.py read_examples 1 raised again
-finetuning/grpo.py GroupRelativePolicy.set_rewards 1 within together
+finetuning/grpo.py GroupRelativePolicy.set_rewards 1 within raise_on_all
 finetuning/rewards.py load_reward_function 1 raised again
-finetuning/rewards.py rewards_of_function 1 within together
-evaluation/core.py download_bundle 1 together, of read_on_all
+finetuning/rewards.py rewards_of_function 1 within raise_on_all
+evaluation/core.py download_bundle 1 raise_on_all, of read_on_all
 evaluation/figure.py draw 1 one process: before the others join, or in a script
 evaluation/tasks.py Benchmark.read 2 raised again
 model/execution.py check_compiler 1 raised again
@@ -108,5 +108,5 @@ def test_each_place_where_one_process_may_go_on_alone_has_a_reason():
     differing = sorted(dict(counts.items() ^ expected.items()))
     assert not differing, (
         f"{differing}: an `except`, `suppress` or `if is_main` is new or gone. Let all processes "
-        "agree by Process.together, or end; then give the place its number and its reason in PLACES"
+        "agree by Process.raise_on_all, or end; give the place its number and reason in PLACES"
     )

@@ -25,7 +25,7 @@ from data.manifest import read_manifest, write_manifest
 from finetuning.options import FinetuneOptions
 from model.formats.checkpoint import load_checkpoint
 from training.options import read_options, resolve_options
-from utils.logger import logged_run, read_metrics
+from utils.logger import read_logged_config, read_metrics
 
 
 def test_a_second_run_in_the_same_folders_is_refused(shards, tmp_path):
@@ -134,7 +134,7 @@ def test_a_branch_goes_on_by_the_command_that_began_it(numbered, tmp_path):
     assert begun["parent"] == {"run_id": load_checkpoint(fourth)["run_id"], "step": 4}
     assert "holds this branch of" in script(*command, 9).stdout
     assert sorted(losses(branch)) == [5, 6, 7, 8, 9]
-    ended = logged_run(branch / "logs")
+    ended = read_logged_config(branch / "logs")
     assert (ended["run_id"], ended["parent"]) == (begun["run_id"], begun["parent"])
     # of another checkpoint it would be another run
     of_another = [*command[:2], eighth, *command[3:]]
@@ -175,7 +175,7 @@ def test_a_copy_and_a_branch_of_a_run_leave_its_log_alone(numbered, tmp_path):
         script("train.py", "--resume", begin, *flags)
         assert sorted(losses(goes_on)) == [9, 10]
         assert sorted(losses(goes_on, "val")) == [10]
-        logged = logged_run(goes_on / "logs")
+        logged = read_logged_config(goes_on / "logs")
         assert logged["config"]["max_steps"] == 10
         branches = goes_on.name == "branch"
         saved = [load_checkpoint(path) for path in (goes_on / "checkpoints").glob("*.pt")]
@@ -198,14 +198,14 @@ def test_a_run_that_is_killed_in_its_first_steps_keeps_options_id_and_log(shards
     run_until(process, lambda: last.exists() and "train" in read_metrics(log))
     kill(process)
     assert load_checkpoint(last)["step"] == 0
-    before = logged_run(log)
+    before = read_logged_config(log)
     rows = (log / "metrics.jsonl").read_bytes()
     command = f"python train.py --resume '{run}/checkpoints'"
     bad(args, f"of another run; continue it by: {command}; or give another --run_dir")
     elsewhere = [*folders(branch)[:2], "--log_dir", log]
     bad([*args, "--resume", "auto", *elsewhere], "of another run")
     script(*shlex.split(command)[1:], "--max_steps", 2)
-    again = logged_run(log)
+    again = read_logged_config(log)
     assert again["run_id"] == before["run_id"]
     assert again["config"] == before["config"] | {"max_steps": 2, "min_lr": pytest.approx(3e-4)}
     assert (log / "metrics.jsonl").read_bytes().startswith(rows)

@@ -20,7 +20,7 @@ from conftest import (
 
 from model.formats.checkpoint import load_checkpoint
 from training.run import PATIENCE
-from utils.logger import logged_run, read_metrics
+from utils.logger import read_logged_config, read_metrics
 
 FLOAT16 = ("--dtype", "float16", "--save_every", 6, "--keep_last", 2, "--eval_every", 0)
 # a loss that is finite in float16, while its scaled gradients are not
@@ -101,7 +101,7 @@ def test_an_automatic_micro_batch_is_halved_until_it_fits_on_all(shards, tmp_pat
     args = train_args(shards, tmp_path, 3, *batch)
     said = faulty(2, args, "", MEMORY="1:3")[0].stdout
     assert "micro-batch of 12: 6 from" in said and "micro-batch of 6: 3 from here on" in said
-    assert "micro_batch_size" in logged_run(tmp_path / "logs")["derived"]
+    assert "micro_batch_size" in read_logged_config(tmp_path / "logs")["derived"]
     # the run is that of this micro-batch, to the bit
     given = train_args(shards, tmp_path / "given", 3, *batch, "--micro_batch_size", 3)
     faulty(2, given, "")

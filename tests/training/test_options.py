@@ -26,7 +26,7 @@ from training import options as options_module
 from training.options import check_inputs, find_recipe, read_options, resolve_options
 from utils.distributed import Process
 from utils.errors import UserError
-from utils.logger import logged_run
+from utils.logger import read_logged_config
 
 SMALL_FILE = """# a comment
 n_layer = 2
@@ -49,7 +49,7 @@ def resolve(*flags):
 
 
 def logged(run):
-    return logged_run(run / "logs")["config"]
+    return read_logged_config(run / "logs")["config"]
 
 
 def test_a_file_of_options_is_read_and_the_command_line_wins(shards, tmp_path):
@@ -67,7 +67,7 @@ def test_a_file_of_options_is_read_and_the_command_line_wins(shards, tmp_path):
     script(*args[:3], "--resume", tmp_path, "--max_steps", 7)
     found = logged(tmp_path)
     assert (found["weight_decay"], found["seed"], max(losses(tmp_path))) == (0.3, 3, 7)
-    recipe = logged_run(tmp_path / "logs")["recipe"]
+    recipe = read_logged_config(tmp_path / "logs")["recipe"]
     for name in ("max_lr", "weight_decay", "schedule"):  # numbers that agree
         assert recipe[name] == found[name], name
     assert recipe["to_zero"] == (found["min_lr"] == 0)

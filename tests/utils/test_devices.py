@@ -8,7 +8,7 @@ from conftest import script, train_args, user_error
 
 from utils import devices
 from utils.devices import host_memory, pick_dtype
-from utils.logger import logged_run
+from utils.logger import read_logged_config
 
 CPU = torch.device("cpu")
 
@@ -79,5 +79,5 @@ def test_memory_is_that_of_the_tightest_of_nested_control_groups(
 
 def test_a_run_keeps_the_dtype_that_auto_has_taken(shards, tmp_path):
     auto = script(*train_args(shards, tmp_path, 2, "--dtype", "auto")).stdout
-    config = logged_run(tmp_path / "logs")["config"]
+    config = read_logged_config(tmp_path / "logs")["config"]
     assert f"torch.{config['dtype']}" in auto

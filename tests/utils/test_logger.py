@@ -8,7 +8,7 @@ import pytest
 from conftest import bad, train_options, user_error
 
 from training.weights_and_biases import open_wandb
-from utils.logger import Logger, logged_run, read_metrics
+from utils.logger import Logger, read_logged_config, read_metrics
 from utils.network import ask
 
 ROW = {"loss": 1.0, "lr": 1e-3, "grad_norm": 1.0, "tokens_per_s": 1.0, "ms": 1.0, "mfu": None}
@@ -16,7 +16,7 @@ OPEN_WANDB = partial(open_wandb, train_options(), "run")
 
 
 def write(folder, start, steps, loss, **options):
-    with Logger(folder, start=start, total=9, is_main=True, **options) as logger:
+    with Logger(folder, steps_done=start, last_step=9, is_main=True, **options) as logger:
         for step in steps:
             logger.log_train({**ROW, "loss": loss}, step)
 
@@ -41,7 +41,8 @@ def test_a_file_with_other_lines_is_named(tmp_path, line):
 
 def test_a_log_and_its_run_are_found_in_the_folder_of_the_run_or_named(trained, tmp_path):
     assert read_metrics(trained) == read_metrics(trained / "logs" / "metrics.jsonl")
-    assert logged_run(trained / "logs")["script"] == "train.py" and logged_run(tmp_path) is None
+    assert read_logged_config(trained / "logs")["script"] == "train.py"
+    assert read_logged_config(tmp_path) is None
     bad(["plot.py", "--log", tmp_path, "--out", tmp_path / "a.png"], "holds no metrics.jsonl")
 
 
@@ -98,7 +99,7 @@ def test_the_time_left_is_shown_after_some_steps_of_a_start(
 ):
     monkeypatch.setattr("utils.logger.SECONDS_PER_LINE", 0)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
-    with Logger(tmp_path, start=100, total=200, is_main=True) as logger:
+    with Logger(tmp_path, steps_done=100, last_step=200, is_main=True) as logger:
         for step in range(101, 113):
             logger.log_train(ROW | {"ms": 500.0}, step)
             if step == 111:
@@ -111,7 +112,8 @@ def test_the_time_left_is_shown_after_some_steps_of_a_start(
 def test_a_full_disk_ends_the_run_and_keeps_the_rows_before(tmp_path):
     unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
-        with pytest.raises(OSError), Logger(tmp_path, start=0, total=9, is_main=True) as logger:
+        logger = Logger(tmp_path, steps_done=0, last_step=9, is_main=True)
+        with pytest.raises(OSError), logger:
             logger.log_train(ROW, 1)
             resource.setrlimit(resource.RLIMIT_FSIZE, (10, unlimited[1]))
             logger.log_train(ROW, 2)
@@ -124,7 +126,7 @@ def test_a_console_that_is_gone_ends_nothing(tmp_path, monkeypatch):
     def gone(*_, **__):
         raise BrokenPipeError
 
-    with Logger(tmp_path, start=0, total=9, is_main=True) as logger:
+    with Logger(tmp_path, steps_done=0, last_step=9, is_main=True) as logger:
         monkeypatch.setattr(logger.bar, "write", gone)
         monkeypatch.setattr("sys.stdout", None)  # which print replaces
         logger.log_train(ROW, 1)
@@ -135,7 +137,7 @@ def test_overwrite_starts_the_file_anew_and_other_ranks_write_nothing(tmp_path):
     write(tmp_path, 0, range(1, 4), 1.0)
     write(tmp_path, 0, range(1, 2), 2.0, begins_empty=True)
     assert [r["loss"] for r in read_metrics(tmp_path)["train"]] == [2.0]
-    with Logger(tmp_path / "none", start=0, total=1, is_main=False) as silent:
+    with Logger(tmp_path / "none", steps_done=0, last_step=1, is_main=False) as silent:
         silent.log_train(ROW, 1)
         silent.print("nothing")
     assert not (tmp_path / "none").exists()
