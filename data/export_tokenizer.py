@@ -93,12 +93,18 @@ def save_tokenizer(
     # save_jinja_files=False writes the chat template into tokenizer_config.json, because older
     # versions of transformers do not read a separate file.
     tokenizer_hf.save_pretrained(folder, save_jinja_files=False)
-    # transformers 5 writes what transformers 4 does not read, or reads with another default. Both
-    # read what replaces it here.
-    config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    make_readable_by_transformers_4(folder)
+
+
+def make_readable_by_transformers_4(folder: Path) -> None:
+    """Replace what transformers 5 writes to a folder and transformers 4 does not read, or reads
+    with another default. Both versions read the replacements."""
+    config_path = folder / "tokenizer_config.json"
+    config = json.loads(config_path.read_text(encoding="utf-8"))
     config["tokenizer_class"] = "PreTrainedTokenizerFast"  # 5 has another name, TokenizersBackend
     config["clean_up_tokenization_spaces"] = False  # 4 drops spaces before punctuation by default
-    write_json(folder / "tokenizer_config.json", config)
+    write_json(config_path, config)
+
     content = json.loads((folder / TOKENIZER_FILE).read_text(encoding="utf-8"))
     merges = content["model"].get("merges", [])  # [["Ġ", "t"], ...]; Unigram has none
     # transformers before 4.45 reads only "Ġ t", which serves unless a token has a space.

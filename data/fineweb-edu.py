@@ -127,17 +127,17 @@ def find_cut(tokenizer: Tokenizer, piece: str) -> int | None:
         return len(piece)
     for pattern in PLACES_TO_CUT:  # before white space; before punctuation
         # only places with MARGIN (1,000) characters on both sides, which are compared below
-        places = pattern.finditer(piece, MARGIN, max(MARGIN, len(piece) - MARGIN))
+        places = pattern.finditer(piece, MARGIN, len(piece) - MARGIN)
         # the first places are enough: they fail where a tokenizer never cuts at such a place
         for place in islice(places, 8):
             cut = place.start()
             before, after = piece[cut - MARGIN : cut], piece[cut : cut + MARGIN]
+            # without another place in it, `before` may lie within one long word
+            if not pattern.search(before):
+                continue
             # encode would begin `after` with the space that some tokenizers put before a text
             ids_with_cut = [tokenizer.encode(before), tokenizer.encode_continuation(after)]
-            # without another place in it, `before` may lie within one long word
-            if pattern.search(before) and np.array_equal(
-                np.concatenate(ids_with_cut), tokenizer.encode(before + after)
-            ):
+            if np.array_equal(np.concatenate(ids_with_cut), tokenizer.encode(before + after)):
                 return cut
     return None
 
@@ -213,32 +213,34 @@ def tokenize(
     )
 
 
+def tokenize_and_clear(
+    row_batch: RowBatch, point: ResumePoint, tokenizer: Tokenizer, val_fraction: float, folder: Path
+) -> list[Document]:
+    """Return the documents of a batch from row `point.first_row` on, and clear `row_batch.rows`.
+    The shards already hold earlier rows, and the first `point.tokens` tokens of the first document.
+    The tokens of a long text are kept on disk, in `folder`."""
+    documents: list[Document] = []
+    for row, text in enumerate(row_batch.rows):
+        if row < point.first_row or isinstance(text, Skipped):  # a Skipped row is only counted
+            continue
+        document = tokenize(tokenizer, val_fraction, text, folder)
+        # for save_resume_point: a later run continues at this row of this batch
+        document.position = row_batch.position
+        document.row = row
+        documents.append(document)
+    # In place, because read_documents still holds the batch: texts take memory, or disk.
+    row_batch.rows.clear()
+    if documents:
+        # point.tokens is 0 except for the first batch; Sharder.write skips these tokens
+        documents[0].num_written = point.tokens
+    return documents
+
+
 def read_documents(
     options: ShardOptions, source: Source, tokenizer: Tokenizer, sharder: Sharder
 ) -> Iterator[Document]:
     """Yield the documents of the source in order, tokenized by threads, from the manifest's state
     on, which is ResumePoint(), the beginning of the source, in a new manifest."""
-
-    def tokenize_batch(row_batch: RowBatch, point: ResumePoint) -> list[Document]:
-        """Return the documents of a batch from row `point.first_row` on. The shards already hold
-        earlier rows, and the first `point.tokens` tokens of the first document."""
-        documents: list[Document] = []
-        for row, text in enumerate(row_batch.rows):
-            # a Skipped row is only counted
-            if row >= point.first_row and not isinstance(text, Skipped):
-                # sharder.folder: for the tokens of a long text, which are kept on disk
-                document = tokenize(tokenizer, options.val_fraction, text, sharder.folder)
-                # for save_resume_point: a later run continues at this row of this batch
-                document.position = row_batch.position
-                document.row = row
-                documents.append(document)
-        # Clear in place, because the loop below still holds the batch: texts take memory, or disk.
-        row_batch.rows.clear()
-        if documents:
-            # point.tokens is 0 except for the first batch; Sharder.write skips these tokens
-            documents[0].num_written = point.tokens
-        return documents
-
     # documents of each batch, in the order of the source, and the bytes of its texts
     pending: deque[tuple[Future[list[Document]], int]] = deque()
     pending_bytes = 0  # sum over `pending`
@@ -250,7 +252,15 @@ def read_documents(
         for row_batch in source.batches(point.source):
             # size of the texts of the batch in UTF-8
             num_bytes = sum(size_of(row) for row in row_batch.rows if not isinstance(row, Skipped))
-            pending.append((workers.submit(tokenize_batch, row_batch, point), num_bytes))
+            future = workers.submit(
+                tokenize_and_clear,
+                row_batch,
+                point,
+                tokenizer,
+                options.val_fraction,
+                sharder.folder,
+            )
+            pending.append((future, num_bytes))
             pending_bytes += num_bytes
             point = ResumePoint()  # the shards hold nothing of later batches
             # Three batches per thread keep all threads busy. PENDING_BYTES (128 MiB of text per
@@ -308,23 +318,26 @@ def write_shards(
     return True
 
 
-def continue_sharding(options: ShardOptions, folder: Path) -> tuple[Manifest, int]:
-    """Write the shards that the folder lacks; return its manifest and the number of new tokens."""
-    # {"books/a.txt": 12_345, ...} for ("books/", "more.parquet"), other workers' files included; {}
-    # to read the dataset
-    bytes_by_file = list_files(options.input) if options.input else {}
-    tokenizer_spec = options.tokenizer
-    if tokenizer_spec not in TOKENIZERS:
-        path = Path(tokenizer_spec)  # a tokenizer.json of any name, or meta.pkl
-        if not path.is_file():
-            raise UserError(
-                f"--tokenizer {path} is neither {' nor '.join(TOKENIZERS)}, nor a file: "
-                "data/train_tokenizer.py makes a tokenizer.json for your text"
-            )
-        # JSON with the content of the file; "gpt2" or "bytes" if the file defines that tokenizer
-        tokenizer_spec = read_tokenizer_spec(path, options.end_of_text)
-    tokenizer = load_tokenizer(tokenizer_spec)
-    # the tokens depend on these: Sharder refuses a folder with shards of other settings
+def open_tokenizer(options: ShardOptions) -> Tokenizer:
+    """Return the tokenizer of --tokenizer, a name or the path of a file. Raise UserError if it is
+    neither."""
+    if options.tokenizer in TOKENIZERS:  # "gpt2" or "bytes"
+        return load_tokenizer(options.tokenizer)
+    path = Path(options.tokenizer)  # a tokenizer.json of any name, or meta.pkl
+    if not path.is_file():
+        raise UserError(
+            f"--tokenizer {path} is neither {' nor '.join(TOKENIZERS)}, nor a file: "
+            "data/train_tokenizer.py makes a tokenizer.json for your text"
+        )
+    # the spec is "gpt2" or "bytes" too if the file defines that tokenizer
+    return load_tokenizer(read_tokenizer_spec(path, options.end_of_text))
+
+
+def make_settings(
+    options: ShardOptions, tokenizer: Tokenizer, bytes_by_file: dict[str, int]
+) -> Settings:
+    """Return the settings on which the tokens depend: Sharder refuses a folder with shards of
+    other settings."""
     settings = Settings(
         tokenizer=tokenizer.name,  # "gpt2", "bytes" or "tokenizer-8f3a01c2"
         vocab_size=tokenizer.vocab_size,
@@ -344,6 +357,16 @@ def continue_sharding(options: ShardOptions, folder: Path) -> tuple[Manifest, in
     )
     if isinstance(tokenizer, FileTokenizer):  # the names "gpt2" and "bytes" tell their end of text
         settings.end_of_text = tokenizer.end_of_text  # "</s>"; read by find_tokenizer_spec
+    return settings
+
+
+def continue_sharding(options: ShardOptions, folder: Path) -> tuple[Manifest, int]:
+    """Write the shards that the folder lacks; return its manifest and the number of new tokens."""
+    # {"books/a.txt": 12_345, ...} for ("books/", "more.parquet"), other workers' files included; {}
+    # to read the dataset
+    bytes_by_file = list_files(options.input) if options.input else {}
+    tokenizer = open_tokenizer(options)
+    settings = make_settings(options, tokenizer, bytes_by_file)
     source = Source(settings, folder)  # keeps long texts in the folder
     # Two processes would overwrite each other's shards. lock_folder returns a file descriptor, or
     # raises UserError, "another process is sharding into FOLDER: ...".

@@ -60,8 +60,11 @@ def read_folder(folder: Path, declared_vocab_size: int) -> tuple[str, ModelToken
     tokens_with_row = [entry["content"] for entry in added_tokens]
     # {"bos_token": "<s>", ...}, without tokens that were left out above, and without
     # additional_special_tokens, a list
-    special_tokens = tokenizer.special_tokens_map.items()
-    template_tokens = {name: token for name, token in special_tokens if token in tokens_with_row}
+    template_tokens = {
+        name: token
+        for name, token in tokenizer.special_tokens_map.items()
+        if token in tokens_with_row
+    }
 
     end_ids: list[int] = []
     config_classes: dict[str, Any] = {

@@ -23,23 +23,26 @@ def open_pretrained(name: str | Path) -> tuple[GPT, str]:
     of another kind, or if its tokenizer does not fit or is unknown."""
     # a local file or folder, or the folder of a download from the hub
     path = find_or_download(str(name))
-    # The other projects write one file, Hugging Face a folder. load_pretrained finds the folder by
-    # `name` again, so that its messages have this name and not that of the hub's cache.
-    model = load_nanogpt(path) if path.is_file() else load_pretrained(name)
+    tokenizer_path = None
+    if path.is_file():  # the other projects write one file, Hugging Face a folder
+        model = load_nanogpt(path)
+        # tokenizer.json or meta.pkl beside the file, or nanoGPT's data/DATASET/meta.pkl, or None
+        tokenizer_path = find_tokenizer_file(path)
+    else:
+        # by `name`, so that messages have it and not the folder of the hub's cache
+        model = load_pretrained(name)
     declared_vocab_size = model.config.vocab_size  # 50257 of OpenAI's GPT-2, 50304 of nanoGPT's
-    # tokenizer.json or meta.pkl beside the file, or nanoGPT's data/DATASET/meta.pkl; else None
-    tokenizer_path = find_tokenizer_file(path) if path.is_file() else None
     if tokenizer_path is not None:
         tokenizer_spec = read_tokenizer_spec(tokenizer_path)
     else:
         # by the files of the folder; without any, by the size: "gpt2" for 50257 and 50304
         tokenizer_spec = pretrained_tokenizer_spec(path, declared_vocab_size)
     tokenizer_vocab_size = vocab_size_of(tokenizer_spec)
+    is_smaller = tokenizer_vocab_size < declared_vocab_size
     # nanoGPT does not pad a vocabulary of characters. Fewer characters mean that its prepare.py has
     # read another text since the training.
-    may_be_padded = tokenizer_path is None or tokenizer_path.suffix != ".pkl"
-    is_smaller = tokenizer_vocab_size < declared_vocab_size
-    if tokenizer_vocab_size > declared_vocab_size or (is_smaller and not may_be_padded):
+    is_meta_pkl = tokenizer_path is not None and tokenizer_path.suffix == ".pkl"
+    if tokenizer_vocab_size > declared_vocab_size or (is_smaller and is_meta_pkl):
         raise UserError(
             f"{tokenizer_path or name} has {tokenizer_vocab_size:,} tokens, the model of {name} "
             f"{declared_vocab_size:,}"

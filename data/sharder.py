@@ -62,7 +62,8 @@ class TokenFile:
 
 @dataclass
 class Document:
-    """Tokens of a text, as the shards hold them, and the position of the text in the source."""
+    """Tokens of a text, or of the last short texts that divide_last has joined, as the shards hold
+    them, and the position of the text in the source."""
 
     token_file: TokenFile
     """Token ids, Tokenizer.start_ids first."""
@@ -70,7 +71,8 @@ class Document:
     """Indices in `token_file`, in the order in which the shards hold these tokens: only
     range(num_tokens), except for a text with a held-out part."""
     num_start_ids: int
-    """Number of start_ids, which stand before the text."""
+    """Number of start_ids, with which the tokens begin. In joined texts, the start_ids of the
+    second text and of later ones stand between the texts, and are not counted here."""
     num_train: int
     """The first `num_train` tokens go to the train shards, the rest to validation: all or none,
     except for a text with a held-out part."""
@@ -106,16 +108,36 @@ class Document:
         return np.concatenate(tokens_by_range)
 
 
-def count_last_texts(documents: list[Document], num_held_out: int) -> int:
-    """Return how many of the last documents have together `num_held_out` tokens or more, at most
-    twice as many; 0 if no number of documents does, or only all, which leaves none to train on.
-    To hold out 10 tokens, documents of 50, 4 and 9 tokens give 2, those of 50 and 30 tokens 0."""
+def count_last_tokens(documents: list[Document], num_held_out: int) -> int:
+    """Return how many tokens the last documents have together: the fewest documents that have
+    `num_held_out` tokens or more, and at most twice as many. Return 0 if no documents do, or only
+    all, which leaves none to train on.
+    To hold out 10 tokens, documents of 50, 4 and 9 tokens give 13, those of 50 and 30 tokens 0."""
     num_tokens = 0
-    for count in range(1, len(documents)):
-        num_tokens += documents[-count].num_tokens
-        if num_tokens >= num_held_out:
-            return count if num_tokens <= 2 * num_held_out else 0
+    for document in reversed(documents[1:]):
+        num_tokens += document.num_tokens
+        if num_held_out <= num_tokens <= 2 * num_held_out:
+            return num_tokens
     return 0
+
+
+def join_documents(documents: list[Document], first: Document) -> Document:
+    """Return one document with the tokens of `documents`, which the caller divides: its `num_train`
+    is 0. Its position and `num_written` are those of `first`. Appends to the token file of
+    documents[0]."""
+    token_file = documents[0].token_file
+    for document in documents[1:]:  # under 2,050 tokens together, see hold_back
+        token_file.append(document.read(0, document.num_tokens))
+    num_tokens = sum(document.num_tokens for document in documents)
+    return replace(
+        first,
+        token_file=token_file,
+        ranges=[range(num_tokens)],
+        num_train=0,
+        num_bytes=sum(document.num_bytes for document in documents),
+        lost_counts=sum((document.lost_counts for document in documents), Counter()),
+        num_texts=len(documents),
+    )
 
 
 def hold_out(document: Document, num_held_out: int) -> Document:
@@ -138,8 +160,9 @@ def hold_out(document: Document, num_held_out: int) -> Document:
     span_start = document.num_start_ids
     for i in range(num_spans):
         span_end = span_start + span_size + (i < num_longer)  # the first spans take the remainder
-        train += [start_ids, range(span_start, span_end - end_size)]
-        val += [start_ids, range(span_end - end_size, span_end)]
+        val_start = span_end - end_size
+        train += [start_ids, range(span_start, val_start)]
+        val += [start_ids, range(val_start, span_end)]
         span_start = span_end
     # All train tokens come first: Sharder.write needs one border between train and validation.
     return replace(document, ranges=train + val, num_train=sum(map(len, train)))
@@ -292,11 +315,11 @@ class Sharder:
         write_manifest(self.folder, self.manifest)
         # {"train": 31_000, "val": 400}
         for split, num_tokens in self.manifest.state.open.items():
-            self.open_shard(split, num_tokens)  # sets self.writers[split]
+            writer = self.open_shard(split, num_tokens)
+            self.writers[split] = writer
             # __init__ has counted the tokens of full shards only
             self.tokens_by_split[split] += num_tokens
             # The file may have been replaced, for example from a backup.
-            writer = self.writers[split]
             if writer.checksum != self.manifest.state.checksums[split]:
                 damaged_path = writer.temporary
                 if writer.is_copy:  # the next run would take the copy for the file of a killed run
@@ -307,12 +330,13 @@ class Sharder:
                     f"manifest counts; put back the file that does, or {ADVICE}"
                 )
 
-    def open_shard(self, split: str, num_written: int = 0) -> None:
-        """Open the next shard of a split, after the `num_written` tokens that it has already."""
+    def open_shard(self, split: str, num_written: int = 0) -> ShardWriter:
+        """Return a writer for the next shard of a split, of which an earlier run has written the
+        first `num_written` tokens."""
         # Shards are numbered from 0; all earlier shards are full and in the manifest.
         index = self.num_full(split)
         path = self.folder / f"{split}_{index:06d}.{self.manifest.format}"  # val_000003.npy
-        self.writers[split] = ShardWriter(path, split, self.dtype, num_written)
+        return ShardWriter(path, split, self.dtype, num_written)
 
     def finish_shard(self, split: str) -> None:
         """Finish the open shard of a split and list it in the manifest. It replaces a shorter shard
@@ -345,54 +369,42 @@ class Sharder:
         give one split no text, or validation too little (one book, a few short notes), join the
         train documents, or without any the validation documents, and hold out a part of them. The
         part is whole texts, the last ones, if about as many tokens are in them, else the ends of
-        the spans of hold_out."""
+        the spans of hold_out. Sets `manifest.held_out`."""
         # Hashes have put each whole document into one split: num_train is 0 in validation.
         to_divide = [document for document in documents if document.num_train]
         in_val = [document for document in documents if not document.num_train]
-        # validation tokens that are written so far or in `documents`
+        # text of both splits in the folder and in `documents`, as hashes have chosen it
+        has_train = bool(to_divide) or self.tokens_by_split["train"] > 0
         num_val = self.tokens_by_split["val"] + sum(document.num_tokens for document in in_val)
         if not to_divide:  # hashes put all of these documents into validation
             to_divide, in_val = in_val, []
+
         # A run that continues within these documents keeps the number of the run that began them:
         # a new number would differ, because tokens_by_split has grown since.
         if documents[0].num_written == 0:
-            self.manifest.held_out = self.count_held_out(to_divide, num_val, val_fraction)
-        num_held_out = self.manifest.held_out  # tokens of to_divide that validation is to get
-        if num_held_out == 0:  # both splits have enough
+            self.manifest.held_out = 0
+            if num_val < self.min_val_tokens or not has_train:
+                self.manifest.held_out = self.count_held_out(to_divide, val_fraction)
+        num_held_out = self.manifest.held_out
+        if num_held_out == 0:  # both splits have enough, or to_divide is a single token
             return documents
-        token_file = to_divide[0].token_file  # gets the tokens of the others, too
-        for document in to_divide[1:]:  # under 2,050 tokens together, see hold_back
-            token_file.append(document.read(0, document.num_tokens))
-        num_tokens = sum(document.num_tokens for document in to_divide)
-        joined = replace(
-            documents[0],  # its position: a later run reads all of `documents` again from there
-            token_file=token_file,
-            ranges=[range(num_tokens)],
-            num_bytes=sum(document.num_bytes for document in to_divide),
-            lost_counts=sum((document.lost_counts for document in to_divide), Counter()),
-            num_texts=len(to_divide),
-        )
-        num_texts = count_last_texts(to_divide, num_held_out)  # whole texts to hold out; 0: none
-        if num_texts > 0:
-            num_text_tokens = sum(document.num_tokens for document in to_divide[-num_texts:])
-            joined.num_train = joined.num_tokens - num_text_tokens
+
+        joined = join_documents(to_divide, documents[0])
+        num_last_tokens = count_last_tokens(to_divide, num_held_out)
+        if num_last_tokens > 0:  # hold out whole texts
+            joined.num_train = joined.num_tokens - num_last_tokens
             # a later run finds the same texts by their number of tokens
-            self.manifest.held_out = num_text_tokens
-        else:  # no whole texts have about as many tokens
-            joined = hold_out(joined, num_held_out)  # the end of each of its spans
-        # The joined document comes first: after a kill within it, the next run reads all of
-        # `documents` again.
+            self.manifest.held_out = num_last_tokens
+        else:
+            joined = hold_out(joined, num_held_out)
+        # The joined document comes first, at the position of documents[0]: after a kill within it,
+        # the next run reads all of `documents` again.
         return [joined] + in_val
 
-    def count_held_out(self, to_divide: list[Document], num_val: int, val_fraction: float) -> int:
+    def count_held_out(self, to_divide: list[Document], val_fraction: float) -> int:
         """Return how many tokens of `to_divide` to hold out for validation: a tenth of them, or
         `val_fraction` of all tokens, or min_val_tokens (1 to 1,025), whichever is most, but at most
-        half of them. Return 0 if both splits have enough: undivided, validation has `num_val`
-        tokens."""
-        # False if hashes put every text of the source into validation
-        has_train = to_divide[0].num_train > 0 or self.tokens_by_split["train"] > 0
-        if num_val >= self.min_val_tokens and has_train:
-            return 0
+        half of them: 0 of a single token."""
         num_tokens = sum(document.num_tokens for document in to_divide)
         # val_fraction of all tokens: those written so far and those of `to_divide`
         num_of_fraction = int(val_fraction * (sum(self.tokens_by_split.values()) + num_tokens))
@@ -415,11 +427,13 @@ class Sharder:
             if start >= document.num_train:
                 split, split_end = "val", num_tokens
             if split not in self.writers:  # none yet, or the last one is full
-                self.open_shard(split)
+                self.writers[split] = self.open_shard(split)
             writer = self.writers[split]
-            # Write what fits: the document may go on in the next shard, or in the other split.
-            end = min(split_end, start + self.shard_size - writer.num_tokens)
-            end = min(end, start + TOKENS_AT_ONCE)  # a text may be larger than memory
+            end = min(
+                split_end,  # the document may go on in the other split
+                start + self.shard_size - writer.num_tokens,  # or in the next shard
+                start + TOKENS_AT_ONCE,  # a text may be larger than memory
+            )
             writer.append(document.read(start, end))
             self.tokens_by_split[split] += end - start
             # A part of a text counts bytes in proportion to its tokens, because a normalizer may

@@ -183,8 +183,7 @@ class ShardFolder:
             origin = str(self.manifest.source)
         # evaluation/figure.py draws published losses beside the losses of a run with this name;
         # they hold only for this corpus with GPT-2's tokens.
-        edu_match = re.search("fineweb-edu|edu_?fineweb", origin.lower())
-        if edu_match and self.tokenizer_spec == "gpt2":
+        if self.tokenizer_spec == "gpt2" and re.search("fineweb-edu|edu_?fineweb", origin.lower()):
             return "FineWeb-Edu"
         return self.path.resolve().name  # Path(".").name is ""
 
@@ -204,13 +203,13 @@ def open_folder(folder: Path, split: str) -> ShardFolder:
         for entry in manifest.shards:  # ShardEntry: "train_000000.npy", 100_000_000 tokens, ...
             if entry.split == split:
                 shards.append(Shard(folder / entry.file, entry.tokens, entry.sha256))
+        tokenizer_spec = find_tokenizer_spec(folder, manifest)
     else:  # made by another project
         for path in shard_paths(folder):
             # the last "train" or "val" in the name counts, as in retrieval_train_000001.npy
             if re.findall("train|val", path.stem.lower())[-1:] == [split]:
                 shards.append(Shard(path, inspect_shard(path).num_tokens))
-    # "gpt2", "bytes", or JSON with the content of the folder's tokenizer.json
-    tokenizer_spec = find_tokenizer_spec(folder, manifest, shards)
+        tokenizer_spec = guess_tokenizer_spec(folder, shards)
     return ShardFolder(folder, split, shards, tokenizer_spec, manifest)
 
 
@@ -238,26 +237,31 @@ def open_folders(paths: list[Path], split: str) -> list[ShardFolder]:
     return folders_with_split
 
 
-def find_tokenizer_spec(folder: Path, manifest: Manifest | None, shards: list[Shard]) -> str:
-    """Return the spec of the tokenizer of a folder's shards. Raise UserError if the tokenizer.json
-    is not the tokenizer that the manifest names."""
+def guess_tokenizer_spec(folder: Path, shards: list[Shard]) -> str:
+    """Return the spec of the tokenizer of a folder of another project: of its tokenizer.json, else
+    "gpt2". Raise UserError if the tokens cannot be GPT-2's."""
     path = folder / TOKENIZER_FILE
-    if manifest is None:  # made by another project
-        if path.exists():
-            return read_tokenizer_spec(path)
-        # In practice 1,000 tokens of GPT-2 hold an id of 2**15 or above. Up to 100,000 are read,
-        # to be sure. Training would accept ids of a smaller vocabulary, such as characters, but the
-        # tokens would mean another text.
-        first_ids = shards[0].read(0, 100_000) if shards else np.zeros(0)  # [] without the split
-        if len(first_ids) >= 1_000 and first_ids.max() < 2**15:
-            raise UserError(
-                f"{folder} holds no tokens of GPT-2, and has no {MANIFEST} with their tokenizer: "
-                f"put its {TOKENIZER_FILE} beside them, or shard the text anew"
-            )
-        return "gpt2"
+    if path.exists():
+        return read_tokenizer_spec(path)
+    # In practice 1,000 tokens of GPT-2 hold an id of 2**15 or above. Up to 100,000 are read, to be
+    # sure. Training would accept ids of a smaller vocabulary, such as characters, but the tokens
+    # would mean another text.
+    first_ids = shards[0].read(0, 100_000) if shards else np.zeros(0)  # [] without the split
+    if len(first_ids) >= 1_000 and first_ids.max() < 2**15:
+        raise UserError(
+            f"{folder} holds no tokens of GPT-2, and has no {MANIFEST} with their tokenizer: "
+            f"put its {TOKENIZER_FILE} beside them, or shard the text anew"
+        )
+    return "gpt2"
+
+
+def find_tokenizer_spec(folder: Path, manifest: Manifest) -> str:
+    """Return the spec of the tokenizer that a manifest names. Raise UserError if the folder's
+    tokenizer.json is another tokenizer."""
     if manifest.tokenizer in TOKENIZERS:  # "gpt2" or "bytes", which is also the spec
         return manifest.tokenizer
     # else "tokenizer-" and a checksum of the tokenizer.json that data/fineweb-edu.py copied here
+    path = folder / TOKENIZER_FILE
     spec = read_tokenizer_spec(path, manifest.end_of_text)  # FileNotFoundError if it is missing
     # Compare the checksum in FileTokenizer.name: with another file, the ids would be other tokens.
     # Manifests of earlier versions have a checksum of the whole file instead.
@@ -268,6 +272,14 @@ def find_tokenizer_spec(folder: Path, manifest: Manifest | None, shards: list[Sh
             f"{path} is not the tokenizer of these shards, which have {manifest.tokenizer} tokens"
         )
     return spec
+
+
+def refuse_several(setting: str, values: set) -> None:
+    """Raise UserError if folders of one stream have several values of a setting."""
+    if len(values) > 1:
+        raise UserError(
+            f"the folders of data_dir have several {setting}, {sorted(values)}: shard them alike"
+        )
 
 
 class TokenStream:
@@ -290,20 +302,14 @@ class TokenStream:
             self.shards += folder.shards
         # The spec, a string, changes with the order of the keys in tokenizer.json; the identity,
         # another string, does not.
-        tokenizers = {tokenizer_identity(folder.tokenizer_spec) for folder in folders}  # {"gpt2"}
         self.tokenizer_identity = tokenizer_identity(self.tokenizer_spec)
+        identities = {tokenizer_identity(folder.tokenizer_spec) for folder in folders}  # {"gpt2"}
+        refuse_several("tokenizers", identities)
         # {0.01}; without the None of folders of older versions, which do not know it
         fractions = {folder.manifest.val_fraction for folder in folders if folder.manifest} - {None}
-        # with two val_fractions, a validation text of one folder may be a train text of another
-        values_by_setting: dict[str, set] = {"tokenizers": tokenizers, "val_fractions": fractions}
-        for setting, values in values_by_setting.items():
-            if len(values) > 1:
-                raise UserError(
-                    f"the folders of data_dir have several {setting}, {sorted(values)}: shard "
-                    "them alike"
-                )
-        token_counts = [shard.num_tokens for shard in self.shards]
-        self.shard_starts = np.cumsum([0] + token_counts)
+        # with two of them, a validation text of one folder may be a train text of another
+        refuse_several("val_fractions", fractions)
+        self.shard_starts = np.cumsum([0] + [shard.num_tokens for shard in self.shards])
         """Index in the stream of the first token of each shard, and at the end the length of the
         stream: int64 (shards + 1,), [0, 100, 150] for shards of 100 and 50 tokens."""
 

@@ -167,38 +167,43 @@ class UntilDamage(io.RawIOBase):
     def __init__(self, name: str) -> None:
         suffix = Path(name).suffix.lower()
         opener = COMPRESSIONS.get(suffix, open)  # gzip.open, ..., or Python's own open
-        self.open = partial(opener, name, "rb")  # readinto calls it again after damage
+        self.open = partial(opener, name, "rb")
         self.file = self.open()
-        # decompressed bytes returned so far: after damage, readinto reopens the file and skips them
-        self.num_read = 0
+        self.num_read = 0  # decompressed bytes that readinto has returned
         self.error: Exception | None = None
+        self.lost_bytes: Iterator[bytes] | None = None  # of read_again, after the damage
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
         """Fill a bytearray or memoryview with the next bytes; return their number, 0 at the end."""
-        try:
-            # self.file decompresses, and gives b"" at the end. Once the damage is known, read 1
-            # byte at a time, to get all bytes before it.
-            next_bytes = self.file.read1(1 if self.error else len(buffer))
-        except Exception as error:
-            if not is_damage(error):
-                raise
-            if self.error:  # second time: all bytes before the damage have been read
-                self.file = io.BytesIO()  # empty; pyarrow's would give more bytes at the next read
-                return 0
-            self.error = error  # raised by read_rows after the rows before it
-            # pyarrow has not returned what it decompressed just before the damage. Read the file
-            # again up to here, then byte by byte.
-            self.file = self.open()
-            bytes_left = self.num_read
-            while bytes_left:
-                bytes_left -= len(self.file.read1(min(bytes_left, 2**20)))
-            return self.readinto(buffer)
+        if self.lost_bytes is None:
+            try:
+                next_bytes = self.file.read1(len(buffer))  # decompressed; b"" at the end
+            except Exception as error:
+                if not is_damage(error):
+                    raise
+                self.error = error  # raised by read_rows after the rows before it
+                self.lost_bytes = self.read_again()
+        if self.lost_bytes is not None:  # set by an earlier call, or just now
+            next_bytes = next(self.lost_bytes, b"")  # b"" at the damage
         self.num_read += len(next_bytes)
         buffer[: len(next_bytes)] = next_bytes
         return len(next_bytes)
+
+    def read_again(self) -> Iterator[bytes]:
+        """Yield, one by one, the bytes between the last one that readinto has returned and the
+        damage: pyarrow does not return what a failed read has decompressed."""
+        file = self.open()
+        bytes_left = self.num_read
+        while bytes_left:
+            bytes_left -= len(file.read1(min(bytes_left, 2**20)))
+        try:
+            yield from iter(partial(file.read1, 1), b"")  # until read1 returns b""
+        except Exception as error:
+            if not is_damage(error):
+                raise
 
 
 def open_text(raw: UntilDamage, errors: str = SURROGATES) -> io.TextIOWrapper:
@@ -302,23 +307,31 @@ def join_pieces(pieces: Iterable[str], folder: Path) -> Row:
         first_pieces.append(piece)
         num_characters += len(piece)
         if num_characters > LONG_CHARACTERS:
-            break
-    else:
-        return as_text("".join(first_pieces))
+            return write_long_text(chain(first_pieces, pieces), folder)
+    return as_text("".join(first_pieces))
+
+
+def write_long_text(pieces: Iterable[str], folder: Path) -> Row:
+    """Write a text to a file in `folder`, piece by piece. Return it, or the Skipped that as_text
+    would return for the whole text."""
     text = LongText(folder)
-    verdicts: set[Skipped | None] = set()  # on the pieces; None: a piece is usable
-    for piece in chain(first_pieces, pieces):
-        value = as_text(piece)  # the piece, or EMPTY, NOT_UTF8 or WITH_NUL
-        verdicts.add(value if isinstance(value, Skipped) else None)
+    has_usable_piece = False
+    skipped: set[Skipped] = set()  # of the other pieces: EMPTY, NOT_UTF8 or WITH_NUL
+    for piece in pieces:
+        value = as_text(piece)
+        if isinstance(value, Skipped):
+            skipped.add(value)
+        else:
+            has_usable_piece = True
         # A piece of white space, EMPTY, is a part of the text. After any other Skipped the text is
         # not used, and nothing more is written.
-        if verdicts <= {EMPTY, None}:
+        if skipped <= {EMPTY}:
             text.append(piece)
-    # the order in which as_text would find them in the whole text
-    for skipped in (NOT_UTF8, WITH_NUL):
-        if skipped in verdicts:
-            return skipped
-    return text if None in verdicts else EMPTY
+    if NOT_UTF8 in skipped:  # as_text checks this before U+0000
+        return NOT_UTF8
+    if WITH_NUL in skipped:
+        return WITH_NUL
+    return text if has_usable_piece else EMPTY
 
 
 def separator_pattern(separator: str) -> re.Pattern[str]:
@@ -361,6 +374,15 @@ def number_pieces(pieces: Iterable[str], separator: str) -> Iterator[tuple[int, 
         pending = pending[end - 1 :]  # with one character more, for (?<=\n)
 
 
+def parse_json(text: str) -> object:
+    """Return the value of a JSON text, or Skipped if it is not JSON."""
+    try:
+        return json.loads(text)
+    # ValueError also for a number of over 4,300 digits, RecursionError for deep nesting
+    except (ValueError, RecursionError):
+        return Skipped("not JSON")
+
+
 def read_json(file: IO[str]) -> Iterator[object]:
     """Yield JSON values: one from each line, or the elements of one array, which may span lines.
     Skips a line that is not JSON. An array has to fit into memory."""
@@ -369,25 +391,17 @@ def read_json(file: IO[str]) -> Iterator[object]:
     lines: Iterable[str] = chain([first_line], file)
     if first_line.lstrip().startswith("["):
         content = "".join(lines)  # the whole file
-        try:
-            rows = json.loads(content)  # a list, as the content begins with a bracket
-        except (ValueError, RecursionError):
-            # This is one value per line, or a damaged array. If one line of an array with one
-            # element per line is damaged, its other lines are still rows. `join` has used up
-            # `lines`, so the content is divided again.
-            elements = [line.strip().removesuffix(",") for line in content.split("\n")]
-            lines = [element for element in elements if element not in ("[", "]")]
-        else:
+        rows = parse_json(content)
+        if isinstance(rows, list):
             yield from rows
             return
+        # This is one value per line, or a damaged array. If one line of an array with one element
+        # per line is damaged, its other lines are still rows.
+        elements = [line.strip().removesuffix(",") for line in content.split("\n")]
+        lines = [element for element in elements if element not in ("[", "]")]
     for line in lines:  # each holds one value
         if line.strip():  # a blank line is no row
-            try:
-                value = json.loads(line)
-            # ValueError also for a number of over 4,300 digits, RecursionError for deep nesting
-            except (ValueError, RecursionError):
-                value = Skipped("not JSON")
-            yield value
+            yield parse_json(line)
 
 
 def read_csv(file: IO[str], delimiter: str = ",") -> Iterator[object]:
@@ -527,6 +541,27 @@ def warn_if_suspect(name: str, counts: FileCounts) -> None:
         )
 
 
+def warn_of_control_characters(name: str, rows: list[Row]) -> bool:
+    """Print a warning if a text has control characters of Latin-1. Return whether one has."""
+    for row in rows:
+        if isinstance(row, Skipped):
+            continue
+        for piece in pieces_of(row, LONG_CHARACTERS):
+            if piece.isascii():  # has none, and is tested faster than searched
+                continue
+            control = C1_CONTROLS.search(piece)  # a match of one of U+0080 to U+009F, or None
+            if control:
+                print(
+                    f"warning: a text of {name} has control characters, such as "
+                    f"U+{ord(control[0]):04X} after {piece[: control.start()][-20:]!r}: a text "
+                    "of Windows that was read as Latin-1? Convert the original by "
+                    "iconv -f windows-1252 -t utf-8 OLD > NEW",
+                    file=sys.stderr,
+                )
+                return True
+    return False
+
+
 def encoding_advice(name: str, counts: FileCounts) -> str:
     """Return how to make UTF-8 of a file, by its bytes, for the end of a warning; "" if they are
     UTF-8."""
@@ -537,17 +572,11 @@ def encoding_advice(name: str, counts: FileCounts) -> str:
         return f"; it is {encoding}: iconv -f {encoding} -t utf-8 OLD > NEW"
     if NOT_UTF8.reason not in counts.skipped:
         return ""
-    # bytes before the first bad one; open_text drops the 3 of a byte order mark
-    num_bytes_before = 3 if beginning.startswith(codecs.BOM_UTF8) else 0
-    with open_text(UntilDamage(name)) as file:
-        for piece in iter(partial(file.read, PIECE_CHARACTERS), ""):
-            first_match = BAD_BYTES.search(piece)  # open_text decodes bad bytes to surrogates
-            if first_match:
-                break
-            num_bytes_before += len(piece.encode())
-        else:  # no bad byte: a row of JSON has half of a surrogate pair, "\ud800"
-            return ""
-    num_bytes_before += len(piece[: first_match.start()].encode())
+    num_bytes_before, piece = find_bad_byte(name)
+    if not piece:  # a row of JSON has half of a surrogate pair, "\ud800"
+        return ""
+    if beginning.startswith(codecs.BOM_UTF8):  # open_text drops its 3 bytes
+        num_bytes_before += 3
     bad_bytes = "".join(BAD_BYTES.findall(piece)).encode("utf-8", SURROGATES)  # b"\xe4\xfc"
     advice = f"; its byte {num_bytes_before + 1:,} is 0x{bad_bytes[0]:02x}, not UTF-8: "
     # characters beyond ASCII that are valid UTF-8; the pattern matches the bad bytes, too
@@ -562,6 +591,19 @@ def encoding_advice(name: str, counts: FileCounts) -> str:
         else:
             advice += "iconv -f ENCODING -t utf-8 OLD > NEW with the encoding of its language, or "
     return advice + "--replace_bad_bytes, with another --local_dir, reads U+FFFD for such bytes"
+
+
+def find_bad_byte(name: str) -> tuple[int, str]:
+    """Return the number of bytes before the first byte of a file that is not UTF-8, without a byte
+    order mark, and the piece of text with that byte; (0, "") if the whole file is UTF-8."""
+    num_bytes = 0  # of the pieces before
+    with open_text(UntilDamage(name)) as file:
+        for piece in iter(partial(file.read, PIECE_CHARACTERS), ""):
+            match = BAD_BYTES.search(piece)  # open_text decodes bad bytes to surrogates
+            if match:
+                return num_bytes + len(piece[: match.start()].encode()), piece
+            num_bytes += len(piece.encode())
+    return 0, ""
 
 
 def unicode_encoding(beginning: bytes) -> str | None:
@@ -592,7 +634,7 @@ class Source:
     folder: Path
     """Folder for long texts, which `batches` keeps on disk."""
     has_noted_marks: bool = False  # note_marks prints its note once in a run
-    has_warned_of_controls: bool = False  # warn_of_control_characters warns once in a run
+    has_warned_of_controls: bool = False  # read_and_count warns once in a run
     counts_by_file: dict[str, FileCounts] = field(default_factory=dict)
     """The ledger of the manifest: counts of each file that was read, by name, in the order of
     `names`. `batches` updates it; before that, the caller adds the counts of earlier runs."""
@@ -626,8 +668,6 @@ class Source:
         UserError for a source that cannot be read, and at the end if no row was a text. `datasets`
         retries downloads, for DOWNLOAD_SECONDS a batch."""
         position = SourcePosition(**(position_json or {}))
-        # both yield a RowBatch of a file or dataset in turn, from a position in it on
-        read = self.read_batches if self.settings.files else self.read_dataset
         # {"books/a.txt": 12_345, ...}; {} for a dataset
         bytes_by_file = dict(zip(self.settings.files, self.settings.sizes, strict=True))
         for file_index in range(position.file, len(self.names)):
@@ -635,22 +675,9 @@ class Source:
             # The counts begin with the rows that an earlier run has sharded: position.counts, {} if
             # it has sharded none of this file.
             counts = FileCounts(**(position.counts or {"size": bytes_by_file.get(name, 0)}))
-            self.counts_by_file[name] = counts  # entry of the ledger; count_rows adds to it
+            self.counts_by_file[name] = counts
             try:
-                # Not for a dataset, nor for a pipe, which can be read only once. In the middle of
-                # a file, position.counts has both already.
-                if os.path.isfile(name) and not position.counts:
-                    # The next run compares them (describe_difference in data/sharder.py). The time
-                    # comes first, so that it also notices a change while the file is read.
-                    counts.changed = time_of_change(name)  # nanoseconds
-                    counts.sha256 = sha256(name)  # of the whole file, in hexadecimal
-                for batch_position, rows in read(name, position):
-                    # asdict copies the counts of the rows before this batch; after that,
-                    # count_rows adds the rows of this batch.
-                    batch_position = replace(batch_position, file=file_index, counts=asdict(counts))
-                    count_rows(counts, rows)
-                    self.warn_of_control_characters(name, rows)
-                    yield RowBatch(batch_position, rows)
+                yield from self.read_and_count(file_index, position)
             except Exception as error:  # a reader's own error, without the file's name
                 # A UserError names the source already. If LongText has filled the disk, `main` of
                 # data/fineweb-edu.py names self.folder.
@@ -660,8 +687,7 @@ class Source:
                 if not self.settings.files:
                     advice = "; check name and network, or shard files of your own"
                 reason = describe_error(error)  # "(OSError: ...)"
-                message = f"{name:.300} cannot be read {reason}{advice}"
-                raise UserError(message) from error
+                raise UserError(f"{name:.300} cannot be read {reason}{advice}") from error
             warn_if_suspect(name, counts)
             position = SourcePosition()  # the next file is read from its beginning
         # a text file that --separator divides has several rows
@@ -679,9 +705,30 @@ class Source:
             origin = " ".join(self.names) or f"the input of worker {self.settings.worker_index}"
             raise UserError(f"{origin:.300} holds no text")
 
+    def read_and_count(self, file_index: int, position: SourcePosition) -> Iterator[RowBatch]:
+        """Yield the batches of a file or dataset from a position in it on, and add their rows to
+        its entry of counts_by_file."""
+        name = self.names[file_index]
+        counts = self.counts_by_file[name]
+        # Not for a dataset, nor for a pipe, which can be read only once. In the middle of a file,
+        # `counts` has both already.
+        if os.path.isfile(name) and not position.counts:
+            # The next run compares them (describe_difference in data/sharder.py). The time comes
+            # first, so that it also notices a change while the file is read.
+            counts.changed = time_of_change(name)  # nanoseconds
+            counts.sha256 = sha256(name)  # of the whole file, in hexadecimal
+        read = self.read_batches if self.settings.files else self.read_dataset
+        for batch_position, rows in read(name, position):
+            # asdict copies the counts of the rows before this batch
+            batch_position = replace(batch_position, file=file_index, counts=asdict(counts))
+            count_rows(counts, rows)
+            if not self.has_warned_of_controls:
+                self.has_warned_of_controls = warn_of_control_characters(name, rows)
+            yield RowBatch(batch_position, rows)
+
     def read_batches(self, name: str, position: SourcePosition) -> Iterator[RowBatch]:
         """Yield the batches of a file from a position in it on, with empty positions, which
-        `batches` fills in."""
+        read_and_count fills in."""
         # Most formats have no index of rows: earlier rows are read again and dropped.
         # counts: {"rows": 300, ...} of this file, which earlier runs have sharded; {} if none has
         first_row = position.counts.get("rows", 0)
@@ -739,30 +786,11 @@ class Source:
             numbered_pieces = number_pieces(pieces, self.settings.separator)
         else:
             # note_marks yields the same pieces, and may print a note
-            numbered_pieces = ((0, piece) for piece in self.note_marks(name, pieces))
+            numbered_pieces = zip(repeat(0), self.note_marks(name, pieces))
         # pairs (index of the text, piece); number_pieces also yields pieces without characters
         non_empty_pairs = (pair for pair in numbered_pieces if pair[1])
         for _, pairs in groupby(non_empty_pairs, itemgetter(0)):  # the pairs of one text
             yield join_pieces((piece for _, piece in pairs), self.folder)  # str, LongText, Skipped
-
-    def warn_of_control_characters(self, name: str, rows: list[Row]) -> None:
-        """Print a warning, once in a run, if a text has control characters of Latin-1."""
-        for row in rows:
-            if self.has_warned_of_controls or isinstance(row, Skipped):
-                continue
-            for piece in pieces_of(row, LONG_CHARACTERS):
-                # a match of one of U+0080 to U+009F, or None
-                control = None if piece.isascii() else C1_CONTROLS.search(piece)
-                if control:
-                    self.has_warned_of_controls = True
-                    print(
-                        f"warning: a text of {name} has control characters, such as "
-                        f"U+{ord(control[0]):04X} after {piece[: control.start()][-20:]!r}: a text "
-                        "of Windows that was read as Latin-1? Convert the original by "
-                        "iconv -f windows-1252 -t utf-8 OLD > NEW",
-                        file=sys.stderr,
-                    )
-                    break
 
     def note_marks(self, name: str, pieces: Iterator[str]) -> Iterator[str]:
         """Yield the pieces of a text file. Print a note, once in a run, if the file has many usual
@@ -784,7 +812,7 @@ class Source:
 
     def read_dataset(self, name: str, position: SourcePosition) -> Iterator[RowBatch]:
         """Yield the batches of the hub's dataset `name` from a position on, with positions that
-        have only `revision` and `stream`; `batches` fills in the rest."""
+        have only `revision` and `stream`; read_and_count fills in the rest."""
         import datasets  # slow to import; only the hub needs these
         from fsspec.compression import register_compression
         from huggingface_hub import HfApi
@@ -798,15 +826,13 @@ class Source:
         # The commit that an earlier run has read, or today's: a dataset may change on the hub
         # between two runs. `ask` calls the library, with a limit of time.
         revision = position.revision or ask(HUB, lambda: HfApi().dataset_info(name).sha)
-
-        def open_stream() -> Any:
-            """Return an IterableDataset of the configuration `remote_name`, which downloads a file
-            when its rows are read."""
-            return datasets.load_dataset(
+        # an IterableDataset, which downloads a file when its rows are read
+        stream = ask(
+            HUB,
+            lambda: datasets.load_dataset(
                 name, settings.remote_name, split="train", revision=revision, streaming=True
-            )
-
-        stream = ask(HUB, open_stream)  # TimeoutError if the hub is silent
+            ),
+        )
         if settings.worker_index >= stream.num_shards:
             raise UserError(
                 f"{name} has {stream.num_shards} files, none for worker {settings.worker_index} of "
@@ -818,10 +844,12 @@ class Source:
         if stream_state:
             stream.load_state_dict(stream_state)
         columns_of_batches = iter(stream.iter(ROWS_PER_BATCH))
-        # next(columns_of_batches), with a limit of DOWNLOAD_SECONDS, within which `datasets`
-        # retries: {"text": [up to 100 texts], "id": [...], ...}; None: the end
-        next_columns = partial(ask, HUB, partial(next, columns_of_batches, None), DOWNLOAD_SECONDS)
-        for columns in iter(next_columns, None):
+        while True:
+            # {"text": [up to 100 texts], "id": [...], ...}; None: the end. `datasets` retries
+            # within the limit of time.
+            columns = ask(HUB, lambda: next(columns_of_batches, None), DOWNLOAD_SECONDS)
+            if columns is None:
+                return
             if column not in columns:  # fail now, not after hours without a text
                 reason = without_column(column, columns).reason  # "without a column 'text', ..."
                 raise UserError(f"{name} is {reason}; name the column of its texts")

@@ -139,12 +139,12 @@ class FileTokenizer(Tokenizer):
         """Special tokens by their names in templates and transformers: bos_token, eos_token, ..."""
         self.turn_end = vocab[spec_fields["turn_end"]]  # of "<|im_end|>", or of end of text
         """Id of the token that ends an answer of a chat."""
-        # start_ids[0] is BOS, or end of text without a BOS: the model has learned that a document
-        # ends where the next document begins
-        end_ids = [self.eot, self.turn_end, self.start_ids[0]]
         self.end_ids_that_are_text = {self.eot} if has_characters_alone(backend) else set()
         """Only in a vocabulary of characters: the id of end of text, a character. It separates
         documents, but it is also text, and so does not end a generated text."""
+        # start_ids[0] is BOS, or end of text without a BOS: the model has learned that a document
+        # ends where the next document begins
+        end_ids = [self.eot, self.turn_end, self.start_ids[0]]
         # those of the spec are the model's eos_token_id: [128001, 128009] of Llama 3
         self.end_ids = frozenset(end_ids + spec_fields["end_ids"]) - self.end_ids_that_are_text
 
@@ -196,19 +196,20 @@ class FileTokenizer(Tokenizer):
         return encode_with(self.continuing_backend, text)
 
     @cached_property
-    def prompt_backends(self) -> list[Backend]:
-        """Backends of encode_with_added_tokens, by its bool `follows`: [0] for a text that begins,
-        [1] for one that follows another."""
+    def prompt_backends(self) -> tuple[Backend, Backend]:
+        """Backends of encode_with_added_tokens: for a text that begins, and for one that follows
+        another text."""
         content = json.loads(self.tokenizer_json)
         for entry in content["added_tokens"]:  # {"id": 50256, "content": "<|endoftext|>", ...}
             # make_backend reads special tokens as text, and other added tokens as tokens: so only
             # the name of end of text stays text in a prompt, and "<|im_start|>" becomes its token
             entry["special"] = entry["id"] == self.eot
         prompt_json = json.dumps(content)
-        return [make_backend(prompt_json), make_continuing_backend(prompt_json)]
+        return make_backend(prompt_json), make_continuing_backend(prompt_json)
 
     def encode_with_added_tokens(self, text: str, *, follows: bool = False) -> np.ndarray:
-        return encode_with(self.prompt_backends[follows], text)
+        beginning_backend, following_backend = self.prompt_backends
+        return encode_with(following_backend if follows else beginning_backend, text)
 
     def encode_with_special_tokens(self, text: str) -> list[int]:
         """Return the token ids of a rendered dialog: the name of a special token in `text` becomes
@@ -388,9 +389,9 @@ def byte_characters() -> list[str]:
     return characters
 
 
-def definition_of(backend: Backend) -> dict:
-    """Return the content of a backend's tokenizer.json. Changes the backend in place, to write only
-    BOS and no ids after a text, because models here train without such ids."""
+def keep_only_bos(backend: Backend) -> dict:
+    """Change the post-processor of a backend, in place, to write only BOS before a text and no ids
+    after it, because models here train without such ids. Return its tokenizer.json as a dict."""
     bos_ids = find_bos_ids(backend)  # (1,) of LLaMA 2, () of GPT-2
     bos_tokens = [backend.id_to_token(token_id) for token_id in bos_ids]  # ["<s>"]
     backend.post_processor = TemplateProcessing(
@@ -451,9 +452,7 @@ def find_end_of_text(path: Path, backend: Backend, candidates: Sequence[str | No
 def make_spec(backend: Backend, end_of_text: str, model_tokens: ModelTokens) -> str:
     """Return the spec of a tokenizer, with a model's statements about its tokens. Raise an error
     for an unusable vocabulary or chat template."""
-    # a tokenizer.json as a dict. definition_of changes the backend in place: it then writes only
-    # BOS before a text, and nothing after it.
-    content = definition_of(backend)
+    content = keep_only_bos(backend)  # {"added_tokens": [...], "model": {...}, ...}
     spec_fields = {  # read by FileTokenizer
         "eot": end_of_text,
         "turn_end": end_of_text,  # provisional: replaced below if there is a chat template
@@ -510,23 +509,27 @@ def read_tokenizer_spec(path: Path, end_of_text: str | None = None) -> str:
         return make_spec(backend, find_end_of_text(path, backend, candidates), ModelTokens())
 
 
+def named_spec_by_size(folder: Path, num_tokens: int) -> str:
+    """Return "gpt2" or "bytes" for a model without tokenizer files, by the size of its vocabulary:
+    some GPT-2 models come without them. Raise UserError, which names `folder`, for other sizes."""
+    if num_tokens == 50_304:  # GPT-2's, padded for fast matmuls
+        num_tokens = 50_257
+    for name, tokenizer_class in TOKENIZERS.items():
+        if tokenizer_class.vocab_size == num_tokens:
+            return name
+    raise UserError(
+        f"{folder} has no {TOKENIZER_FILE} for its {num_tokens:,} tokens, which are neither "
+        "GPT-2's (50,257, or 50,304 with padding) nor bytes (257): put it, or nanoGPT's "
+        "meta.pkl, beside the weights"
+    )
+
+
 def pretrained_tokenizer_spec(folder: Path, declared_vocab_size: int) -> str:
     """Return the spec of the tokenizer of a Hugging Face model, or of a file with only weights.
     `declared_vocab_size` is what the model's own config says. Raise UserError if the tokenizer is
     missing or cannot be used."""
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
-        num_tokens = declared_vocab_size
-        if num_tokens == 50_304:  # GPT-2's, padded for fast matmuls
-            num_tokens = 50_257
-        # some GPT-2 models come without tokenizer files
-        for name, tokenizer_class in TOKENIZERS.items():
-            if tokenizer_class.vocab_size == num_tokens:
-                return name  # the size is the only evidence
-        raise UserError(
-            f"{folder} has no {TOKENIZER_FILE} for its {num_tokens:,} tokens, which are neither "
-            "GPT-2's (50,257, or 50,304 with padding) nor bytes (257): put it, or nanoGPT's "
-            "meta.pkl, beside the weights"
-        )
+        return named_spec_by_size(folder, declared_vocab_size)
     path = folder / TOKENIZER_FILE
     with reading(folder, "a folder with a tokenizer that can be used", "is not"):
         probe_ids = None  # ids of a test text by the tokenizer.json itself; None without this file
@@ -534,7 +537,7 @@ def pretrained_tokenizer_spec(folder: Path, declared_vocab_size: int) -> str:
             backend = make_backend(path.read_text(encoding="utf-8"))  # a tokenizers.Tokenizer
             probe_ids = encode_with(backend, PROBE).tolist()  # compared with transformers' below
             # "gpt2" or "bytes" without the import of transformers, which takes seconds; else None
-            known_name = CHECKSUMS.get(definition_checksum(definition_of(backend)))
+            known_name = CHECKSUMS.get(definition_checksum(keep_only_bos(backend)))
             if known_name and tokenizer_json_says_all(folder, TOKENIZERS[known_name].eot):
                 return known_name
         # What transformers reads. tokenizer_json: a str, without added tokens from the id

@@ -79,9 +79,6 @@ def main(options: TokenizerOptions) -> None:
         replace_bad_bytes=options.replace_bad_bytes,
     )
     source = Source(settings, options.out.parent)  # keeps long texts in that folder
-    # Share of the text to train on; above 1 if the files are smaller than --sample_mb. The sizes
-    # are sizes on disk, so that compressed files give more text. max: pipes have size 0.
-    share = options.sample_mb * 1e6 / max(1, sum(bytes_by_file.values()))
     # an untrained tokenizer: no tokens and no merges, only the rule that cuts a text into pieces
     backend = make_byte_level_backend(models.BPE(), options.split)  # "unicode" or "gpt2"
     trainer = trainers.BpeTrainer(
@@ -90,6 +87,9 @@ def main(options: TokenizerOptions) -> None:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
+    # Share of the text to train on; above 1 if the files are smaller than --sample_mb. The sizes
+    # are sizes on disk, so that compressed files give more text. max: pipes have size 0.
+    share = options.sample_mb * 1e6 / max(1, sum(bytes_by_file.values()))
     backend.train_from_iterator(read_passages(source, share), trainer)
     backend.add_special_tokens([END_OF_TEXT])  # the last id, as in GPT-2
     with writing(options.out):  # UserError if it fails
