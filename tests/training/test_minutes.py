@@ -11,7 +11,7 @@ from config import TrainOptions
 from model.formats.checkpoint import load_checkpoint
 from recipes import RECIPES, rate_and_batch
 from training.forecast.loss import MOST_EPOCHS, compared_loss, token_worth
-from training.minutes import OTHER_SHARE, Dial, StepCost
+from training.minutes import OTHER_SHARE, DataSize, Dial, StepCost
 from training.options import read_options, resolve_options
 
 
@@ -48,43 +48,40 @@ def dial(shards, monkeypatch, minutes: float, *flags: object) -> Dial:
     monkeypatch.setattr(sys, "argv", ["train.py", *words])
     given, derived, _ = read_options(TrainOptions, "train.py", words)
     options, recipe = resolve_options(given, derived, None)
-    return Dial(options, recipe, data_parallel=1)
+    return Dial(options, recipe, process=None)
 
 
 def choose(dial: Dial, flops_per_second: float):
     """Return the plan of a dial for devices of this speed, whose measuring takes no time."""
-
-    def measure(options, size):
-        flops = size.flops_per_token
-        return StepCost(flops, flops / flops_per_second, 0.01, 0.0)
-
-    return dial.choose(measure, lambda: 0.0, first_sequences=8)
+    dial.step_cost = lambda size, batch_tokens: StepCost(
+        size.model.flops_per_token() / flops_per_second, 0.01, 0.0
+    )
+    return dial.choose()
 
 
 def test_more_time_or_a_faster_device_gives_a_larger_model(shards, monkeypatch):
     parameters = []
     for minutes, speed in [(2, 1e11), (60, 1e11), (20, 1e13), (200, 1e14)]:
         planned = dial(shards, monkeypatch, minutes)
-        planned.text_tokens = 10**10
+        planned.data = replace(planned.data, train_tokens=10**10)
         plan = choose(planned, speed)
-        parameters.append(plan.size.num_parameters)
+        parameters.append(plan.size.model.num_parameters())
         # steps and updates take nearly all of the time that is theirs, validations the rest
-        seconds = (
-            plan.num_tokens * plan.size.flops_per_token / speed + 0.01 * plan.flags["max_steps"]
-        )
+        pass_seconds = plan.num_tokens * plan.size.model.flops_per_token() / speed
+        seconds = pass_seconds + 0.01 * plan.flags["max_steps"]
         assert 0.9 < seconds / (60 * minutes * (1 - OTHER_SHARE)) < 1
     assert sorted(set(parameters)) == parameters
 
 
 def test_tokens_with_less_text_get_a_smaller_model(shards, monkeypatch):
     planned = dial(shards, monkeypatch, 15)  # of bytes
-    planned.text_tokens = 10**10
-    assert planned.token_worth == pytest.approx(1 / 4.5, rel=0.01)
+    planned.data = replace(planned.data, train_tokens=10**10)
+    assert token_worth(planned.data.vocab_size) == pytest.approx(1 / 4.5, rel=0.01)
     speed = 1e11  # FLOP/s, about that of a core
-    of_bytes = choose(planned, speed)
-    planned.token_worth = token_worth(50257)
-    assert token_worth(256) < token_worth(4096) < planned.token_worth == 1.0
-    assert of_bytes.size.num_parameters < choose(planned, speed).size.num_parameters
+    of_bytes = choose(planned, speed).size.model.num_parameters()
+    planned.data = replace(planned.data, vocab_size=50257)  # but models of bytes
+    assert token_worth(256) < token_worth(4096) < token_worth(50257) == 1.0
+    assert of_bytes < choose(planned, speed).size.model.num_parameters()
 
 
 @pytest.mark.parametrize("minutes, n_layer", [(2, 1), (15, 2)])
@@ -93,16 +90,15 @@ def test_rows_of_rare_tokens_do_not_decide(shards, monkeypatch, minutes, n_layer
     at 2.345, 2 of 128 end at 2.243 (docs/BENCHMARKS.md). By all of their parameters the first would
     be chosen, and also by the bytes per token of code, 2.06 of 4.5."""
     planned = dial(shards, monkeypatch, minutes)
-    planned.text_tokens, planned.token_worth = 15_393_051, token_worth(50257)
-    planned.sizes = [planned.make_size(RECIPES["gpt2"], 50257, flags) for flags in planned.ladder()]
+    planned.data = DataSize(train_tokens=15_393_051, val_tokens=planned.data.val_tokens)
+    planned.sizes = planned.make_sizes()  # with GPT-2's vocabulary
     tokens_per_s = {1: 8130, 2: 5500, 3: 3700, 4: 2500}  # by layers
 
-    def measure(options, size):
-        token_seconds = 1 / tokens_per_s[size.model_config.n_layer]
-        return StepCost(size.flops_per_token, token_seconds, 0.0, 0.0)
+    def measure(size, batch_tokens):
+        return StepCost(1 / tokens_per_s[size.model.config.n_layer], 0.0, 0.0)
 
-    plan = planned.choose(measure, lambda: 0.0, first_sequences=8)
-    assert plan.size.model_config.n_layer == n_layer
+    planned.step_cost = measure
+    assert planned.choose().size.model.config.n_layer == n_layer
 
 
 def test_processes_that_share_blocks_get_sizes_whose_heads_they_can_divide(shards, monkeypatch):
@@ -116,19 +112,20 @@ def test_the_batch_divides_into_a_given_micro_batch(shards, monkeypatch, micro_b
     planned = dial(shards, monkeypatch, 2, "--micro_batch_size", micro_batch_size)
     batches = []
 
-    def measure(options, size):
-        batches.append(options.total_batch_size // options.block_size)
+    def measure(size, batch_tokens):
+        options = replace(planned.options, **size.flags, total_batch_size=batch_tokens)
+        batches.append(batch_tokens // options.block_size)
         options.micro_steps(data_parallel=1)  # UserError unless the batch divides
-        return StepCost(size.flops_per_token, size.flops_per_token / 1e11, 0.01, 0.0)
+        return StepCost(size.model.flops_per_token() / 1e11, 0.01, 0.0)
 
-    plan = planned.choose(measure, lambda: 0.0, first_sequences=8)
-    replace(planned.options, **plan.flags).micro_steps(data_parallel=1)
+    planned.step_cost = measure
+    replace(planned.options, **planned.choose().flags).micro_steps(data_parallel=1)
     assert batches[0] == max(8, micro_batch_size)
 
 
 def test_large_micro_batches_do_not_make_a_size_look_fast(shards, monkeypatch):
     planned = dial(shards, monkeypatch, 2, "--micro_batch_size", 512)
-    planned.text_tokens = 10**8
+    planned.data = replace(planned.data, train_tokens=10**8)
     # at this speed ten such batches do not fit into the time for any size
     assert choose(planned, 1e9).size == planned.sizes[0]
 
@@ -138,14 +135,14 @@ def test_the_printed_run_is_compiled_if_the_chosen_one_is(shards, monkeypatch):
         planned = dial(shards, monkeypatch, minutes)
         # as on CUDA, where it is the default
         on_cuda = replace(planned.options, use_torch_compile=True)
-        plan = choose(Dial(on_cuda, RECIPES["gpt2"], data_parallel=1), 1e11)
+        plan = choose(Dial(on_cuda, RECIPES["gpt2"], process=None), 1e11)
         assert plan.flags.get("use_torch_compile", True) is compiled
 
 
 def test_a_small_text_stops_where_repeats_do_not_help(shards, monkeypatch):
     planned = dial(shards, monkeypatch, 60)
     plan = choose(planned, 1e14)
-    assert plan.num_tokens <= MOST_EPOCHS * planned.text_tokens
+    assert plan.num_tokens <= MOST_EPOCHS * planned.data.train_tokens
     text = 10**6
     gains = [
         compared_loss(1e6, n * text, text) - compared_loss(1e6, 2 * n * text, text)
