@@ -196,8 +196,8 @@ def train_step(
     metrics = {"loss": mean_loss, "lr": lr, "grad_norm": mean_norm}
     if run.scaler.is_enabled():
         metrics["scale"] = run.scaler.get_scale()  # before `update` changes it
-    for optimizer in optimizers:
-        if skip_reason is None:
+    if skip_reason is None:
+        for optimizer in optimizers:
             optimizer.step()
     wrapped.zero_grad(set_to_none=True)
     # float16: lower the scale after infinities, raise it after 2,000 steps without any
@@ -217,8 +217,7 @@ def build_model(
     options: ResolvedTrainOptions, recipe: Recipe, stream: TokenStream, initial: InitialModel | None
 ) -> tuple[GPT, Mapping[str, Rows]]:
     """Return the model of the run, still without memory, and its first weights by name: the
-    weights of `initial`, or random ones from the seed. Raises UserError if `initial` has another
-    architecture or tokenizer than the run."""
+    weights of `initial`, or random ones from the seed."""
     model_config = agreed_model_config(options, recipe, stream, initial)  # a GPTConfig
     # a model on "meta", and Rows by name: rows[0:4] draws the first four rows of a weight
     model, weights = new_model(GPT, model_config, options.seed)

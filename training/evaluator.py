@@ -7,6 +7,7 @@ by all protocols and examples. validation.py, scoring.py and benchmarks.py compu
 
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 
 from config import SamplingConfig, TrainOptions
 from data.loader import Mixture
@@ -71,18 +72,21 @@ class Evaluator:
         }
         for name, path in data_paths.items():
             if self.steps_between[name] > 0:
-                benchmark = BENCHMARKS[name]  # "hellaswag" -> HellaSwag()
-                limit = None if options.eval_full else SUBSET_EXAMPLES  # None: all examples
-                first_protocol = benchmark.protocols[:1]  # ("build-nanogpt",): enough for a curve
-                try:
-                    score_benchmark = open_benchmark(  # a function; the examples are read now
-                        benchmark, path, limit, self.scorer, self.tokenizer, first_protocol
-                    )
-                except UserError as error:  # its message does not name the options
-                    raise UserError(
-                        f"--{name}_every cannot score {name}: {error}, by --{name}_data"
-                    ) from error
+                score_benchmark = self.open_for_curve(name, path, self.tokenizer)
                 self.score_benchmarks.append((name, score_benchmark))
+
+    def open_for_curve(self, name: str, path: Path | None, tokenizer: Tokenizer) -> ScoreBenchmark:
+        """Read the examples of a benchmark from `path`, or download them, and return the function
+        that scores them by one protocol. Raises UserError if they cannot be read."""
+        benchmark = BENCHMARKS[name]  # "hellaswag" -> HellaSwag()
+        limit = None if self.options.eval_full else SUBSET_EXAMPLES  # None: all examples
+        first_protocol = benchmark.protocols[:1]  # ("build-nanogpt",)
+        try:
+            return open_benchmark(benchmark, path, limit, self.scorer, tokenizer, first_protocol)
+        except UserError as error:  # its message does not name the options
+            raise UserError(
+                f"--{name}_every cannot score {name}: {error}, by --{name}_data"
+            ) from error
 
     def due(self, step: int, name: str = "eval") -> bool:
         """Return True if `name` is due after `step` steps, as it always is after the last one:
@@ -123,28 +127,24 @@ class Evaluator:
     def sample(self, step: int) -> str | None:
         """Return a short text that the model writes from an empty prompt. Return None if no sample
         is due, or without a tokenizer."""
-        scorer = self.scorer
         tokenizer = self.tokenizer
-        # Not at step 0, where a new model writes noise. With --sample_every 0 also not at the last
-        # step, at which `due` is always True.
-        is_asked = step > 0 and self.options.sample_every > 0 and self.due(step, "sample")
-        if not is_asked or tokenizer is None:
+        if tokenizer is None or not self.due(step, "sample"):
             return None
-        model = scorer.model
+        # At step 0 a new model writes noise. With --sample_every 0 the last step is due, too.
+        if step == 0 or self.options.sample_every == 0:
+            return None
+        process = self.scorer.process
+        model = self.scorer.model
         max_new_tokens = min(SAMPLE_TOKENS, model.config.block_size)  # 128, or a shorter context
         # Another seed at each step, so that samples.txt does not repeat one text. The temperature
         # is the default, 0.8.
         sampling = SamplingConfig(max_new_tokens, seed=self.options.seed + step)
         prompts = [list(tokenizer.start_ids)]  # [[50256]]: what begins a document in the shards
-        end_ids = tokenizer.end_ids
         model.eval()  # no dropout
         # All processes write the same text, because a forward pass under FSDP2 needs all of them.
-        with (
-            scorer.process.autocast(),
-            uncompiled(self.options.use_torch_compile),
-        ):
+        with process.autocast(), uncompiled(self.options.use_torch_compile):
             # all_done lets all processes stop together, and raises Stopped after a signal.
-            completions = complete(model, prompts, end_ids, sampling, scorer.process.all_done)
+            completions = complete(model, prompts, tokenizer.end_ids, sampling, process.all_done)
         model.train()
         # "replace": the text may end in the middle of a character
         return tokenizer.decode_bytes(completions[0].tokens).decode(errors="replace")

@@ -40,9 +40,7 @@ def matrix_groups(model: GPT) -> list[dict]:
     """Return the matrices of the blocks as parameter groups for Muon, which updates a group at
     once. The matrices of a group have the same shape, and are divided among processes alike.
 
-    A group's "local_fused_rows" are the row counts of the matrices that each of its weights fuses:
-    (768, 768, 768) for the queries, keys and values of c_attn, (768,) for c_proj, which is one
-    matrix. With tensor parallelism they count only the rows of one process.
+    A group's "local_fused_rows" are what local_fused_rows_of returns for each of its weights.
     """
     # weights (R, C) of all blocks by shape, local_fused_rows and mesh: the twelve c_attn of 124M by
     # ((2304, 768), (768, 768, 768), None); a DTensor has the whole shape
@@ -50,17 +48,9 @@ def matrix_groups(model: GPT) -> list[dict]:
     for layer in model.transformer.h.modules():
         for p in layer.parameters(recurse=False):
             # AdamW trains the others. Embeddings are no matrices that multiply a vector.
-            if p.dim() != 2 or not p.requires_grad or isinstance(layer, nn.Embedding):
-                continue
-            # (768, 768, 768) for c_attn, (768,) for both c_proj
-            fused_rows = layer.fused_rows if isinstance(layer, FusedLinear) else (p.size(0),)
-            # With tensor parallelism the rows of c_attn are Q0, K0, V0, Q1, K1, V1: count those of
-            # one process. For c_proj, which is divided by columns, this changes nothing:
-            # orthogonalize joins its parts.
-            tensor_parallel = tensor_parallel_of(p)  # processes that share p; 1 without it
-            local_fused_rows = tuple(rows // tensor_parallel for rows in fused_rows)
-            # torch.stack in Muon.step needs one shape and one mesh (None for plain tensors)
-            weights_by_stack[p.shape, local_fused_rows, mesh_of(p)].append(p)
+            if p.dim() == 2 and p.requires_grad and not isinstance(layer, nn.Embedding):
+                # torch.stack in Muon.step needs one shape and one mesh (None for plain tensors)
+                weights_by_stack[p.shape, local_fused_rows_of(layer, p), mesh_of(p)].append(p)
     groups: list[dict] = []
     for (shape, local_fused_rows, _), weights in weights_by_stack.items():
         # Most weights of a group: 37 of (2304, 768), as STACK_ENTRIES is 2**26 numbers. `shape` is
@@ -74,6 +64,18 @@ def matrix_groups(model: GPT) -> list[dict]:
             }
             groups.append(group)
     return groups
+
+
+def local_fused_rows_of(layer: nn.Module, weight: Tensor) -> tuple[int, ...]:
+    """Return the row counts of the matrices that the weight of a layer fuses: (768, 768, 768) for
+    the queries, keys and values of c_attn, (768,) for c_proj, which is one matrix. With tensor
+    parallelism they count only the rows of one process."""
+    fused_rows = layer.fused_rows if isinstance(layer, FusedLinear) else (weight.size(0),)
+    # With tensor parallelism the rows of c_attn are Q0, K0, V0, Q1, K1, V1: count those of one
+    # process. For c_proj, which is divided by columns, this changes nothing: orthogonalize joins
+    # its parts.
+    tensor_parallel = tensor_parallel_of(weight)  # processes that share it; 1 without it
+    return tuple(rows // tensor_parallel for rows in fused_rows)
 
 
 class Muon(torch.optim.Optimizer):
@@ -108,10 +110,11 @@ class Muon(torch.optim.Optimizer):
             if self.recipe.normuon > 0:  # 0: plain Muon
                 # each row / root of the running mean of its square norm
                 update = self.normalize_rows(parameters, update)
-            local_update = local_shard(update)  # (n, r, C), the part of this process
-            # In place, for each parameter: p -= lr * (weight_decay * p + update). The caller of
-            # `step` has set "lr", in training by set_learning_rates.
-            self.update_weights(parameters, local_update, group["lr"], group["weight_decay"])
+            # In place, for each parameter: p -= lr * (weight_decay * p + update), with decoupled
+            # decay (Loshchilov and Hutter 2019).
+            weights = [local_shard(p) for p in parameters]  # n times (r, C), in the memory of p
+            torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
+            torch._foreach_sub_(weights, local_shard(update).unbind(), alpha=group["lr"])
 
     def add_momentum(self, parameters: list[Tensor]) -> None:
         """Add the gradients to the momenta. Overwrite the gradients with Nesterov's momenta, which
@@ -153,16 +156,6 @@ class Muon(torch.optim.Optimizer):
         # in place: mean = normuon * mean + (1 - normuon) * square norm; normuon is such as 0.95
         torch._foreach_lerp_(row_squares, square_norms.unbind(), 1 - self.recipe.normuon)
         return update * torch.stack(row_squares).rsqrt()  # (n, R, C) * (n, R, 1), float32
-
-    def update_weights(
-        self, parameters: list[Tensor], update: Tensor, lr: float, weight_decay: float
-    ) -> None:
-        """Decay float32 weights, then subtract lr times the update, in place. The update (n, r, C),
-        bfloat16 or float32, has the r rows that this process holds of each of n matrices. The decay
-        is decoupled (Loshchilov and Hutter 2019): it subtracts lr * weight_decay of each weight."""
-        weights = [local_shard(p) for p in parameters]  # (r, C) each, in the memory of p
-        torch._foreach_mul_(weights, 1 - lr * weight_decay)
-        torch._foreach_sub_(weights, update.unbind(), alpha=lr)
 
 
 def orthogonalize_sharded(stack: Tensor, local_fused_rows: tuple[int, ...]) -> Tensor:
@@ -217,7 +210,6 @@ def orthogonalize(stack: Tensor, local_fused_rows: tuple[int, ...]) -> Tensor:
         if num_rows > num_columns:
             # Transpose a tall matrix X: its Gram matrix X^T X is smaller than X X^T.
             x = newton_schulz(x.mT).mT
-            # so that an update changes the output of a layer by about as much for any shape
             x = x * math.sqrt(num_rows / num_columns)
         else:
             x = newton_schulz(x)

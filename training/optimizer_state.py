@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map_with_path
+from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_unflatten
 
 from model.formats.checkpoint import PLAIN_VALUES, flatten
 from model.gpt import GPT
@@ -93,24 +93,25 @@ def fill_state(model: GPT, name: str, created: dict, saved: dict) -> dict:
     """Return the state of the parameter `name`, such as {"momentum_buffer": (3072, 768) float32},
     with the content of `saved`, whose tensors are whole. A tensor that the optimizer has `created`
     in the same shape is filled in place."""
-    # Leaves by path, a tuple of keys: (MappingKey("momentum_buffer"),), or for the second tensor of
-    # a list (MappingKey("factors"), SequenceKey(1)). [0] are these pairs, [1] is the structure.
+    # Pairs of path and leaf, and the structure. A path is a tuple of keys: for momentum_buffer
+    # (MappingKey("momentum_buffer"),), for the second tensor of a list (MappingKey("factors"),
+    # SequenceKey(1)).
     created_by_path = dict(tree_flatten_with_path(created)[0])
-
-    def fill_leaf(path: tuple, leaf: object) -> object:
-        """Return the value of the state to which the keys of `path` lead."""
-        if not isinstance(leaf, Tensor):
-            return leaf
+    saved_by_path, structure = tree_flatten_with_path(saved)
+    leaves: list[object] = []
+    for path, leaf in saved_by_path:
         x = created_by_path.get(path)  # perhaps a DTensor; None if not created
-        if isinstance(x, Tensor) and x.shape == leaf.shape:
+        if not isinstance(leaf, Tensor):  # a number or text
+            leaves.append(leaf)
+        elif isinstance(x, Tensor) and x.shape == leaf.shape:
             fill(model, name, x, leaf)  # in place: the rows of `leaf` that this process holds
-            return x
-        # Not created by create_state's step, whose gradients are 0, or in another shape: every
-        # process keeps it whole. Without a copy it would, on a CPU, stay mapped and keep the
-        # checkpoint's file open.
-        return leaf.to(model.get_parameter(name).device, copy=True)
-
-    return tree_map_with_path(fill_leaf, saved)
+            leaves.append(x)
+        else:
+            # Not created by create_state's step, whose gradients are 0, or in another shape: every
+            # process keeps it whole. Without a copy it would, on a CPU, stay mapped and keep the
+            # checkpoint's file open.
+            leaves.append(leaf.to(model.get_parameter(name).device, copy=True))
+    return tree_unflatten(leaves, structure)
 
 
 def fill_optimizers(
@@ -209,9 +210,17 @@ def check_state(
         unsaved = find_unsaved(model, optimizers, attributes_before)  # a message, or None
         if unsaved is not None:
             raise UserError(f"this run could not be resumed: {unsaved}")
-    if process.world_size == 1:
-        return
-    # The main process saves a tensor that is not divided, so all must keep the same.
+    if process.world_size > 1:
+        process.check_equal(
+            checksum_of_state(model, optimizers),
+            "this run could not be resumed: the processes keep different optimizer state, of which "
+            "a checkpoint would hold one process's",
+        )
+
+
+def checksum_of_state(model: GPT, optimizers: list[Optimizer]) -> int:
+    """Return a checksum of what all processes must keep alike: the names, shapes and dtypes of all
+    tensors, and the content of those that are not divided, which the main process saves."""
     checksum = 0
     for key, x in flatten(state_by_parameter(model, optimizers)).items():  # "...wte.weight exp_avg"
         checksum = zlib.crc32(f"{key} {x.shape} {x.dtype}".encode(), checksum)
@@ -219,8 +228,4 @@ def check_state(
             # as bytes, because NumPy has no bfloat16
             tensor_bytes = x.detach().cpu().contiguous().view(-1).view(torch.uint8)
             checksum = zlib.crc32(tensor_bytes.numpy(), checksum)
-    process.check_equal(
-        checksum,
-        "this run could not be resumed: the processes keep different optimizer state, of which a "
-        "checkpoint would hold one process's",
-    )
+    return checksum

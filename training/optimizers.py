@@ -85,7 +85,6 @@ def make_optimizers(
         ("others", 1.0, adamw_decay),
     ]:
         # With tensor parallelism, biases of linear layers are on another mesh than gains of norms.
-        # GradScaler needs an optimizer for each mesh.
         for parameters in group_by_mesh(parameters_by_role[role]):
             # set_learning_rates sets "lr" to lr_scale times the learning rate in each step
             group = {"params": parameters, "lr_scale": lr_scale, "weight_decay": weight_decay}

@@ -61,27 +61,29 @@ def read_options(
     "auto" if there is none to continue, or None without the flag. Raises UserError for options that
     contradict each other.
     """
-    # The parser takes the last of equal flags. So flags of the resumed run come first, then those
-    # of --config, then the command line.
-    flags = expand_flags(command_line)  # ["--max_lr", "6e-4", ...]
+    given_flags = expand_flags(command_line)  # ["--max_lr", "6e-4", ...]
 
+    # If the run resumes a checkpoint, `flags` are those of its options, then the given ones: the
+    # parser takes the last of equal flags.
+    flags = given_flags
     checkpoint = None
-    resume = flag_value(flags, "resume")  # a file, a folder, "auto", or None
-    path = find_resumed(options_class, resume, flags)  # of a checkpoint; None: a new run
-    given_flags = flags  # without the checkpoint's, which are added below
+    resume = flag_value(given_flags, "resume")  # a file, a folder, "auto", or None
+    path = find_resumed(options_class, resume, given_flags)  # of a checkpoint; None: a new run
     if path is not None:
         # The run goes on in the present folder of the file, which may have been copied or moved,
         # unless a flag names another folder.
-        folder = options_class.checkpoint_folder(["--checkpoint_dir", str(path.parent), *flags])
+        folder = options_class.checkpoint_folder(
+            ["--checkpoint_dir", str(path.parent), *given_flags]
+        )
         # With --overwrite, a branch begins again instead of continuing from its own newest file.
-        if "overwrite" not in dict(named_flags(flags)):
+        if "overwrite" not in dict(named_flags(given_flags)):
             path = newest_of_branch(path, folder)  # `path`, unless `folder` has a branch of it
         checkpoint = load_checkpoint(path)
         if checkpoint["script"] != script:
             raise UserError(
                 f"{path} is of {checkpoint['script']}: begin from it with --init_from {path}"
             )
-        flags = to_flags(saved_options(checkpoint, folder)) + flags  # later flags win
+        flags = to_flags(saved_options(checkpoint, folder)) + given_flags
         resume = str(path)
 
     # finetune.py names its folder after --method if --checkpoint_dir is not given
@@ -89,24 +91,26 @@ def read_options(
     # for a wrong flag `parse` raises UserError, or SystemExit after tyro has printed the mistake
     options = replace(parse(options_class, flags), resume=resume, checkpoint_dir=checkpoint_dir)
     if checkpoint is not None:
-        # UserError if an input is gone. given_flags, without the checkpoint's, may name another.
-        check_inputs(options, given_flags, checkpoint)
-    # --overwrite removes other checkpoints from the folder when the log is opened (Run.open_log)
+        check_inputs(options, given_flags, checkpoint)  # UserError if an input is gone
     if options.overwrite and options.init_from:
-        # of runs/a: runs/a/checkpoints; other paths stay
-        weights_folder = find_checkpoint_folder(Path(options.init_from)).resolve()
-        if weights_folder.is_relative_to(options.checkpoint_dir.resolve()):
-            raise UserError(
-                "--overwrite would remove the weights of --init_from: give another --checkpoint_dir"
-            )
+        refuse_removing(options.init_from, options.checkpoint_dir)
 
     # `int` cannot fail, because the parser has checked the flags
     max_steps = flag_value(flags, "max_steps")
     if checkpoint and max_steps and checkpoint["step"] > int(max_steps):
         raise UserError(f"{path} is at step {checkpoint['step']}, after --max_steps {max_steps}")
-
-    # given_flags: of the command line and --config, without those of the resumed checkpoint
     return options, list_derived(given_flags, checkpoint), checkpoint
+
+
+def refuse_removing(init_from: str, folder: Path) -> None:
+    """Raise UserError if the weights of --init_from lie in `folder`, the checkpoint folder of the
+    run. --overwrite removes other checkpoints from it when the log is opened (Run.open_log)."""
+    # of runs/a: runs/a/checkpoints; other paths stay
+    weights_folder = find_checkpoint_folder(Path(init_from)).resolve()
+    if weights_folder.is_relative_to(folder.resolve()):
+        raise UserError(
+            "--overwrite would remove the weights of --init_from: give another --checkpoint_dir"
+        )
 
 
 def list_derived(given_flags: list[str], checkpoint: Checkpoint | None) -> list[str]:
@@ -132,15 +136,16 @@ def check_inputs(options: Options, given_flags: list[str], checkpoint: Checkpoin
     for name, value in vars(options).items():
         if name in written or name in dict(named_flags(given_flags)):
             continue
-        # --reward of grpo: "exact", a reward model's checkpoint, or FILE.py:FUNCTION
-        if name == "reward" and value not in (None, "exact"):
-            file_name, _, _ = value.rpartition(":")
-            value = Path(file_name if file_name.endswith(".py") else value)
+        paths = value if isinstance(value, tuple) else (value,)
         if name == "data_dir":
-            value = folders_of(value)
-        for path in value if isinstance(value, tuple) else (value,):
+            paths = folders_of(value)  # data/a of data/a:0.7
+        elif name == "reward" and value not in (None, "exact"):
+            # of grpo: a reward model's checkpoint, or FILE.py:FUNCTION
+            file_name, _, _ = value.rpartition(":")
+            paths = (Path(file_name if file_name.endswith(".py") else value),)
+        for path in paths:
             if isinstance(path, Path):
-                # UserError unless it exists; `checkpoint` has the folder that relative paths are in
+                # `checkpoint` has the folder that relative paths are in
                 refuse_missing(path, name, checkpoint)
 
 
@@ -391,19 +396,18 @@ def continued_model_config(
         model_config = replace(model_config, block_size=options.block_size)
 
     # What --recipe, --model_type and the sizes ask for must be the architecture of the weights.
-    # With --init_from, options for GPT-2's own architecture count as defaults, which nobody gave.
-    options_model_config = options.model_config(recipe, model_config.vocab_size)
-    gpt2_model_config = GPTConfig(
-        options.block_size, model_config.vocab_size, dropout=options.dropout
-    )
-    if options.init_from is not None and options_model_config == gpt2_model_config:
-        # A shorter --block_size of a resumed run still differs from model_config: refused below.
-        options_model_config = replace(model_config, block_size=options.block_size)
-    if options_model_config == model_config:
-        return model_config
-    # "n_layer 12 (here 6), n_head 12 (here 6)"
-    changes = describe_differences(vars(model_config), vars(options_model_config))
-    raise UserError(
-        f"{options.weights_from} holds a model of another architecture: {changes}; leave out "
-        "--recipe, --model_type and the sizes, or begin a new model in another --checkpoint_dir"
-    )
+    vocab_size = model_config.vocab_size
+    requested_model_config = options.model_config(recipe, vocab_size)
+    gpt2_model_config = GPTConfig(options.block_size, vocab_size, dropout=options.dropout)
+    if options.init_from is not None and requested_model_config == gpt2_model_config:
+        # With --init_from, options for GPT-2's own architecture count as defaults, which nobody
+        # gave. Only --block_size still counts: that of a resumed run may not be shorter.
+        requested_model_config = replace(model_config, block_size=options.block_size)
+    if requested_model_config != model_config:
+        # "n_layer 12 (here 6), n_head 12 (here 6)"
+        changes = describe_differences(vars(model_config), vars(requested_model_config))
+        raise UserError(
+            f"{options.weights_from} holds a model of another architecture: {changes}; leave out "
+            "--recipe, --model_type and the sizes, or begin a new model in another --checkpoint_dir"
+        )
+    return model_config

@@ -213,6 +213,17 @@ def resume_command(path: Path) -> str:
     return f"{distributed.launcher()} {sys.argv[0]} --resume {shlex.quote(str(path))}"
 
 
+def describe_best(folder: Path) -> str:
+    """Return the end of a line about a folder: loss and step of its model_best.pt, or "" if no
+    validation had a lower loss than step 0."""
+    path = folder / BEST
+    if not path.exists():
+        return ""
+    checkpoint = load_checkpoint(path)  # tensors are mapped, not read
+    loss, step = checkpoint["best_loss"], checkpoint["step"]  # best_loss is that of this step
+    return f", the best with a validation loss of {loss:.4f} at step {step:,}"
+
+
 def remove_checkpoints(folder: Path, progress: Progress) -> None:
     """Remove checkpoints that are damaged, of other runs, or of later steps than `progress`."""
     for path in existing_checkpoints(folder):
@@ -316,7 +327,7 @@ class Run(Generic[Options]):
         description = describe_device(process.device)
         device_text = ", ".join(f"{name} {x}" for name, x in description.items())
         process.print(f"{device_text}, matmuls {process.dtype}")  # on the main process only
-        return cls(options, process, scaler, progress, entries)  # entries: "tokenizer", ...
+        return cls(options, process, scaler, progress, entries)
 
     @property
     def ended(self) -> bool:
@@ -335,22 +346,18 @@ class Run(Generic[Options]):
         module to train, which shares these weights and averages gradients over processes, and its
         optimizers, with the state of the resumed checkpoint. Every process must call it. Raises
         UserError for a damaged file, and for a disk without room for checkpoints."""
-        # Now, because a failed save does not end a run: refuse a disk that is too small before the
-        # first step. The recipe's optimizer decides how many numbers are saved for each weight.
+        # The recipe's optimizer decides how many numbers a checkpoint has for each weight.
         with self.process.raise_on_all():
             if self.process.is_main:
                 check_space(self.options, recipe, model.num_parameters())
-        # Allocates `model` and fills in `weights`, Rows by name: reads or draws only the rows that
-        # this process holds. Returns DDP around the model, or the model itself with --sharding
-        # "zero1" to "zero3" (FSDP2) or in a single process.
+        # DDP around the model, or the model itself with FSDP2 or in a single process
         wrapped = wrap(model, weights, self.process, self.options.sharding)
-        # Compare both ways to compute the loss now, and not in the first step. It comes after
+        # Compare both ways to compute the loss now, and not in the first step. This comes after
         # `wrap`, because the result is kept by class, and FSDP2 changes the class of the model. A
         # reward model has no loss of tokens.
         if REWARD_HEAD not in weights:
             has_fast_loss(model)
-        # After `wrap`, because sharding replaces the parameters of the model. The recipe says
-        # whether AdamW or Muon trains the matrices.
+        # after `wrap`, because sharding replaces the parameters of the model
         optimizers = make_optimizers(model, self.options, recipe, dtype=self.process.dtype)
         if checkpoint is not None:
             # a Path: read_options has replaced --resume by the path of the checkpoint
@@ -358,8 +365,6 @@ class Run(Generic[Options]):
             with reading_checkpoint(self.options.resumed):
                 # each process reads a part of the rows; UserError unless they have their checksum
                 verify(checkpoint, "optimizer", self.process)
-            # Fills in, in place, the part of {"lm_head.weight": {"exp_avg": Tensor, ...}, ...} that
-            # this process holds, and counters of groups.
             fill_optimizers(model, optimizers, checkpoint["optimizer"], checkpoint["group_values"])
             # Again: fill_optimizers lets optimizers create their state by a step with a learning
             # rate of 0, in which some change the weights nevertheless.
@@ -371,11 +376,7 @@ class Run(Generic[Options]):
         Return the log as a context, which the caller closes."""
         options = self.options
         run_id = self.progress.run_id
-        # content of the config.json that is replaced below; None without a log
-        logged_config = read_logged_config(options.log_dir)
-        # append rows only to a log of the same run
-        begins_empty = logged_config is None or logged_config.get("run_id") != run_id
-        config_json: dict[str, Any] = {  # content of the new config.json
+        config_json: dict[str, Any] = {
             "run_id": run_id,
             "parent": self.progress.parent,
             **self.entries,  # "script", "command", "recipe", "data_order", ...
@@ -389,6 +390,9 @@ class Run(Generic[Options]):
         # options that no flag gives.
         if "recipe" in self.entries:  # not in finetune.py
             config_json["recipe"] = followed_recipe(self.entries["recipe"], options)
+        # Append rows only to a log of the same run: read config.json before it is replaced.
+        logged_config = read_logged_config(options.log_dir)  # None without a log
+        begins_empty = logged_config is None or logged_config.get("run_id") != run_id
         # The others wait here: they must not read checkpoints that the main process removes, which
         # are damaged ones, and those of other runs or of later steps.
         with self.process.raise_on_all():
@@ -413,25 +417,19 @@ class Run(Generic[Options]):
         """Print how the run ended. After the last step, also print its metrics and `next_commands`,
         such as "sample.py --checkpoint", each followed by the checkpoint folder. After a signal,
         exit with 128 + its number. Call it when the log is closed."""
-        quoted_folder = shlex.quote(str(self.options.checkpoint_dir))  # for a shell
+        folder = self.options.checkpoint_dir
         # a demo or a sweep, which sets the variable, says itself what to type
-        is_part = "RUN_IS_PART" in os.environ
+        says_what_next = "RUN_IS_PART" not in os.environ
         if self.ended_early:
             line = f"stopped; saved at step {self.progress.step}"
-            if not is_part:
-                line += f": continue with {resume_command(self.options.checkpoint_dir)}"
+            if says_what_next:
+                line += f": continue with {resume_command(folder)}"
             self.logger.print(line)
         elif self.process.is_main:
-            best_text = ""
-            best_path = self.options.checkpoint_dir / BEST  # model_best.pt
-            if best_path.exists():  # once a validation had a lower loss than step 0
-                best_checkpoint = load_checkpoint(best_path)  # tensors are mapped, not read
-                # the validation loss of this file's own step
-                loss, step = best_checkpoint["best_loss"], best_checkpoint["step"]
-                best_text = f", the best with a validation loss of {loss:.4f} at step {step:,}"
-            self.logger.print(f"done; checkpoints: {quoted_folder}{best_text}")
+            quoted_folder = shlex.quote(str(folder))  # for a shell
+            self.logger.print(f"done; checkpoints: {quoted_folder}{describe_best(folder)}")
             self.print_metrics()
-            if not is_part:
+            if says_what_next:
                 print("next:")
                 for command in next_commands:
                     print(f"  python {command} {quoted_folder}")

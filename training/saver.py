@@ -135,18 +135,31 @@ class Saver:
                     f"the weights of step {self.run.progress.step} give no finite loss, so they "
                     f"are not saved; {self.describe_last()}"
                 )
-            self.run.logger.print(str(self.error))  # on the main process, which alone has it
-            return
-        is_sharded = self.run.options.sharding != "none" and process.world_size > 1
-        if not is_sharded and not process.is_main:
-            return  # the main process has the whole state and writes it alone
+                self.run.logger.print(str(self.error))
+        elif self.run.options.sharding != "none" and process.world_size > 1:
+            # Every process writes its rows, and not in a thread, because the collectives of `write`
+            # would mix with those of the next step.
+            self.write(name, *self.copy_content(best_loss), process)
+        elif process.is_main:  # it has the whole state, and writes it alone
+            # daemon: at exit Python does not wait for the thread, but finish_writing does, for 20 s
+            self.thread = threading.Thread(
+                target=self.write,
+                args=(name, *self.copy_content(best_loss)),
+                name=THREAD,  # by which finish_writing finds it
+                daemon=True,
+            )
+            self.thread.start()
+
+    def copy_content(self, best_loss: float) -> tuple[dict[str, OwnRows], dict[str, dict], dict]:
+        """Return the content of a file, as `write` takes it: copies on the CPU of the weights and
+        of the optimizer state that this process writes, and the other entries. Training changes the
+        originals while a thread writes."""
         # so that the model has the parameters that the optimizers train
         free_gathered_weights(self.model)
         # {"lm_head.weight": {"exp_avg": Tensor, ...}, ...}, the optimizers' own tensors
         state = state_by_parameter(self.model, self.optimizers)
-        # Copies on the CPU, because training changes the tensors while a thread writes:
         # {"lm_head.weight": OwnRows, ...} and {"lm_head.weight": {"exp_avg": OwnRows, ...}, ...}
-        weights, optimizer_state = copy_state(self.model, state, process)
+        weights, optimizer_state = copy_state(self.model, state, self.run.process)
         entries = {
             "config": self.run.options.to_dict(),
             "working_dir": os.getcwd(),  # relative paths in "config" start here
@@ -158,18 +171,7 @@ class Saver:
             # such as a counter of an optimizer
             "group_values": group_values(self.model, self.optimizers),
         }
-        if is_sharded:
-            # not in a thread, because its collectives would mix with the next step's
-            self.write(name, weights, optimizer_state, entries, process)
-            return
-        # daemon: at exit Python does not wait for the thread, but finish_writing does, for 20 s
-        self.thread = threading.Thread(
-            target=self.write,
-            args=(name, weights, optimizer_state, entries),
-            name=THREAD,  # by which finish_writing finds it
-            daemon=True,
-        )
-        self.thread.start()
+        return weights, optimizer_state, entries
 
     @torch.no_grad()
     def gives_finite_logits(self) -> bool:
@@ -208,15 +210,13 @@ class Saver:
         entries: dict,
         process: Process = ALONE,
     ) -> None:
-        """Write a file, then record it in last_step or best_loss. Without sharding it runs in a
-        thread of the main process, which writes ALONE; with sharding, on every process. `name` is
-        LAST or BEST, and the rest is what save_checkpoint takes."""
+        """Write the file `name`, LAST or BEST, with what copy_content returned. Then record it in
+        last_step or best_loss. Without sharding it runs in a thread of the main process, which
+        writes ALONE; with sharding, on every process."""
         folder = self.run.options.checkpoint_dir
         keep_last = self.run.options.keep_last  # how many numbered checkpoints to keep
         step = entries["step"]
         try:
-            # `weights` and `optimizer_state`: the rows that this process writes, copied to the CPU;
-            # `entries`: other entries of the file, {"config": {...}, "step": 100, ...}
             save_checkpoint(folder / name, weights, optimizer_state, entries, process)
             if not self.run.process.is_main:
                 return

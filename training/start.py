@@ -69,8 +69,7 @@ def open_initial(
     process.check_equal(int(checkpoint is None), DIFFERENT)
     if checkpoint is None:
         return open_init_from(options.init_from, process) if options.init_from else None
-    # read_options has replaced --resume by the path of `checkpoint`. The path is for error messages
-    # only: a later save may have replaced the file.
+    # `resumed` is the path of `checkpoint`: read_options sets it whenever it returns a checkpoint.
     assert options.resumed is not None
     return open_initial_checkpoint(options.resumed, checkpoint, process)
 
@@ -100,12 +99,12 @@ def open_original(
     # init_checksum calls this for a changed --init_from, finetune.py for its required --init_from.
     assert options.init_from is not None
     if options.init_from.endswith(".pt"):  # else a folder, or a model of another project
-        refuse_missing(Path(options.init_from), "init_from", checkpoint)  # UserError if it is gone
+        refuse_missing(Path(options.init_from), "init_from", checkpoint)
     original = open_init_from(options.init_from, process)
     if original.checksum(process) != checkpoint["init_checksum"]:
         raise UserError(
-            f"{options.init_from} does not hold the weights that the run of {options.resume} began "
-            "from: give the original weights, or begin a new run in another folder"
+            f"{options.init_from} does not hold the weights that the run of {options.resumed} "
+            "began from: give the original weights, or begin a new run in another folder"
         )
     return original.weights
 
@@ -116,7 +115,7 @@ def open_init_from(model_name: str | Path, process: Process) -> InitialModel:
     path = find_checkpoint(model_name)  # None for a model of another project
     if path is not None:
         checkpoint = load_checkpoint(path)
-        check_head(path, checkpoint, is_reward_model=False)  # UserError for a reward model
+        check_head(path, checkpoint, is_reward_model=False)
         return open_initial_checkpoint(path, checkpoint, process)
     model, tokenizer_spec = open_pretrained(model_name)  # float32, on the CPU; such as "gpt2"
     return InitialModel(model.config, model.state_dict(), tokenizer_spec, {})  # no checkpoint
@@ -126,13 +125,11 @@ def open_initial_checkpoint(path: Path, checkpoint: Checkpoint, process: Process
     """Return the model of a loaded checkpoint, whose tensors are mapped from the file `path`. Every
     process must call it, because they compare the file. Raises UserError for a damaged file."""
     # Each process reads a part of the rows below, so all must have the same file. With --resume
-    # FOLDER each machine picks its own. The CRC-32 of the checksums identifies a file: UserError
-    # on every process unless all have the same.
+    # FOLDER each machine picks its own. The CRC-32 of the checksums identifies a file.
     process.check_equal(crc32_of(checkpoint["checksums"]), DIFFERENT)
-    # Rows (model/rows.py) by parameter name, joined to float32 when they are read. UserError unless
-    # they have their checksums.
+    # Rows (model/rows.py) by parameter name, joined to float32 when they are read
     model_config, weights = open_weights(path, checkpoint, process)
-    # checkpoint["tokenizer"]: the spec, such as "gpt2"; `checkpoint`: the dict of the file
+    # checkpoint["tokenizer"]: the spec, such as "gpt2"
     return InitialModel(model_config, weights, checkpoint["tokenizer"], checkpoint)
 
 

@@ -16,6 +16,7 @@ format of a file.
 """
 
 import contextlib
+import io
 import os
 import uuid
 from collections.abc import Mapping
@@ -148,12 +149,7 @@ def write_together(path: Path, sections: Sections, plain_entries: dict, process:
         with process.raise_on_all(), process.without_timeout():
             write_own_rows(temporary, sections, offsets)  # into the gaps
         # Read it back before it replaces a good file: a network file system may have lost rows.
-        rows_by_rank = process.merge({process.rank: count_own_rows(sections)})  # {0: 120, 1: 0}
-        writers = [rank for rank, num_rows in rows_by_rank.items() if num_rows > 0]
-        with process.raise_on_all(), process.without_timeout():
-            # of a part of the rows, whoever wrote them; zeros unless this process is a writer
-            own_sums = sum_written_rows(temporary, process.rank, writers)
-        if sum_over_processes(own_sums, process) != plain_entries["checksums"]:
+        if read_checksums(temporary, sections, process) != plain_entries["checksums"]:
             raise UserError("the file has other content than the processes have written")
         # last, so that an error on the main process alone changes nothing for the others
         if process.is_main:
@@ -227,37 +223,44 @@ def write_own_rows(path: Path, sections: Sections, offsets: Offsets) -> None:
     with open(os.open(path, os.O_WRONLY), "wb") as file:
         for section, own_rows_by_name in sections.items():
             for name, own_rows in flatten(own_rows_by_name).items():
-                # (r, bytes of a row); `content` is on the CPU, and a vector (1, n) is one row
-                row_bytes = own_rows.content.contiguous().flatten(1).view(torch.uint8)
-                # Write rows with consecutive indices at once: split where an index is skipped.
-                # The rows 0, 1, 4, 5 break at [2], into 0, 1 and 4, 5.
-                breaks = torch.nonzero(own_rows.rows.diff() != 1).flatten() + 1
-                consecutive_rows = own_rows.rows.tensor_split(breaks)
-                consecutive_bytes = row_bytes.tensor_split(breaks)  # uint8 (rows, bytes of a row)
-                for rows, chunk in zip(consecutive_rows, consecutive_bytes, strict=True):
-                    if len(rows) > 0:  # 0 if another process writes this tensor
-                        # in bytes: where the tensor begins in the file, then its earlier rows
-                        file.seek(offsets[section][name] + int(rows[0]) * chunk.size(1))
-                        file.write(chunk.numpy())
+                write_rows(file, offsets[section][name], own_rows)
         file.flush()
         os.fsync(file.fileno())
 
 
+def write_rows(file: io.BufferedWriter, offset: int, own_rows: OwnRows) -> None:
+    """Write the rows of one tensor into its gap, which begins at the byte `offset` of the file."""
+    # uint8 (r, bytes of a row); `content` is on the CPU, and a vector (1, n) is one row
+    row_bytes = own_rows.content.contiguous().flatten(1).view(torch.uint8)
+    # Write rows with consecutive indices at once: split where an index is skipped. The rows 0, 1,
+    # 4, 5 break at [2], into 0, 1 and 4, 5.
+    breaks = torch.nonzero(own_rows.rows.diff() != 1).flatten() + 1
+    row_chunks = own_rows.rows.tensor_split(breaks)
+    byte_chunks = row_bytes.tensor_split(breaks)
+    for rows, chunk in zip(row_chunks, byte_chunks, strict=True):
+        if len(rows) > 0:  # 0 if another process writes this tensor
+            file.seek(offset + int(rows[0]) * chunk.size(1))  # skips the rows before rows[0]
+            file.write(chunk.numpy().data)
+
+
 def count_own_rows(sections: Sections) -> int:
     """Return the number of rows that this process writes."""
-    leaves = [leaf for leaf in tree_leaves(sections) if isinstance(leaf, OwnRows)]
-    return sum(len(own_rows.rows) for own_rows in leaves)
+    leaves = tree_leaves(sections)  # OwnRows, and plain values such as a counter
+    return sum(len(leaf.rows) for leaf in leaves if isinstance(leaf, OwnRows))
 
 
-def sum_written_rows(path: Path, rank: int, writers: list[int]) -> dict[str, int]:
-    """Return the part of the checksum of each section of a file that is of the rows which this
-    process reads back: the `writers` (ranks) read equally many. Others may lack the folder."""
-    own_sums = {"model": 0, "model_low": 0, "optimizer": 0}
-    if rank in writers:
-        # as a Mapping, because mypy wants literal keys for a TypedDict
-        checkpoint: Mapping[str, Any] = load_checkpoint(path)  # maps the file, reads no tensor
-        part = (writers.index(rank), len(writers))  # (1, 4): the second quarter of the rows
-        for section in own_sums:
-            # `flatten` gives tensors by name; sums of CRC-32 add up over processes
-            own_sums[section] = sum_part(flatten(checkpoint[section]), *part)
-    return own_sums
+def read_checksums(path: Path, sections: Sections, process: Process) -> dict[str, int]:
+    """Return the checksum of each section of a file that write_own_rows has filled, computed from
+    what the file holds now. `sections` has the OwnRows of this process. Every process must call it.
+    The processes that have written rows read equally many. Others may lack the folder."""
+    rows_by_rank = process.merge({process.rank: count_own_rows(sections)})  # {0: 120, 1: 0}
+    writers = [rank for rank, num_rows in rows_by_rank.items() if num_rows > 0]
+    own_sums = {"model": 0, "model_low": 0, "optimizer": 0}  # of the rows that this process reads
+    with process.raise_on_all(), process.without_timeout():
+        if process.rank in writers:
+            # as a Mapping, because mypy wants literal keys for a TypedDict
+            checkpoint: Mapping[str, Any] = load_checkpoint(path)  # maps the file, reads no tensor
+            index = writers.index(process.rank)  # of 4 writers, 1 reads the second quarter
+            for section in own_sums:
+                own_sums[section] = sum_part(flatten(checkpoint[section]), index, len(writers))
+    return sum_over_processes(own_sums, process)

@@ -24,7 +24,8 @@ utils/distributed.py StopSignal.receive 2 prints only
 utils/distributed.py start 1 prints only
 utils/distributed.py join 2 raised again
 utils/distributed.py collective 1 raised again, as Disconnected
-training/evaluator.py Evaluator.__init__ 2 read_on_all, open_benchmark: on all
+training/evaluator.py Evaluator.__init__ 1 read_on_all: on all
+training/evaluator.py Evaluator.open_for_curve 1 open_benchmark: on all
 training/forecast/advice.py advise 1 compare_processes compares the result
 training/forecast/advice.py choose_micro_batch 1 raised again
 training/forecast/blocks.py first_inputs 1 a pure function of what all have: equal on all
@@ -32,9 +33,9 @@ training/forecast/blocks.py measure_block 1 a pure function of what all have: eq
 training/forecast/blocks.py run_forward 1 a pure function of what all have: equal on all
 training/forecast/dry_run.py open_data 1 one process: before the others join, or in a script
 training/forecast/dry_run.py print_forecast 1 one process: before the others join, or in a script
-training/minutes.py Dial.__init__ 1 raised again
+training/minutes.py read_data_size 1 raised again
 training/minutes.py Dial.choose 1 fit_micro_batch: raised on all, by the least memory of any
-training/minutes.py apply_plan 1 prints only
+training/minutes.py choose_for_minutes 1 prints only
 training/options.py compile_if_all_can 1 within raise_on_all
 training/options.py find_recipe 1 raised again
 training/options.py find_resumed 1 prints only
@@ -54,13 +55,13 @@ training/saver.py Saver.save 3 all_agree; then main writes in a thread without o
 training/saver.py Saver.write 3 raise_on_all in write_together; finish asks all for errors
 training/trial.py has_memory 1 all_agree; no collectives within
 training/writer.py write_together 5 raise_on_all; main renames after the last collective
-training/writer.py sum_written_rows 1 within raise_on_all
+training/writer.py read_checksums 1 within raise_on_all
 finetuning/examples.py read_examples 1 raised again
 finetuning/grpo.py GroupRelativePolicy.set_rewards 1 within raise_on_all
 finetuning/rewards.py load_reward_function 1 raised again
 finetuning/rewards.py rewards_of_function 1 within raise_on_all
 evaluation/core.py download_bundle 1 raise_on_all, of read_on_all
-evaluation/figure.py draw 1 one process: before the others join, or in a script
+evaluation/figure.py read_runs 1 one process: before the others join, or in a script
 evaluation/tasks.py Benchmark.read 2 raised again
 model/execution.py check_compiler 1 raised again
 model/formats/checkpoint.py find_checkpoint 1 prints only

@@ -83,22 +83,7 @@ def advise(
     On devices of unknown speed all are equally fast. If no flags fit, the text says what else
     helps. Return "" if no flags make the numbers of the run divide.
     """
-    world_size = hardware.world_size
-    # Processes that divide a copy of the training state by default, as in count_shards: 4 for 12
-    # processes, 8 on one machine and 4 on another.
-    per_machine = math.gcd(hardware.processes_per_machine, world_size)
-    # values of --shard_across for a copy over 2, 3, ... machines: 16, 24, 32 for 4 machines of 8
-    several_machines = range(2 * per_machine, world_size + 1, per_machine)
-    # --shard_across None means one copy of the state per machine. If the run gives a number, the
-    # advice must give per_machine instead of None: it can replace a flag, but not remove it.
-    in_a_machine = None if options.shard_across is None else per_machine
-    # the values to try by option: the run's own value first, then the simplest
-    choices: dict[str, tuple] = {
-        "activation_checkpointing": (options.activation_checkpointing, "none", "cheap", "block"),
-        "tensor_parallel": (options.tensor_parallel, 1, 2, 4, 8),
-        "shard_across": (options.shard_across, in_a_machine, *several_machines),
-        "sharding": (options.sharding, "none", "zero1", "zero2", "zero3"),
-    }
+    choices = values_to_try(options, hardware)
     best_seconds = math.inf
     advice = ""
     for combination in itertools.product(*choices.values()):
@@ -119,14 +104,35 @@ def advise(
         forecast = forecast_step(trial, model_config, hardware)  # None if the speed is not known
         # of a step; with 0 the first combination that fits wins, and the run's own is tried first
         seconds = forecast.seconds if forecast is not None else 0.0
-        if seconds < best_seconds:
-            best_seconds = seconds
-            flags = {"micro_batch_size": micro_batch_size, **flags}
-            changes = {
-                name: value for name, value in flags.items() if value != getattr(options, name)
-            }
-            flags_text = " ".join(to_flags(changes)) or "this run"  # "--sharding zero1"
-            advice = f"what fits is {flags_text}"
-            if forecast is not None:
-                advice = f"the fastest that fits is {flags_text}, {seconds:.2f} s a step"
+        if seconds >= best_seconds:
+            continue
+        best_seconds = seconds
+        changes: dict[str, object] = {}
+        for name in ("micro_batch_size", *choices):
+            value = getattr(trial, name)
+            if value != getattr(options, name):
+                changes[name] = value
+        flags_text = " ".join(to_flags(changes)) or "this run"  # "--sharding zero1"
+        advice = f"what fits is {flags_text}"
+        if forecast is not None:
+            advice = f"the fastest that fits is {flags_text}, {seconds:.2f} s a step"
     return advice
+
+
+def values_to_try(options: ResolvedTrainOptions, hardware: Hardware) -> dict[str, tuple]:
+    """Return the values that `advise` tries by option: the run's own value first, then the simplest
+    one."""
+    # Processes that divide a copy of the training state by default, as in count_shards: 4 for 12
+    # processes, 8 on one machine and 4 on another.
+    per_machine = math.gcd(hardware.processes_per_machine, hardware.world_size)
+    # values of --shard_across for a copy over 2, 3, ... machines: 16, 24, 32 for 4 machines of 8
+    several_machines = range(2 * per_machine, hardware.world_size + 1, per_machine)
+    # --shard_across None means one copy of the state per machine. If the run gives a number, the
+    # advice must give per_machine instead of None: it can replace a flag, but not remove it.
+    in_a_machine = None if options.shard_across is None else per_machine
+    return {
+        "activation_checkpointing": (options.activation_checkpointing, "none", "cheap", "block"),
+        "tensor_parallel": (options.tensor_parallel, 1, 2, 4, 8),
+        "shard_across": (options.shard_across, in_a_machine, *several_machines),
+        "sharding": (options.sharding, "none", "zero1", "zero2", "zero3"),
+    }

@@ -41,8 +41,7 @@ def print_forecast(
     if not is_main_process():
         return
     if options.minutes is not None and checkpoint is None:  # a resumed run keeps its options
-        # by a forecast of the device's speed, which the run itself measures; prints the choice
-        options = plan_for_minutes(options, recipe)
+        options = plan_for_minutes(options, recipe)  # prints the choice
     hardware = Hardware.of(options)  # what --device names, with the number of processes
     # ALONE: only the main process gets here.
     initial = open_initial(options, checkpoint, ALONE)  # InitialModel; None: random weights
@@ -96,7 +95,6 @@ def print_forecast(
         # one sentence, by a scaling law
         print(describe_loss(model.num_parameters(), options.total_batch_size * options.max_steps))
     if plan is None:  # a named GPU is in another machine, which has its own folders
-        # UserError for files of another run, a disk without room, benchmarks that cannot be read
         check_run_files(options, recipe, checkpoint, model, data)
     print("This was a dry run: nothing was trained or written.")
     # train.sh replaces this line; before a run it leaves out the line above, too. "val" is opened
@@ -137,12 +135,14 @@ def check_run_files(
     data: dict[str, Mixture],
 ) -> None:
     """Print the data folders of the run, and check its folders and benchmarks. Raises UserError if
-    the run would overwrite files of another run, lacks disk space, or cannot score a benchmark."""
+    the run would overwrite files of another run, lacks disk space for its checkpoints, or cannot
+    score a benchmark."""
     # train.sh reads these lines, and makes the shards of the default folder if they are missing
     for folder in options.data_dir:
         print(f"data_dir: {folder}")
-    refuse_overwriting(options, checkpoint)  # UserError if the folders hold another run
-    check_space(options, recipe, model.num_parameters())  # UserError for a disk without room
+    refuse_overwriting(options, checkpoint)
+    # `recipe` has the optimizer, which decides how much state a checkpoint holds for a parameter
+    check_space(options, recipe, model.num_parameters())
     if "val" in data:
         # The constructor opens, or downloads, the benchmarks. Nothing is evaluated here.
         Evaluator(options, model, data["val"], ALONE)

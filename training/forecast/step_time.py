@@ -66,7 +66,8 @@ def step_flops(options: ResolvedTrainOptions, model_config: GPTConfig) -> int:
     """Return the FLOPs of a step, summed over all devices: those of the blocks, which are measured
     (training/forecast/blocks.py), with recomputation, and those of the head."""
     # The cost of each block for one sequence. FLOPs do not depend on device and dtype.
-    block_costs = measure_blocks(model_config, Execution(), "cpu", torch.float32)
+    plain_execution = Execution()  # without activation checkpointing and compiler
+    block_costs = measure_blocks(model_config, plain_execution, "cpu", torch.float32)
     # A backward pass takes twice as many as a forward pass.
     sequence_flops = 3 * sum(cost.flops for cost in block_costs)
     if effective_checkpointing(options) == "block":
@@ -92,29 +93,33 @@ def forecast_step(
     gpu = hardware.gpu
     if gpu is None or gpu.bandwidth == 0:
         return None
-    # For example 16 H100 on two machines with --sharding zero3: 16 parts of the data, and 2 copies
-    # of the training state in 8 shards each. Only averages of gradients go between the machines.
-    data_parallel, num_shards = hardware.parallel_degrees(options)  # (16, 8)
-    num_replicas = data_parallel // num_shards  # 2
-    # A tensor-parallel group has consecutive ranks in one machine, and holds one shard of a copy.
-    # If a machine has more than num_shards groups, it holds several replicas.
-    groups_here = hardware.processes_per_machine // options.tensor_parallel  # in one machine: 8
-    shards_here = min(num_shards, groups_here)  # 8
-    replicas_here = groups_here // shards_here  # copies of the state in one machine: 1
+    # A tensor-parallel group has consecutive ranks in one machine, and holds one shard of a copy of
+    # the training state. On 16 H100 in two machines, with --sharding zero3 and with none:
+    #
+    #                  zero3  none
+    #   data_parallel     16    16  parts of the data
+    #   num_shards         8     1  shards of a copy of the state
+    #   num_replicas       2    16  copies of the state
+    #   groups_here        8     8  tensor-parallel groups in a machine, here of one process each
+    #   shards_here        8     1  shards of one copy in a machine
+    #   replicas_here      1     8  copies in a machine
+    data_parallel, num_shards = hardware.parallel_degrees(options)
+    num_replicas = data_parallel // num_shards
+    groups_here = hardware.processes_per_machine // options.tensor_parallel
+    shards_here = min(num_shards, groups_here)
+    replicas_here = groups_here // shards_here
 
-    # split_by_link: of P processes in a ring each sends (P - 1) / P of the bytes
     shard_bytes = bytes_of_shards(options, model_config, hardware)  # of a step; 0 under DDP
     shard_machine_bytes, shard_network_bytes = split_by_link(shard_bytes, num_shards, shards_here)
-    # Each process averages its shard of the float32 gradients over the replicas. This is a
-    # reduce-scatter and an all-gather, so bytes_of_average has 8 bytes for each weight.
+    # Each process averages its shard of the float32 gradients over the replicas.
     replica_bytes = bytes_of_average(options, model_config) / num_shards
     replica_machine_bytes, replica_network_bytes = split_by_link(
         replica_bytes, num_replicas, replicas_here
     )
-    # of the all-reduces of a tensor-parallel group in a step; activation_bytes: what one GPU sends
-    step_activation_bytes = bytes_of_activations(options, model_config, hardware)
-    activation_bytes, _ = split_by_link(  # _ is 0: a group is in one machine
-        step_activation_bytes, options.tensor_parallel, options.tensor_parallel
+    group_bytes = bytes_of_activations(options, model_config, hardware)
+    # 0 for a group of one process; _ is 0, because a group is in one machine
+    activation_bytes, _ = split_by_link(
+        group_bytes, options.tensor_parallel, options.tensor_parallel
     )
     # FLOP/s of all GPUs together, because step_flops counts the FLOPs of all; bytes are of one GPU
     flops_per_second = hardware.world_size * gpu.peak_flops * ASSUMED_UTILIZATION

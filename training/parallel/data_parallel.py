@@ -20,7 +20,6 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial, reduce
-from itertools import compress
 
 import torch
 import torch.distributed as dist
@@ -70,10 +69,9 @@ def divide_model(model: GPT, process: Process, sharding: str) -> None:
     """Divide a model on the device "meta" among processes, in place: first by tensor parallelism,
     then by FSDP2.
 
-    Blocks are gathered in the dtype of matmuls, and gradients are reduced in float32. A replica is
-    a set of processes that together hold one copy of the weights and optimizer state. By default it
-    is a machine. Raises UserError for a parameter that several modules share, and for a model that
-    tensor parallelism changes.
+    A replica is a set of processes that together hold one copy of the weights and optimizer state.
+    By default it is a machine. Raises UserError for a parameter that several modules share, and for
+    a model that tensor parallelism changes.
     """
     # FSDP2 shards along "shard" and reduce-scatters gradients there. It all-reduces the shards of
     # gradients along "replicate" (HSDP): with a copy in each machine, only this goes between
@@ -94,17 +92,24 @@ def divide_model(model: GPT, process: Process, sharding: str) -> None:
         # in place: some of the heads, and some channels of each MLP, on each process
         parallelize(model, all_mesh["tensor"])
 
-    # FSDP2 casts the weights of a block before it gathers them, which halves the bytes to send in
-    # 16 bits. It does not cast inputs: the residual stream stays float32, as under autocast.
-    mixed_precision = MixedPrecisionPolicy(
-        param_dtype=process.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
-    )
     first_name_of = {p: name for name, p in model.named_parameters()}  # the first of several
     for name, p in model.named_parameters(remove_duplicate=False):
         if first_name_of[p] != name:  # FSDP2 would divide it in each of these modules
             raise UserError(
                 f"{name} is shared by modules and cannot be divided: train without sharding"
             )
+    shard_model(model, data_mesh, process.dtype, sharding)  # in place
+
+
+def shard_model(model: GPT, mesh: DeviceMesh, dtype: torch.dtype, sharding: str) -> None:
+    """Divide a model by FSDP2, in place: each block, and a root unit with the rest. Blocks are
+    gathered in `dtype`, and gradients are reduced in float32. The mesh is (replicas, shards), or
+    (shards,) for one replica."""
+    # FSDP2 casts the weights of a block before it gathers them, which halves the bytes to send in
+    # 16 bits. It does not cast inputs: the residual stream stays float32, as under autocast.
+    mixed_precision = MixedPrecisionPolicy(
+        param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
     # FSDP2 divides no single numbers, such as a learned temperature of an edited model: every
     # process holds them (ignored_params), and average_scalars below averages their gradients.
     scalars = {p for p in model.parameters() if p.dim() == 0}
@@ -113,14 +118,14 @@ def divide_model(model: GPT, process: Process, sharding: str) -> None:
     for block in model.transformer.h:
         fully_shard(
             block,
-            mesh=data_mesh,  # (replicas, shards), or (shards,) for one replica
+            mesh=mesh,
             mp_policy=mixed_precision,
             reshard_after_forward=sharding == "zero3",
             ignored_params=scalars,
         )
     # The root unit has the rest: embeddings, final norm and head, in float32. It is not freed after
     # the forward, because the backward begins with the head.
-    fully_shard(model, mesh=data_mesh, reshard_after_forward=False, ignored_params=scalars)
+    fully_shard(model, mesh=mesh, reshard_after_forward=False, ignored_params=scalars)
     # By default only `forward` gathers the parameters of the root. Evaluation and sampling call
     # `hidden`.
     register_fsdp_forward_method(model, "hidden")
@@ -159,17 +164,25 @@ def division_agrees(mesh: DeviceMesh, device: torch.device, plain: GPT) -> bool:
     # ids that do not repeat each other, without random numbers: 0, 1, 4, 9, ...
     idx = torch.arange(min(32, plain.config.block_size), device=device).square()
     idx = (idx % plain.config.vocab_size).unsqueeze(0)  # (1, T)
-    # Parameters that are not divided get the same gradients on every process. They are compared as
-    # one vector, because the rounding of small gradients is that of large ones.
-    is_whole = [not isinstance(p, DTensor) and p.requires_grad for p in divided.parameters()]
-    losses: list[Tensor] = []
-    gradients: list[Tensor] = []  # (all numbers of all whole parameters,) each
-    for narrow in (divided, plain):
-        whole = list(compress(narrow.parameters(), is_whole))  # the same parameters of both
-        losses.append(narrow(idx, idx))  # idx (1, T); any targets do
-        whole_gradients = torch.autograd.grad(losses[-1], whole, materialize_grads=True)
-        gradients.append(torch.cat([gradient.flatten() for gradient in whole_gradients]))
-    return agrees(losses[0], losses[1]) and agrees(gradients[0], gradients[1])  # up to rounding
+    # Parameters that are not divided get the same gradients on every process.
+    names = [
+        name
+        for name, p in divided.named_parameters()
+        if p.requires_grad and not isinstance(p, DTensor)
+    ]
+    divided_loss, divided_gradient = loss_and_gradient(divided, names, idx)
+    plain_loss, plain_gradient = loss_and_gradient(plain, names, idx)
+    # up to rounding
+    return agrees(divided_loss, plain_loss) and agrees(divided_gradient, plain_gradient)
+
+
+def loss_and_gradient(model: GPT, names: list[str], idx: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the loss for token ids (1, T), and its gradient for the parameters `names` as one
+    vector: the rounding of small gradients is that of large ones."""
+    loss = model(idx, idx)  # any targets do
+    parameters = [model.get_parameter(name) for name in names]
+    gradients = torch.autograd.grad(loss, parameters, materialize_grads=True)
+    return loss, torch.cat([gradient.flatten() for gradient in gradients])
 
 
 def sync_gradients(wrapped: nn.Module, sharding: str, *, is_last: bool) -> AbstractContextManager:

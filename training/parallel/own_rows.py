@@ -16,7 +16,6 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor.placement_types import Placement
 from torch.utils._pytree import tree_map_only
 
 from model.gpt import GPT
@@ -127,9 +126,10 @@ def rows_to_write(model: GPT, name: str, x: DTensor, process: Process) -> tuple[
     # a vector, a matrix of one column or a number, which a checkpoint has as one row
     x_is_one_row = is_vector(x.shape)
     # Gather columns, so that rows are whole, and vectors, which are small. Rows stay divided.
-    placements: list[Placement] = []
-    for placement in x.placements:
-        placements.append(Replicate() if x_is_one_row or placement.is_shard(1) else placement)
+    placements = [
+        Replicate() if x_is_one_row or placement.is_shard(1) else placement
+        for placement in x.placements
+    ]
     gathered = x.redistribute(placements=placements)  # calls collectives
     rows = held_rows(model, name, gathered)  # (r,), indices in the order of the model
     content = gathered.to_local()
@@ -138,16 +138,21 @@ def rows_to_write(model: GPT, name: str, x: DTensor, process: Process) -> tuple[
         content = content.view(1, -1)[:, rows.argsort().to(content.device)]
         rows = torch.zeros(1, dtype=torch.int64)  # the index of this row
 
-    # If several processes hold the same rows, the first one writes: rank 0 along each dimension
-    # that replicates. Parameters outside the four linear layers of a block have a mesh without
-    # "tensor": all processes of a tensor-parallel group hold the same rows of them.
-    is_writer = "tensor" in placements_of(gathered) or process.tensor_rank == 0
-    for dimension, placement in placements_of(gathered).items():
-        if placement.is_replicate() and gathered.device_mesh.get_local_rank(dimension) > 0:
-            is_writer = False
-    if is_writer:
+    if is_first_holder(gathered, process):
         return rows, content
     return rows[:0], content[:0]
+
+
+def is_first_holder(x: DTensor, process: Process) -> bool:
+    """Return whether this process is the first one of those that hold the same rows of `x`: rank 0
+    along each dimension of the mesh that replicates."""
+    placements = placements_of(x)
+    for dimension, placement in placements.items():
+        if placement.is_replicate() and x.device_mesh.get_local_rank(dimension) > 0:
+            return False
+    # Parameters outside the four linear layers of a block have a mesh without "tensor": all
+    # processes of a tensor-parallel group hold the same rows of them.
+    return "tensor" in placements or process.tensor_rank == 0
 
 
 def copy_state(
@@ -156,9 +161,8 @@ def copy_state(
     """Return copies, in host memory, of the rows of weights and optimizer state that this process
     writes: {"lm_head.weight": OwnRows} and {"lm_head.weight": {"exp_avg": OwnRows}} for each
     parameter. If tensors are divided, every process must call it."""
-    weights: dict[str, OwnRows] = {}
-    for name, x in model.state_dict().items():
-        weights[name] = copy_own_rows(model, name, x, process)
+    state_dict = model.state_dict()
+    weights = {name: copy_own_rows(model, name, x, process) for name, x in state_dict.items()}
     own_optimizer_state: dict[str, dict] = {}
     for name, state in optimizer_state.items():
         copy_tensor = partial(copy_own_rows, model, name, process=process)  # Tensor -> OwnRows

@@ -54,10 +54,10 @@ def row_order(fused_rows: tuple[int, ...], tensor_parallel: int) -> Tensor:
     """Return the row indices of a fused weight, int64 (rows,), in the order of tensor parallelism:
     the first process's part of each matrix, then the second's, and so on. `fused_rows` are the row
     counts of the matrices: (4, 2, 2) on two processes gives [0, 1, 4, 6, 2, 3, 5, 7]."""
-    by_process: list[Tensor] = []  # row indices (tensor_parallel, rows of a process) by matrix
-    for rows in torch.arange(sum(fused_rows)).split(fused_rows):
-        by_process.append(rows.view(tensor_parallel, -1))
-    # Each row of the concatenation has the indices of one process: its queries, keys and values.
+    matrices = torch.arange(sum(fused_rows)).split(fused_rows)  # [0, 1, 2, 3], [4, 5], [6, 7]
+    # a line for each process: [[0, 1], [2, 3]], [[4], [5]], [[6], [7]]
+    by_process = [rows.view(tensor_parallel, -1) for rows in matrices]
+    # the lines of each process joined: [[0, 1, 4, 6], [2, 3, 5, 7]]
     return torch.cat(by_process, dim=1).flatten()
 
 
