@@ -48,13 +48,14 @@ def rows_within(max_bytes: int, row_bytes: int) -> int:
 def tokens_per_chunk(num_tokens: int, padded_vocab_size: int, device: torch.device) -> int:
     """Return the size of a chunk, in tokens, for cutting up `num_tokens` on a device.
 
-    A chunk is counted in float32, though 16-bit logits take half of that.
-    Chunks of one size share one compiled graph, so all chunks are equal if that needs at most twice
-    the minimal number of chunks; else the last chunk is smaller. On a GPU 5,312 tokens (a multiple
-    of 32) of GPT-2's padded vocabulary fit into a chunk: 16,384 tokens are 4 chunks of 4,096.
+    On a GPU 5,312 tokens (a multiple of 32) of GPT-2's padded vocabulary fit into a chunk: 16,384
+    tokens are 4 chunks of 4,096.
     """
-    max_tokens = rows_within(chunk_bytes(device), 4 * padded_vocab_size)  # 4 bytes per logit
+    # 4 bytes per logit: chunks are counted in float32, though 16-bit logits take half of that
+    max_tokens = rows_within(chunk_bytes(device), 4 * padded_vocab_size)
     min_chunks = -(-num_tokens // max_tokens)  # rounded up
+    # Chunks of one size share one compiled graph, so all chunks are equal if that needs at most
+    # twice the minimal number of chunks; else the last chunk is smaller.
     for num_chunks in range(min_chunks, 2 * min_chunks + 1):
         if num_tokens % num_chunks == 0:
             return num_tokens // num_chunks
@@ -139,6 +140,8 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         needs_grad: bool,
     ) -> Tensor:
         device_type = x.device.type
+        if device_type == "cpu":  # faster there than a compiled cross_entropy_
+            chunk_cross_entropy_ = cross_entropy_by_rows_
         dtype = x.dtype  # of matmuls: bfloat16 or float16 under autocast, else float32
         if torch.is_autocast_enabled(device_type):
             dtype = torch.get_autocast_dtype(device_type)
@@ -146,18 +149,16 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         with torch.autocast(device_type, enabled=False):
             is_counted = targets >= 0  # (N,), False for a target of -1
             is_ignored = ~is_counted.unsqueeze(-1)  # (N, 1)
-            # `total` and the gradients are those of the sum over tokens: in float16, gradients of
-            # the mean would round to 0. The end of `forward` and the backward pass divide by
-            # num_counted.
-            ctx.num_counted = is_counted.sum()  # () int64
-
-            total = torch.zeros((), device=x.device)  # sum of nats
             cast_x = x.to(dtype)  # (N, C), x itself if it has this dtype
             cast_weight = weight.to(dtype)  # (padded V, C), cast once for all chunks
+            # `total` and the gradients are those of the sum over tokens: in float16, gradients of
+            # the mean would round to 0.
+            total = torch.zeros((), device=x.device)  # sum of nats
             if needs_grad:
-                grad_x = torch.empty_like(cast_x)  # of `total`; each chunk fills in its rows
+                grad_x = torch.empty_like(cast_x)  # each chunk fills in its rows
                 # float32, because every chunk adds to it
                 grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+
             chunk_size = tokens_per_chunk(len(x), len(weight), x.device)  # such as 4,096
             # the logits of a chunk, (chunk_size, padded V), which the next chunk overwrites
             buffer = cast_x.new_empty(chunk_size, len(weight))  # in the dtype of matmuls
@@ -166,16 +167,13 @@ class ChunkedCrossEntropy(torch.autograd.Function):
                 # zeros keep ignored tokens out of the gradient of the weight
                 inputs = cast_x[chunk].masked_fill(is_ignored[chunk], 0)  # (n, C), a copy
                 logits = torch.mm(inputs, cast_weight.T, out=buffer[: len(inputs)])  # (n, padded V)
-                if device_type == "cpu":  # also when compiled
-                    cross_entropy = cross_entropy_by_rows_
-                else:
-                    cross_entropy = chunk_cross_entropy_  # cross_entropy_ if compiled
-                nats = cross_entropy(logits, targets[chunk], vocab_size, needs_grad)  # (n,)
+                nats = chunk_cross_entropy_(logits, targets[chunk], vocab_size, needs_grad)  # (n,)
                 total += (nats * is_counted[chunk]).sum()  # without targets of -1
                 if needs_grad:
-                    grad_logits = logits  # `cross_entropy` has overwritten them
+                    grad_logits = logits  # chunk_cross_entropy_ has overwritten them
                     torch.mm(grad_logits, cast_weight, out=grad_x[chunk])  # (n, C)
                     add_matmul_(grad_weight, grad_logits.T, inputs)  # += grad_logits.T @ inputs
+            ctx.num_counted = is_counted.sum()  # () int64; `backward` divides by it, too
         if needs_grad:
             grad_x.masked_fill_(is_ignored, 0)  # so far meaningless for ignored tokens
             # float32 in training, because `backward` multiplies them: 16 bits would round again

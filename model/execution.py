@@ -63,15 +63,12 @@ def execute(model: GPT, execution: Execution) -> None:
     Call it before training/parallel/ divides the model. FSDP2 gathers the weights of a block before
     its `forward` and frees them after it, so graphs and recomputation have to begin inside it.
     """
-    # recompute_all or recompute_cheap; None: the blocks keep their forward pass
-    recomputed_forward = choose_recomputation(execution, model.config.dropout)
     if execution.compiled:
-        # Set process-wide options: no cuts of graphs for DDP, the limit of graphs, and what the
-        # backward pass recomputes. The compiler reads them when it compiles the first block, in the
-        # first forward pass.
-        configure_compiler(execution)
+        configure_compiler(execution)  # process-wide options, which the first forward pass reads
         # ChunkedCrossEntropy calls it only on GPUs: cross_entropy_by_rows_ is faster on a CPU
         model.loss.chunk_cross_entropy_ = compile_static(cross_entropy_)
+    # recompute_all or recompute_cheap; None: the blocks keep their forward pass
+    recomputed_forward = choose_recomputation(execution, model.config.dropout)
     for block in model.transformer.h:
         # These attributes of a block hide the method `forward` of its class, whatever class it is.
         # `recomputed_forward` calls plain_forward.
@@ -127,12 +124,13 @@ def check_compiler(device: torch.device) -> None:
     try:
         double(torch.ones(2, device=device))
     except Exception as error:  # of many classes: Dynamo's, Inductor's, Triton's
-        # "header.hpp:1:10: fatal error: Python.h: No such file or directory", after the command. A
-        # message without such a line gives its first line.
-        line = re.search(r"^.*\berror: .*$", str(error), re.M) or re.search(".*", str(error))
-        assert line is not None  # ".*" matches any text
+        reason = str(error).partition("\n")[0]  # the first line
+        # "header.hpp:1:10: fatal error: Python.h: No such file or directory", after the command
+        error_line = re.search(r"^.*\berror: .*$", str(error), re.M)
+        if error_line is not None:
+            reason = error_line[0]
         raise UserError(
-            f"{line[0]:.300}; install a C++ compiler and Python's headers (g++, python3-dev)"
+            f"{reason:.300}; install a C++ compiler and Python's headers (g++, python3-dev)"
         ) from error
 
 

@@ -55,18 +55,22 @@ def sample_token(logits: Tensor, uniform: Tensor, sampling: Sampling) -> Tensor:
         sum_before = probabilities.cumsum(-1) - probabilities
         probabilities = probabilities * (sum_before < sampling.top_p)
 
-    # Invert the cumulative distribution: unlike torch.multinomial, this takes the random number of
-    # each row from outside. The sum is below 1 after top_p, and otherwise 1 except for rounding.
+    columns = draw_columns(probabilities, uniform)  # (B, 1)
+    if ids_of_columns is None:
+        return columns.squeeze(-1)
+    return ids_of_columns.gather(-1, columns).squeeze(-1)  # (B,), token ids
+
+
+def draw_columns(probabilities: Tensor, uniform: Tensor) -> Tensor:
+    """Draw a column for each row of `probabilities` (B, n), like torch.multinomial, but with random
+    numbers `uniform` (B,) in [0, 1) from outside. Return columns (B, 1). Rows need not sum to 1."""
+    # Invert the cumulative distribution: a row [0.5, 0.3, 0.2] and the number 0.6 give column 1,
+    # the first one with a cumulative probability ([0.5, 0.8, 1.0]) above 0.6.
     cumulative = probabilities.cumsum(-1)
     threshold = uniform.unsqueeze(-1) * cumulative[:, -1:]  # (B, 1)
-    # the first column whose cumulative probability is above the threshold: 1 for a threshold of 0.6
-    # and [0.5, 0.8, 1.0]
-    column = torch.searchsorted(cumulative, threshold, right=True)  # (B, 1)
-    # With NaN in the logits no column is above the threshold: take the last one.
-    column = column.clamp_(max=logits.size(-1) - 1)
-    if ids_of_columns is None:
-        return column.squeeze(-1)
-    return ids_of_columns.gather(-1, column).squeeze(-1)  # (B,), token ids
+    columns = torch.searchsorted(cumulative, threshold, right=True)
+    # With NaN no column is above the threshold: take the last one.
+    return columns.clamp_(max=probabilities.size(-1) - 1)
 
 
 @torch.no_grad()
@@ -124,18 +128,21 @@ class Context:
 
     def next_logits(self) -> Tensor:
         """Return the logits (B, V) of the token after each text."""
-        # drop the older half of the context of each full row
-        block_size = self.model.config.block_size
-        if max(self.lengths) > block_size:  # lengths do not count padding
-            self.lengths = [n if n <= block_size else block_size // 2 for n in self.lengths]
-            self.tokens = self.tokens[:, -max(self.lengths) :]  # (B, S), the newest columns
-            if self.cache is not None:
-                # an empty cache, because positions start again at the new beginning: the next pass
-                # reads all tokens that are left
-                self.cache = KVCache(self.capacity)
+        if max(self.lengths) > self.model.config.block_size:  # lengths do not count padding
+            self.drop_older_halves()
         if self.cache is None:
             return self.plain_logits()
         return self.cached_logits(self.cache)
+
+    def drop_older_halves(self) -> None:
+        """Drop the older half of the context of each text that is longer than the block size."""
+        block_size = self.model.config.block_size
+        self.lengths = [n if n <= block_size else block_size // 2 for n in self.lengths]
+        self.tokens = self.tokens[:, -max(self.lengths) :]  # (B, S), the newest columns
+        if self.cache is not None:
+            # an empty cache, because positions start again at the new beginning: the next pass
+            # reads all tokens that are left
+            self.cache = KVCache(self.capacity)
 
     def cached_logits(self, cache: KVCache) -> Tensor:
         """Read the tokens that are not in the cache yet, and return the logits of next_logits."""
@@ -259,11 +266,13 @@ def complete(
         columns = list(islice(new_tokens, TOKENS_PER_CHECK))
         if not columns:
             break
-        for completion, ids in zip(completions, torch.stack(columns, 1).tolist(), strict=True):
+        rows = torch.stack(columns, 1).tolist()  # B lists of token ids
+        for completion, ids in zip(completions, rows, strict=True):
             completion += ids
+        have_ended = all(end_ids.intersection(completion) for completion in completions)
         # `all_done` returns the same on all processes. A process whose texts have ended goes on
         # generating until all processes are done.
-        if all_done(all(not end_ids.isdisjoint(completion) for completion in completions)):
+        if all_done(have_ended):
             break
     return [cut_at_end(completion, end_ids) for completion in completions]
 

@@ -57,15 +57,27 @@ def prepare_for_inference(
     then (model/proof.py), all layers stay as they are.
     """
     model.float()  # load_model returns bfloat16 weights by default
-    prepare: Callable[[GPT], None] | None = None  # None: the layers stay as they are
+    change_layers: Callable[[GPT], None]  # in place
     if device.type == "cpu" and has_onednn(dtype):
-        prepare = partial(replace_linear_layers, dtype=dtype, num_tokens=num_tokens)
+        change_layers = partial(replace_linear_layers, dtype=dtype, num_tokens=num_tokens)
     elif device.type == "cuda" and dtype is not torch.float32:
-        prepare = partial(cast_linear_layers, dtype=dtype)
-    if prepare is not None:
-        comparison = partial(prepared_agrees, prepare, dtype)  # called with a narrow copy
-        if is_proven("the model with faster linear layers", comparison, model):
-            prepare(model)
+        change_layers = partial(cast_linear_layers, dtype=dtype)
+    else:
+        return model.eval()  # the layers stay as they are
+
+    @torch.no_grad()
+    def logits_agree(narrow_copy: GPT) -> bool:
+        """Compare the logits of a narrow copy before and after the change of its layers."""
+        T = min(16, narrow_copy.config.block_size)
+        idx = torch.randint(narrow_copy.config.vocab_size, (2, T))
+        with autocast(torch.device("cpu"), dtype):
+            plain = narrow_copy(idx)
+            change_layers(narrow_copy)
+            # True if they are equal up to the rounding of `dtype` (model/proof.py)
+            return agrees(narrow_copy(idx), plain, dtype)
+
+    if is_proven("the model with faster linear layers", logits_agree, model):
+        change_layers(model)
     return model.eval()
 
 
@@ -104,18 +116,9 @@ def replace_head(model: GPT, fast_head: Callable[[Tensor], Tensor], dtype: torch
         matmul_dtype = x.dtype  # float32 where scoring has turned autocast off
         if torch.is_autocast_enabled(x.device.type):
             matmul_dtype = torch.get_autocast_dtype(x.device.type)
-        return fast_head(x) if matmul_dtype is dtype else plain_head(x)
+        if matmul_dtype is dtype:
+            return fast_head(x)
+        return plain_head(x)
 
     # This attribute of the model hides the method `head` of its class.
     model.head = head  # type: ignore[method-assign]
-
-
-@torch.no_grad()
-def prepared_agrees(prepare: Callable[[GPT], None], dtype: torch.dtype, model: GPT) -> bool:
-    """Compare the logits of a narrow copy before and after `prepare`, which changes it in place."""
-    idx = torch.randint(model.config.vocab_size, (2, min(16, model.config.block_size)))  # (2, T)
-    with autocast(torch.device("cpu"), dtype):
-        plain = model(idx)
-        prepare(model)
-        # True if they are equal up to the rounding of `dtype` (model/proof.py)
-        return agrees(model(idx), plain, dtype)

@@ -167,22 +167,24 @@ class DeferredInit(TorchFunctionMode):
         is_init = getattr(func, "__module__", "") == "torch.nn.init"
         if is_init:
             args = (kwargs.pop("tensor"), *args)
-        # Note what fills a parameter, and run it later. CONSTANT has zero_, fill_ and constant_;
-        # `fills` has a list of calls for each parameter.
-        if (is_init or func in CONSTANT) and isinstance(args[0], nn.Parameter):
+        overwrites = is_init or func in CONSTANT
+        if overwrites and isinstance(args[0], nn.Parameter):
+            # only noted; the numbers come later, from `materialize` or initial_rows
             self.fills.setdefault(args[0], []).append(Fill(func, args[1:], kwargs))
             return args[0]
+        # everything else may need the numbers of its tensors
         for x in tree_leaves((args, kwargs)):
             if isinstance(x, Tensor):
-                self.fill_noted(x)  # `func` needs its numbers
+                self.materialize(x)
         return func(*args, **kwargs)
 
-    def fill_noted(self, x: Tensor) -> None:
-        """Give a tensor memory, if it has none, and the numbers that are noted for it."""
+    def materialize(self, x: Tensor) -> None:
+        """Give a tensor memory, if it has none, and the numbers that are noted for it, if any."""
         if x.is_meta:
             give_memory(x)
         if x in self.fills:
-            self.fills.pop(x)[-1](x)  # the last fill overwrites the earlier ones
+            last_fill = self.fills.pop(x)[-1]  # it overwrites the earlier ones
+            last_fill(x)
 
     def initial_rows(self, model: nn.Module, seed: int) -> dict[str, Rows]:
         """Return the first content of the parameters and buffers in the state dict of a model, by
@@ -244,9 +246,9 @@ def has_default(x: Tensor) -> bool:
 
 @contextmanager
 def deferred_init(model: nn.Module) -> Iterator[None]:
-    """Context for the constructor of a model: its layers get their weights at the end of the
-    context, when `model` has said by functions of torch.nn.init how they begin. torch.manual_seed
-    determines the numbers. Within new_model or build_without_weights, layers get none."""
+    """Return a context for the constructor of a model: its layers get their weights at the end of
+    the context, when `model` has said by functions of torch.nn.init how they begin. The numbers
+    follow torch.manual_seed. Within new_model or build_without_weights, layers get none."""
     if DeferredInit.current is not None:
         yield
         return

@@ -82,7 +82,7 @@ class ScaledDotProduct(nn.Module):
         assert mask is not None or T in (1, S)
         is_causal = mask is None and T > 1  # a single query attends to all tokens
 
-        queries_per_key = q.size(1) // k.size(1)  # H / K, query heads for each key/value head
+        queries_per_key = q.size(1) // k.size(1)
         if queries_per_key > 1:  # GQA (Ainslie et al. 2023)
             k = k.repeat_interleave(queries_per_key, dim=1)  # (B, K, S, D) -> (B, H, S, D)
             v = v.repeat_interleave(queries_per_key, dim=1)

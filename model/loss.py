@@ -44,52 +44,51 @@ class ChunkedLoss(nn.Module):
     def forward(self, model: GPT, x: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
         """Return the mean loss in nats for x (N, C) and targets (N,) other than -1. With the
         reduction "none" return the loss of each target (N,), which is 0 for -1."""
-        max_bytes = chunk_bytes(x.device)  # of float32 logits: 2**30, on a CPU 2**26
         if reduction == "none":
             # for dpo and grpo: with gradients in training, without them under the reference model
-            losses = self.chunked_token_losses(model, x, targets, max_bytes)
+            losses = chunked_token_losses(model, x, targets, chunk_bytes(x.device))
             return losses.masked_fill(targets < 0, 0)  # whatever the definition gives for -1
-        all_logits_bytes = 4 * len(x) * model.config.padded_vocab_size  # in float32
-        # Up to PLAIN_BYTES, 4 MiB, the definition (GPT.token_losses) is faster. The first call of
-        # has_fast_loss compares ChunkedCrossEntropy with the definition.
-        if all_logits_bytes > PLAIN_BYTES and has_fast_loss(model):
+        logits_bytes = 4 * len(x) * model.config.padded_vocab_size  # float32 logits of N tokens
+        if logits_bytes > PLAIN_BYTES and has_fast_loss(model):
             # asked here, because gradients are always off inside an autograd.Function
             needs_grad = torch.is_grad_enabled()
             V = model.config.vocab_size
-            # chunk_cross_entropy_ is for GPUs; a CPU takes cross_entropy_by_rows_ in any case
             return ChunkedCrossEntropy.apply(
                 x, model.head_weight, targets, V, self.chunk_cross_entropy_, needs_grad
             )
-        # autograd keeps about four tensors as large as a chunk's logits: hence max_bytes // 4
-        losses = self.chunked_token_losses(model, x, targets, max_bytes // 4)
-        # The mean of the losses whose target is not -1: nll_loss takes it over the first and only
-        # column of -losses, and rounds it like F.cross_entropy does.
-        return F.nll_loss(-losses.unsqueeze(1), targets.clamp(max=0), ignore_index=-1)
+        # a quarter, because autograd keeps about four tensors as large as a chunk's logits
+        losses = chunked_token_losses(model, x, targets, chunk_bytes(x.device) // 4)
+        return mean_of_counted(losses, targets)
 
-    def chunked_token_losses(
-        self, model: GPT, x: Tensor, targets: Tensor, max_bytes: int
-    ) -> Tensor:
-        """Return the loss of each token (N,) by the model's definition. If all float32 logits take
-        more than `max_bytes`, only those of a chunk are in memory at a time."""
-        row_bytes = 4 * model.config.padded_vocab_size  # float32 logits of one token
-        if row_bytes * len(x) <= max_bytes:
-            return losses_of_chunk(model, x, targets)
+
+def chunked_token_losses(model: GPT, x: Tensor, targets: Tensor, max_bytes: int) -> Tensor:
+    """Return the loss of each token (N,) by the model's definition. If all float32 logits take
+    more than `max_bytes`, only those of a chunk are in memory at a time."""
+    row_bytes = 4 * model.config.padded_vocab_size  # float32 logits of one token
+    if row_bytes * len(x) <= max_bytes:
+        return losses_of_chunk(model, x, targets)
+    chunk_size = rows_within(max_bytes, row_bytes)  # in tokens
+    losses = []  # (n,) each
+    for start in range(0, len(x), chunk_size):
+        chunk = slice(start, start + chunk_size)
         # The caller may weight each loss differently, so the forward pass cannot compute the
         # gradients: the backward pass recomputes each chunk.
-        chunk_size = rows_within(max_bytes, row_bytes)  # in tokens
-        losses = []  # (n,) each
-        for start in range(0, len(x), chunk_size):
-            chunk = slice(start, start + chunk_size)
-            losses.append(
-                recompute(losses_of_chunk, model, x[chunk], targets[chunk], use_reentrant=False)
-            )
-        return torch.cat(losses)  # (N,)
+        losses.append(
+            recompute(losses_of_chunk, model, x[chunk], targets[chunk], use_reentrant=False)
+        )
+    return torch.cat(losses)  # (N,)
 
 
 def losses_of_chunk(model: GPT, x: Tensor, targets: Tensor) -> Tensor:
     """Return the loss of each token (n,) of a chunk, whose logits (n, V) are all in memory."""
     # GPT.token_losses defines the loss: minus the log-softmax of the logits at the targets
     return model.token_losses(model.logits(x).float(), targets)
+
+
+def mean_of_counted(losses: Tensor, targets: Tensor) -> Tensor:
+    """Return the mean of the losses (N,) whose target is not -1, rounded like F.cross_entropy."""
+    # nll_loss negates again. Its targets are columns: 0, the only one, or -1, which it ignores.
+    return F.nll_loss(-losses.unsqueeze(1), targets.clamp(max=0), ignore_index=-1)
 
 
 def has_fast_loss(model: GPT) -> bool:

@@ -46,20 +46,23 @@ def narrow_config(config: GPTConfig, max_kv_heads: int) -> GPTConfig:
     """Return a config with few channels, heads, layers and token ids, but with the same context and
     the same techniques: 32 channels, 2 heads, 4 layers and 509 token ids for GPT-2 124M and
     `max_kv_heads` of 2."""
-    # The context stays, because a window that is nearly as wide has to show, and attention to it
-    # takes most of the time. So there are few heads, and in a long context only two layers. Four
-    # layers still show a change of only some layers, such as of every fourth one.
     num_kv_heads = min(config.num_kv_heads, max_kv_heads)  # max_kv_heads is 2, or --tensor_parallel
     queries_per_key = min(config.n_head // config.num_kv_heads, 2)
     n_head = num_kv_heads * queries_per_key
-    max_layers = max(2, min(4, 2**22 // config.block_size**2))  # 4 up to 1,024 tokens
-    # A head has an even number of channels, for rotary positions. All heads together have 24 or
-    # more, because an edit may divide the channels, such as a convolution with groups=4.
-    n_embd = n_head * max(4, 2 * (16 // n_head))  # 32 for 1, 2, 4 or 8 heads; 24 for 6
-    return replace(
+    # Even, for rotary positions. All heads together have 24 channels or more, because an edit may
+    # divide the channels, such as a convolution with groups=4.
+    head_size = max(4, 2 * (16 // n_head))
+    n_embd = n_head * head_size  # 32 for 1, 2, 4 or 8 heads; 24 for 6
+    n_inner: int | None = None
+    if config.n_inner is not None:
+        n_inner = n_embd  # another width than 4 n_embd
+    # Four layers show a change of only some layers, such as of every fourth one. Attention takes
+    # most of the time, so a context of more than 1,024 tokens gets fewer layers.
+    max_layers = max(2, min(4, 2**22 // config.block_size**2))
+    return replace(  # block_size stays, because a window that is nearly as wide has to show
         config,
         n_embd=n_embd,
-        n_inner=None if config.n_inner is None else n_embd,  # another width than 4 n_embd
+        n_inner=n_inner,
         n_head=n_head,
         n_kv_head=num_kv_heads,
         n_layer=min(config.n_layer, max_layers),

@@ -66,8 +66,10 @@ def parse(options_class: type[Options], args: list[str] | None = None) -> Option
     # training/options.py gives `args`: the user's flags behind those of a file or a checkpoint,
     # which they replace. Only then may a flag of several values stand twice.
     may_repeat = args is not None
+    if args is None:
+        args = sys.argv[1:]
     # ~/text becomes /home/me/text, and "--separator", "---" becomes "--separator=---"
-    args = join_dashes(expand_home(sys.argv[1:] if args is None else args))
+    args = join_dashes(expand_home(args))
     corrections = find_mistakes(options_class, args, may_repeat)  # ["there is no --lr, ..."]
     if corrections:
         raise UserError("; ".join(corrections) + "; --help says more")
@@ -114,46 +116,52 @@ def find_mistakes(options_class: type[Options], args: list[str], may_repeat: boo
     """Return what is wrong with a command line, and what is right, for each mistake that tyro does
     not notice, or would not explain: ["there is no --lr, but --max_lr"]. With `may_repeat` a flag
     of several values may stand twice. Raises UserError for a word that is not UTF-8 text."""
-    option_names = [option.name for option in fields(options_class)]
     # {"resume": "str | None", "data_dir": "tuple[pathlib.Path, ...]", ...}
     type_texts = {option.name: str(option.type) for option in fields(options_class)}
+    option_names = list(type_texts)
     for word in args:
         if not os.path.exists(word):  # the name of a file may hold any bytes
             check_text(word, "an argument")
     corrections: list[str] = []
-    # nanoGPT's `train.py config/FILE.py`; for this project's train.py flags_of_paths is ["config"]
-    if args and not args[0].startswith("-"):
+    if args and not args[0].startswith("-"):  # such as nanoGPT's `train.py config/FILE.py`
         correction = f"{args[0]} stands without a flag"
-        flags_of_paths = [name for name in FLAGS_OF_PATHS if name in option_names]
-        if flags_of_paths and os.path.exists(args[0]):
-            correction += f"; perhaps --{flags_of_paths[0]} {args[0]}"
+        # ["checkpoint"] for sample.py, ["config"] for train.py
+        path_flags = [name for name in FLAGS_OF_PATHS if name in option_names]
+        if path_flags and os.path.exists(args[0]):
+            correction += f"; perhaps --{path_flags[0]} {args[0]}"
         corrections.append(correction)
     given_names: set[str] = set()  # of the flags before the present one
     for name, value in named_flags(args):  # ("max_lr", "1e-3"), or ("wandb", None)
-        # "max_lr" for nanoGPT's "learning_rate"
-        option_name = FLAGS_BY_NANOGPT_NAME.get(name, name)
         if name != "help" and name.removeprefix("no_") not in option_names:
-            suggestions = [option_name]
-            if option_name not in option_names:
-                suggestions = difflib.get_close_matches(name, option_names)
-            correction = f"there is no --{name}"
-            if suggestions:  # the most similar name first; empty for another script's --tokenizer
-                correction += f", but --{suggestions[0]}"
-            corrections.append(correction)
+            corrections.append(describe_unknown_flag(name, option_names))
         # such as nanoGPT's --compile=False; the type of --use_torch_compile is "<class 'bool'>"
+        option_name = FLAGS_BY_NANOGPT_NAME.get(name, name)
         if value in ("True", "False") and "bool" in type_texts.get(option_name, ""):
             corrections.append(f"--{option_name} takes no value: it is off by --no_{option_name}")
+        type_text = type_texts.get(name, "")  # "" for an unknown flag
         # tyro would take only b of `--input a --input b`, and the default for a bare `--input`.
-        # With may_repeat the first may come from a file or checkpoint, and the user's replaces it.
-        is_repeated = not may_repeat and name in given_names
-        if type_texts.get(name, "").startswith("tuple") and (value is None or is_repeated):
+        is_repeated = name in given_names and not may_repeat
+        if type_text.startswith("tuple") and (value is None or is_repeated):
             corrections.append(f"give --{name} once, with all of its values behind it")
-        # "INT" or "npy or bin" if the value is nothing of that, else None
-        expected = expected_instead(type_texts.get(name, ""), value)
+        expected = expected_instead(type_text, value)  # such as "INT", or None
         if expected is not None:
             corrections.append(f"--{name} takes {expected}, not {value}")
         given_names.add(name)
     return corrections
+
+
+def describe_unknown_flag(name: str, option_names: list[str]) -> str:
+    """Return "there is no --learning_rate, but --max_lr". The suggestion is this project's name for
+    a flag of nanoGPT, or else the most similar name, if there is one."""
+    translated = FLAGS_BY_NANOGPT_NAME.get(name, "")
+    if translated in option_names:
+        suggestions = [translated]
+    else:
+        suggestions = difflib.get_close_matches(name, option_names)  # the most similar first
+    correction = f"there is no --{name}"
+    if suggestions:  # empty for another script's --tokenizer
+        correction += f", but --{suggestions[0]}"
+    return correction
 
 
 def expected_instead(option_type: str, value: str | None) -> str | None:
@@ -180,8 +188,7 @@ def expected_instead(option_type: str, value: str | None) -> str | None:
 
 def call_tyro(options_class: type[Options], args: list[str], description: str) -> Options:
     """Parse the flags with tyro and return the options. tyro raises SystemExit after --help or an
-    error. Remove tyro's "(default: X)" from the help where X is empty or None, and where the text
-    of the flag names its default."""
+    error."""
     import tyro  # imported here, because other users of this module do not need it
 
     if {"-h", "--help"} & set(args):
@@ -201,13 +208,18 @@ def call_tyro(options_class: type[Options], args: list[str], description: str) -
                 console_outputs=is_main_process(),
             )
     finally:
-        for text in re.split(r"(?=\n  -)", printed.getvalue()):  # split before each flag
-            # drop "(default: X)" if X is empty or None, or if the text itself says "default: ..."
-            if re.search(r"[^(]default:|\(default:\s+(None)?\)", text):
-                text = re.sub(r"\s*\(default:[^)]*\) *", "", text)
-            # tyro indents the docstrings and keeps their line breaks: fill the lines anew
-            text = re.sub(r"(?m)^ {12,}\S.*(\n {12,}\S.*)*", fill_lines, text)
-            print(text, end="")
+        print_help(printed.getvalue())
+
+
+def print_help(help_text: str) -> None:
+    """Print tyro's help, with its lines filled anew and without "(default: X)" where that says
+    nothing new."""
+    for text in re.split(r"(?=\n  -)", help_text):  # split before each flag
+        # drop "(default: X)" if X is empty or None, or if the text itself says "default: ..."
+        if re.search(r"[^(]default:|\(default:\s+(None)?\)", text):
+            text = re.sub(r"\s*\(default:[^)]*\) *", "", text)
+        # tyro indents the docstrings and keeps their line breaks: fill the lines anew
+        print(re.sub(r"(?m)^ {12,}\S.*(\n {12,}\S.*)*", fill_lines, text), end="")
 
 
 def fill_lines(match: re.Match[str]) -> str:
@@ -293,13 +305,7 @@ def call_and_exit(
     traceback; 128 + the number of a signal. For an error without a `user_message`, `explain` (such
     as explain_lost_process of utils/distributed.py) returns a sentence, or None for a bug.
     """
-    # PyTorch warns about its own use of TypedStorage, and about a choice of its compiler.
-    warnings.filterwarnings("ignore", "TypedStorage is deprecated")
-    warnings.filterwarnings("ignore", "\nOnline softmax is disabled")
-    # A notebook or a terminal of Windows may write another encoding than UTF-8, which lacks most
-    # characters: write their escapes, as Python does on standard error.
-    if isinstance(sys.stdout, io.TextIOWrapper):  # `%run` of a notebook has another object there
-        sys.stdout.reconfigure(errors="backslashreplace")
+    set_up_output()
     label = "error"
     message = None  # the sentence to print after an error
     exit_code = 0
@@ -342,6 +348,17 @@ def call_and_exit(
     os._exit(exit_code)
 
 
+def set_up_output() -> None:
+    """Silence two warnings of PyTorch, and let standard output take every character."""
+    # They are about PyTorch's own use of TypedStorage, and about a choice of its compiler.
+    warnings.filterwarnings("ignore", "TypedStorage is deprecated")
+    warnings.filterwarnings("ignore", "\nOnline softmax is disabled")
+    # A notebook or a terminal of Windows may write another encoding than UTF-8, which lacks most
+    # characters: write their escapes, as Python does on standard error.
+    if isinstance(sys.stdout, io.TextIOWrapper):  # `%run` of a notebook has another object there
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
 def flush_output() -> str | None:
     """Write what is printed so far. If that fails, drop it, and whatever is printed later. Return
     why, such as a full disk; None after success, or if the program that reads it has ended."""
@@ -365,7 +382,7 @@ def user_message(error: Exception) -> str | None:
             return error.strerror
         message = f"{error.filename}: {error.strerror}"
         if isinstance(error, FileNotFoundError):
-            # " in /tmp", the folder that the script was started in, for a relative path
+            # for a relative path " in /tmp", the folder that the script was started in
             message += describe_searched_place(os.fsdecode(error.filename))
         return message
     if is_out_of_memory(error):  # .200, because PyTorch's text may have many lines

@@ -24,6 +24,9 @@ SHARE_OF_MATMULS = 0.6
 BFLOAT16_SPEEDUP = 1.2
 CGROUPS = Path("/proc/self/cgroup")  # Linux lists the control groups of this process here
 CGROUP_ROOT = Path("/sys/fs/cgroup")  # Linux mounts the control groups here
+# Name of the file with a group's memory limit, by the controller in a line of CGROUPS: "memory" in
+# version 1 of control groups, "" in version 2.
+LIMIT_FILES = {"memory": "memory.limit_in_bytes", "": "memory.max"}
 
 
 def pick_device(name: str, local_rank: int = 0) -> torch.device:
@@ -46,8 +49,10 @@ def pick_device(name: str, local_rank: int = 0) -> torch.device:
         name = f"cuda:{local_rank}"
     if name not in available:
         message = f"device {name} is not available; this machine has {', '.join(available)}"
-        # missing_cuda says why an NVIDIA GPU is not among them, or returns None
-        raise UserError("; ".join(filter(None, [message, missing_cuda()])))
+        reason = missing_cuda()  # why an NVIDIA GPU is not among them, or None
+        if reason is not None:
+            message += f"; {reason}"
+        raise UserError(message)
     return torch.device(name)
 
 
@@ -155,21 +160,22 @@ def host_memory() -> int:
     """Return the bytes of host memory that all processes may use together: the memory of the
     machine, or the lowest limit of the nested control groups (cgroup v1 or v2) of a container."""
     byte_limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    # of /proc/self/cgroup, which macOS does not have
-    lines = CGROUPS.read_text().splitlines() if CGROUPS.exists() else []
-    for line in lines:
+    if not CGROUPS.exists():  # on macOS
+        return byte_limits[0]
+    for line in CGROUPS.read_text().splitlines():
         # "4:memory:/docker/1f" in version 1, "0::/user.slice" in version 2
         _, controller, group = line.split(":", 2)
-        if controller not in ("", "memory"):
+        if controller not in LIMIT_FILES:
             continue
-        # /sys/fs/cgroup/memory/docker/1f or /sys/fs/cgroup/user.slice. A container may not see its
-        # own group, only one above it: read all folders upwards.
-        folder = CGROUP_ROOT / controller / group.lstrip("/")
-        file_name = "memory.limit_in_bytes" if controller else "memory.max"  # version 1 or 2
-        for path in (folder / file_name, *(parent / file_name for parent in folder.parents)):
-            limit_text = path.read_text().strip() if path.exists() else "max"
-            if limit_text != "max":  # "max" means no limit
-                byte_limits.append(int(limit_text))
+        # /sys/fs/cgroup/memory/docker/1f or /sys/fs/cgroup/user.slice, and all folders above it: a
+        # container may not see its own group, only one above it
+        group_folder = CGROUP_ROOT / controller / group.lstrip("/")
+        for folder in [group_folder, *group_folder.parents]:
+            path = folder / LIMIT_FILES[controller]
+            if path.exists():
+                limit_text = path.read_text().strip()
+                if limit_text != "max":  # "max" means no limit
+                    byte_limits.append(int(limit_text))
     return min(byte_limits)
 
 

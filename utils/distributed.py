@@ -42,9 +42,6 @@ Output = TypeVar("Output")
 TIMEOUT = timedelta(minutes=10)
 POLL_SECONDS = 0.05  # wait_until sleeps this long between two collectives
 
-STOP_MESSAGE = "\nstopping soon, then saving"
-HURRY_MESSAGE = "; Ctrl-C again to stop now without saving"  # only without torchrun
-
 
 class Stopped(Exception):
     """Raised after a signal, on all processes at the same place. The training loop catches it and
@@ -81,9 +78,9 @@ class StopSignal:
                 # os.write, because the signal may have interrupted a print, which is not reentrant.
                 # os.write raises OSError if nobody reads standard error any more, for example
                 # after Ctrl-C to `train | tee`.
-                message = STOP_MESSAGE  # "stopping soon, then saving"
+                message = "\nstopping soon, then saving"
                 if not self.is_launched:
-                    message += HURRY_MESSAGE  # "; Ctrl-C again to stop now without saving"
+                    message += "; Ctrl-C again to stop now without saving"
                 with contextlib.suppress(OSError):
                     os.write(2, f"{message}\n".encode())
         elif number == signal.SIGINT and not self.is_launched:
@@ -220,15 +217,17 @@ class Process:
         file that others read afterwards. Elsewhere the failing process ends, and with it the run.
         """
         error: Exception | None = None
+        message_by_rank: dict[int, str] = {}  # of this process
         try:
             yield
         except Exception as local_error:
             error = local_error  # raised below, after the other processes know of it
-        # the messages of all failing processes by rank; empty if no process failed
-        message_by_rank = self.merge({} if error is None else {self.rank: str(error)})
-        # raise this process's own error, or else the first error of another process
-        for message in message_by_rank.values():
-            raise error or UserError(message)
+            message_by_rank[self.rank] = str(error)
+        messages = list(self.merge(message_by_rank).values())  # of all processes that failed
+        if messages and error is None:  # another process failed
+            error = UserError(messages[0])
+        if error is not None:
+            raise error
 
     @contextlib.contextmanager
     def without_timeout(self) -> Iterator[None]:
@@ -344,17 +343,17 @@ def count_shards(
             f"tensor_parallel {tensor_parallel} does not divide the processes of a machine, "
             f"{processes_per_machine}: start a multiple of it by torchrun --nproc_per_node"
         )
-    processes_per_copy = shard_across
-    if processes_per_copy is None:
+    if shard_across is not None:
+        if world_size % shard_across or shard_across % processes_per_machine:
+            raise UserError(
+                f"shard_across {shard_across} must divide the {world_size} processes and be "
+                f"a multiple of the {processes_per_machine} processes of a machine"
+            )
+        processes_per_copy = shard_across
+    elif processes_per_machine > 1:
         processes_per_copy = processes_per_machine  # links within a machine are the fastest
-        # with one process per machine there is nothing to divide within a machine
-        if processes_per_machine == 1:
-            processes_per_copy = world_size
-    elif world_size % processes_per_copy or processes_per_copy % processes_per_machine:
-        raise UserError(
-            f"shard_across {processes_per_copy} must divide the {world_size} processes and be "
-            f"a multiple of the {processes_per_machine} processes of a machine"
-        )
+    else:
+        processes_per_copy = world_size  # there is nothing to divide within a machine
     return processes_per_copy // tensor_parallel  # a tensor-parallel group holds one shard
 
 
@@ -375,7 +374,6 @@ def start(
     UserError if the device is missing, lacks the dtype or cannot be shared by several processes,
     and if the processes do not divide.
     """
-    # rank and world_size count processes; data_rank and data_parallel count parts of the data.
     launch = read_launch()
     rank = launch.rank
     world_size = launch.world_size
@@ -384,15 +382,7 @@ def start(
     # check yet, because another one has fewer: the call below does.
     if world_size % launch.processes_per_machine == 0:
         count_shards(world_size, launch.processes_per_machine, tensor_parallel, shard_across)
-    device = pick_device(device_name, launch.local_rank)  # cuda:3 on local rank 3
-    # "cuda:1" names one GPU. With "cuda" each process takes the GPU of its local rank.
-    if world_size > 1 and (device.type == "mps" or ":" in device_name):
-        raise UserError(f"several processes cannot share one device, {device_name}")
-    if device.type == "cuda":
-        # NCCL and "cuda" without a number use the current device
-        torch.cuda.set_device(device)
-    if device.type == "cpu":
-        keep_freed_memory()
+    device = set_up_device(device_name, launch)  # cuda:3 on local rank 3
     if rank > 0:
         # Only the first process prints the notes of model/ and of the tokenizers, which have no
         # Process.
@@ -431,6 +421,21 @@ def start(
     )
 
 
+def set_up_device(device_name: str, launch: Launch) -> torch.device:
+    """Return the device of this process, and set up the process for it: the current GPU, or malloc.
+    Raises UserError if the device is missing or cannot be shared by several processes."""
+    device = pick_device(device_name, launch.local_rank)
+    # "cuda:1" names one GPU. With "cuda" each process takes the GPU of its local rank.
+    if launch.world_size > 1 and (device.type == "mps" or ":" in device_name):
+        raise UserError(f"several processes cannot share one device, {device_name}")
+    if device.type == "cuda":
+        # NCCL and "cuda" without a number use the current device
+        torch.cuda.set_device(device)
+    if device.type == "cpu":
+        keep_freed_memory()
+    return device
+
+
 def join(launch: Launch, device: torch.device) -> None:
     """Join the process group of a launch, once all of its processes have come. Raises UserError if
     they do not come within TIMEOUT."""
@@ -445,13 +450,12 @@ def join(launch: Launch, device: torch.device) -> None:
             store = next(dist.rendezvous("env://", timeout=TIMEOUT))[0]  # of (store, rank, size)
             store.set(f"device of {launch.rank}", device.type)
             keys = [f"device of {rank}" for rank in range(launch.world_size)]
-            # waits for all, and returns [b"cuda", b"cuda", ...]
-            device_types = [device_type.decode() for device_type in store.multi_get(keys)]
+            device_types = store.multi_get(keys)  # waits for all; [b"cuda", b"cuda", ...]
     except dist.DistError as error:
         reason = str(error).partition("\n")[0]
         raise UserError(f"{waiting} has failed: {reason:.300}") from error
     # If some processes have no GPU, all meet without one, and `start` says so.
-    is_on_gpu = "cpu" not in device_types
+    is_on_gpu = b"cpu" not in device_types
     with collective():
         dist.init_process_group(
             backend="nccl" if is_on_gpu else "gloo",

@@ -57,11 +57,12 @@ def reading(path: Path | str, expected: str, verdict: str = "is damaged or not")
         is_system_error = isinstance(error, OSError) and error.errno is not None
         if is_system_error or isinstance(error, ImportError) or is_out_of_memory(error):
             raise
-        reason = f"{type(error).__name__}: {error}"  # "KeyError: 'step'"
         if isinstance(error, UserError):
             reason = str(error)  # a sentence already, for example from GPTConfig
             if str(path) in reason:
                 raise
+        else:
+            reason = f"{type(error).__name__}: {error}"  # "KeyError: 'step'"
         reason = textwrap.shorten(reason, 300)  # at most 300 characters, on one line
         # "a.pt is damaged or not a checkpoint of this project: KeyError: 'step'"
         raise UserError(f"{path} {verdict} {expected}: {reason}") from error

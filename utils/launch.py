@@ -39,24 +39,31 @@ def read_launch() -> Launch:
     variables = {name: os.environ[name] for name in NUMBERS + PLACE if os.environ.get(name)}
     if not variables.keys() & set(NUMBERS):
         return Launch()
-    try:
-        rank, world_size, local_rank, processes_per_machine = [
-            int(variables[name]) for name in NUMBERS
-        ]
-        address = f"{variables['MASTER_ADDR']}:{int(variables['MASTER_PORT'])}"
-        is_launch = (
-            0 <= local_rank < processes_per_machine <= world_size
-            and local_rank <= rank < world_size
-        )
-    except (KeyError, ValueError):  # a variable is missing or no number
-        is_launch = False
-    if not is_launch:
+    launch = parse_launch(variables)
+    if launch is None:
         settings = " ".join(f"{name}={value}" for name, value in variables.items())
         raise UserError(
             f"the environment has {settings}, which is no launch of torchrun: that sets "
             f"{', '.join(NUMBERS + PLACE)}, and each rank is below its number of processes; "
             f"to start without torchrun type: unset {' '.join(variables)}"
         )
+    return launch
+
+
+def parse_launch(variables: dict[str, str]) -> Launch | None:
+    """Return the launch that torchrun's variables describe; None if one is missing or no number, or
+    if the numbers do not fit together."""
+    try:
+        rank, world_size, local_rank, processes_per_machine = [
+            int(variables[name]) for name in NUMBERS
+        ]
+        address = f"{variables['MASTER_ADDR']}:{int(variables['MASTER_PORT'])}"
+    except (KeyError, ValueError):
+        return None
+    if not 0 <= local_rank < processes_per_machine <= world_size:
+        return None
+    if not local_rank <= rank < world_size:
+        return None
     return Launch(rank, world_size, local_rank, processes_per_machine, address)
 
 

@@ -120,37 +120,32 @@ class Logger:
         self.log({"split": "train", **metrics}, step)
         if not self.is_main:
             return
-        line = f"loss {metrics['loss']:.4f}  {metrics['tokens_per_s']:,.0f} tok/s"
-        if "reward" in metrics:  # only in GRPO
-            line = f"reward {metrics['reward']:.4f}  {line}"
-        # a fraction; None on CPUs and on GPUs with unknown peak FLOP/s
-        if metrics["mfu"]:
-            line += f"  mfu {metrics['mfu']:.1%}"
-        left = self.time_left(step, metrics["ms"])  # "  1:23:45 left", or "" in the first steps
+        if step >= self.first_forecast_step:  # for describe_time_left
+            self.forecast_ms += metrics["ms"]
+            self.num_forecast_steps += 1
         if not self.bar.disable:
-            line += left
             # refresh=False: `update` redraws the bar, at most ten times a second
-            self.bar.set_postfix_str(line, refresh=False)
+            postfix = describe_step(metrics) + self.describe_time_left(step)
+            self.bar.set_postfix_str(postfix, refresh=False)
             self.bar.update(step - self.bar.n)  # more than 1 after a skipped step
             return
         # without a terminal, as in the log of a scheduler, print a line from time to time
-        now = time.monotonic()
+        current_seconds = time.monotonic()
         is_last = step == self.bar.total  # a disabled bar has its total, too
-        if is_last or now - self.last_line_seconds >= SECONDS_PER_LINE:
-            self.last_line_seconds = now
-            details = (
-                f"lr {metrics['lr']:.2e}  norm {metrics['grad_norm']:.2f}  {metrics['ms']:,.0f} ms"
+        if is_last or current_seconds - self.last_line_seconds >= SECONDS_PER_LINE:
+            self.last_line_seconds = current_seconds
+            self.print(
+                f"step {step}/{self.bar.total}  {describe_step(metrics)}  lr {metrics['lr']:.2e}  "
+                f"norm {metrics['grad_norm']:.2f}  {metrics['ms']:,.0f} ms"
+                f"{self.describe_time_left(step)}"
             )
-            self.print(f"step {step}/{self.bar.total}  {line}  {details}{left}")
 
-    def time_left(self, step: int, ms: float) -> str:
+    def describe_time_left(self, step: int) -> str:
         """Return the time that the steps left will take, such as "  1:23:45 left", from the mean
         time of the steps since first_forecast_step; "" before. Validations and saves take time, but
         in the mean of a few steps one of them would look like hours."""
         if step < self.first_forecast_step:
             return ""
-        self.forecast_ms += ms
-        self.num_forecast_steps += 1
         ms_left = (self.bar.total - step) * self.forecast_ms / self.num_forecast_steps
         return f"  {tqdm.format_interval(ms_left / 1000)} left"
 
@@ -207,6 +202,17 @@ class Logger:
         self.bar.close()
         self.metrics_file.close()
         self.samples_file.close()
+
+
+def describe_step(metrics: dict) -> str:
+    """Return what the console shows of a step: "loss 3.2801  170,000 tok/s  mfu 41.2%"."""
+    line = f"loss {metrics['loss']:.4f}  {metrics['tokens_per_s']:,.0f} tok/s"
+    if "reward" in metrics:  # only in GRPO
+        line = f"reward {metrics['reward']:.4f}  {line}"
+    # a fraction; None on CPUs and on GPUs with unknown peak FLOP/s
+    if metrics["mfu"]:
+        line += f"  mfu {metrics['mfu']:.1%}"
+    return line
 
 
 def read_logged_config(folder: Path) -> dict | None:

@@ -80,17 +80,19 @@ VARIANTS = {"MIG", "Laptop", "D", "Ti", "SUPER", "FHHL"}
 def plan_gpus(device: str) -> tuple[GPU, Launch] | None:
     """Return the GPU that --device names for a dry run, and the numbers of processes; None for a
     device of this machine. "16xh100" are 16 GPUs on two machines, "4x4xh100" are 16 on four."""
-    # parts 1, 2 and 3 of "4x8xh100" are "4", "8" and "h100"; 1 and 2 of "h100" are None
-    parts = re.fullmatch(r"(?:([1-9]\d*)x)?(?:([1-9]\d*)x)?(\w+)", device)
-    if parts is None or parts[3] not in NAMED_GPUS:
+    match = re.fullmatch(r"(?:([1-9]\d*)x)?(?:([1-9]\d*)x)?(\w+)", device)
+    if match is None or match[3] not in NAMED_GPUS:
         return None
-    world_size = int(parts[1] or 1)
-    processes_per_machine = min(GPUS_PER_MACHINE, world_size)  # "16xh100": machines of 8
-    if parts[2]:
-        processes_per_machine = int(parts[2])
-        world_size *= processes_per_machine
+    # ("4", "8", "h100") of "4x8xh100", ("16", None, "h100") of "16xh100", (None, None, "h100")
+    first_number, second_number, gpu_name = match.groups()
+    if second_number is not None:  # "4x8xh100": 4 machines of 8
+        processes_per_machine = int(second_number)
+        world_size = int(first_number) * processes_per_machine
+    else:  # "16xh100": machines of 8
+        world_size = int(first_number or 1)
+        processes_per_machine = min(GPUS_PER_MACHINE, world_size)
     launch = Launch(world_size=world_size, processes_per_machine=processes_per_machine)
-    return NAMED_GPUS[parts[3]], launch
+    return NAMED_GPUS[gpu_name], launch
 
 
 def find_gpu(device_name: str) -> GPU | None:

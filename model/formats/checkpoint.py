@@ -252,11 +252,12 @@ def check_head(path: Path, checkpoint: Checkpoint, is_reward_model: bool) -> Non
     """Raise UserError for a reward model unless `is_reward_model`, and for any other model if
     `is_reward_model`."""
     has_reward_head = REWARD_HEAD in checkpoint["model"]
+    if has_reward_head == is_reward_model:
+        return
     description = "no reward model; finetune.py --method reward trains one"
     if has_reward_head:
         description = "a reward model, which rates text and cannot write it"
-    if has_reward_head != is_reward_model:
-        raise UserError(f"{path} is {description}")
+    raise UserError(f"{path} is {description}")
 
 
 def open_weights(
@@ -349,7 +350,8 @@ def find_checkpoint(model_name: str | Path) -> Path | None:
     is a str: a Path must exist.
 
     A folder stands for its best checkpoint, else the newest, else a checkpoint with any other name,
-    such as a file of convert.py. Raises UserError for a folder without a model.
+    such as a file of convert.py; the main process prints which one. Raises UserError for a folder
+    without a model.
     """
     path = Path(model_name)
     if path.is_file():
@@ -366,20 +368,22 @@ def find_checkpoint(model_name: str | Path) -> Path | None:
     candidates = [folder / BEST, *existing_checkpoints(folder), *sorted(folder.glob("*.pt"))]
     for file in candidates:
         if file.exists() and is_own_checkpoint(file):
-            # Only the main process prints; it prints to stderr, because stdout is for results.
-            if is_main_process():
+            if is_main_process():  # prints to stderr, because stdout is for results
                 # step 0: a run that has just begun, or a file of convert.py
                 print(f"reading {file}, of step {step_of(file):,}", file=sys.stderr)
             return file
     # This config.json is of Hugging Face: a run has its config.json in logs/.
     if (path / "config.json").exists():
         return None
-    # ["runs/demo"]: the runs below runs/ that have checkpoints, to name them in the message
-    run_folders = sorted(
-        str(x.parent) for x in Path("runs").rglob("checkpoints") if existing_checkpoints(x)
-    )
-    hint = f", but {' '.join(run_folders)}," if run_folders else ""
     raise UserError(
-        f"{folder} holds no checkpoint{hint} and no model of Hugging Face's format; for a "
-        "model of nanoGPT, build-nanogpt or llm.c, give the path of the file"
+        f"{folder} holds no checkpoint{describe_other_runs()} and no model of Hugging Face's "
+        "format; for a model of nanoGPT, build-nanogpt or llm.c, give the path of the file"
     )
+
+
+def describe_other_runs() -> str:
+    """Return the runs below runs/ that have checkpoints, to insert into a message:
+    ", but runs/a runs/b,", or "" if there is none."""
+    folders = Path("runs").rglob("checkpoints")
+    run_folders = sorted(str(x.parent) for x in folders if existing_checkpoints(x))
+    return f", but {' '.join(run_folders)}," if run_folders else ""

@@ -129,32 +129,38 @@ def has_gpt2_names(config: GPTConfig) -> bool:
     return config.position == "learned"
 
 
+def fill_defaults(hf_config: dict) -> dict:
+    """Return the fields of a config.json with transformers' defaults for those that are missing or
+    null, and with the names of activations that exports write. Raise ValueError for another
+    model_type than gpt2, llama and qwen3."""
+    # transformers 5 writes the fields of RoPE as one dict, transformers 4 beside the other fields
+    rope = hf_config.get("rope_parameters") or {}
+    if rope.get("rope_type", "default") != "default":
+        # config_from_hf refuses it, because LLAMA_CONSTANTS allows only None
+        hf_config = hf_config | {"rope_scaling": rope}
+    model_type = hf_config["model_type"]
+    if model_type not in ("gpt2", "llama", "qwen3"):
+        raise ValueError(f"model_type {model_type!r}; only gpt2, llama and qwen3 are supported")
+    filled: dict = dict(GPT2_DEFAULTS)
+    if model_type != "gpt2":
+        filled = LLAMA_DEFAULTS | rope  # with the "rope_theta" of transformers 5
+    for hf_name, value in hf_config.items():
+        if value is not None:
+            filled[hf_name] = value
+    for hf_name, aliases in ACTIVATION_ALIASES.items():  # "hidden_act": {"swish": "silu"}
+        if filled.get(hf_name) in aliases:
+            filled[hf_name] = aliases[filled[hf_name]]  # "swish" -> "silu"
+    return filled
+
+
 def config_from_hf(hf_config: dict) -> GPTConfig:
     """Return the GPTConfig of a config.json, such as {"model_type": "gpt2", "n_embd": 768, ...}.
     Raise ValueError, which names the field, if GPTConfig refuses its value or an export would give
     another one. A missing size raises AssertionError, and a missing model_type KeyError: `reading`
     in read_model makes a UserError of each."""
-    # transformers 5 writes the fields of RoPE as one dict, transformers 4 beside the other fields
-    rope = hf_config.get("rope_parameters") or {}
-    if rope.get("rope_type", "default") != "default":
-        # refused below, because LLAMA_CONSTANTS allows only None
-        hf_config = hf_config | {"rope_scaling": rope}
-
-    model_type = hf_config["model_type"]
-    if model_type not in ("gpt2", "llama", "qwen3"):
-        raise ValueError(f"model_type {model_type!r}; only gpt2, llama and qwen3 are supported")
-    hf_names = GPT2_FIELDS  # {"block_size": "n_positions", ...}
-    defaults = GPT2_DEFAULTS  # {"tie_word_embeddings": True}
-    is_llama = model_type != "gpt2"
-    if is_llama:
-        hf_names = LLAMA_FIELDS  # {"n_embd": "hidden_size", ...}
-        defaults = LLAMA_DEFAULTS | rope  # with the "rope_theta" of transformers 5
-    # null (None) stands for transformers' default, like a missing field
-    not_null = {name: value for name, value in hf_config.items() if value is not None}
-    hf_config = defaults | not_null
-    for hf_name, aliases in ACTIVATION_ALIASES.items():  # "hidden_act": {"swish": "silu"}
-        if hf_config.get(hf_name) in aliases:
-            hf_config[hf_name] = aliases[hf_config[hf_name]]  # "swish" -> "silu", as exports write
+    hf_config = fill_defaults(hf_config)
+    is_llama = hf_config["model_type"] != "gpt2"
+    hf_names = LLAMA_FIELDS if is_llama else GPT2_FIELDS  # {"n_embd": "hidden_size", ...}
     # {"n_embd": 768, ...}, the fields of GPTConfig. A missing num_key_value_heads gives None, which
     # is also the default of n_kv_head.
     fields: dict = {name: hf_config.get(hf_name) for name, hf_name in hf_names.items()}
@@ -169,7 +175,7 @@ def config_from_hf(hf_config: dict) -> GPTConfig:
         raise ValueError(f"config.json: {message}") from error
     if is_llama:
         # as_llama sets what all LLaMAs have in common, because config.json does not state it
-        config = replace(as_llama(config), qk_norm=model_type == "qwen3")
+        config = replace(as_llama(config), qk_norm=hf_config["model_type"] == "qwen3")
     elif hf_config.get("activation_function") == GPT2_ACTIVATIONS["gelu_exact"]:
         config = replace(config, activation="gelu_exact")
 
@@ -382,8 +388,7 @@ def find_or_download(model_name: str) -> Path:
     # skip weights in other formats, which many repositories also hold
     patterns = ["*.json", "*.jinja", "*.txt", "tokenizer.model", "*.safetensors"]
     try:
-        # `ask` makes the call, prints "waiting for huggingface.co" after ten seconds, and raises
-        # TimeoutError after its limit. First a small file, to notice a silent hub: weights may take
+        # First a small file, to notice a silent hub: `ask` raises TimeoutError. Weights may take
         # any time.
         ask(HUB, partial(snapshot_download, model_name, allow_patterns="config.json"))
         download = partial(snapshot_download, model_name, allow_patterns=patterns)

@@ -91,21 +91,21 @@ def find_tokenizer_file(path: Path) -> Path | None:
 def read_llm_c(file_bytes: Tensor) -> tuple[GPTConfig, dict[str, Tensor]]:
     """Return the architecture and the weights by name from the bytes of a file of llm.c, uint8
     (n,)."""
-    # [20240326, 3, 1024, 50257, 12, 12, 768, 50304] for 124M; the sizes are layers, heads, channels
+    # [20240326, 3, 1024, 50257, 12, 12, 768, 50304] for 124M
     header = file_bytes[:32].view(torch.int32).tolist()
-    _, version, block_size, vocab_size, *sizes, padded_vocab_size = header
+    _, version, block_size, vocab_size, n_layer, n_head, n_embd, padded_vocab_size = header
     assert version in LLM_C_DTYPES, f"version {version} of llm.c"
     # all weights, after a header of 256 int32; the loop below takes them one by one
     remaining = file_bytes[1024:].view(LLM_C_DTYPES[version])  # (n,), float32 or bfloat16
     # with the padded rows of the embedding, which are cut off at the end
-    config = GPTConfig(block_size, padded_vocab_size, *sizes)
+    config = GPTConfig(block_size, padded_vocab_size, n_layer, n_head, n_embd)
 
     # The order of the weights: embeddings, each weight of a block ("ln_1.weight", ...) for all
     # layers, final norm. The weights of a block have the same order as in this project.
     model = build_without_weights(GPT, config)  # for names and shapes
     names = [EMBEDDING, "transformer.wpe.weight"]  # EMBEDDING: "transformer.wte.weight"
     for name_in_block in model.get_submodule("transformer.h.0").state_dict():
-        names += [f"transformer.h.{layer}.{name_in_block}" for layer in range(config.n_layer)]
+        names += [f"transformer.h.{layer}.{name_in_block}" for layer in range(n_layer)]
     names += ["transformer.ln_f.weight", "transformer.ln_f.bias"]
     weights: dict[str, Tensor] = {}  # views of `remaining`
     for name in names:
