@@ -414,11 +414,11 @@ def resolve_from_recipe(options: TrainOptions, recipe: Recipe) -> ResolvedTrainO
     schedule, folder of the log and others follow from the recipe and from other options."""
     assert options.max_steps is not None  # its default is a number
     adamw_lr, total_batch_size = rate_and_batch(options.width)  # 6e-4, 524_288 for 768 channels
-    # `is None`, not `or`: --max_lr 0 is a valid learning rate
-    max_lr = adamw_lr if recipe.max_lr is None else recipe.max_lr
-    if options.max_lr is not None:
-        max_lr = options.max_lr
-    # `resolve` uses the values below only for options that are None
+    max_lr = options.max_lr
+    if max_lr is None:  # `or` would replace --max_lr 0, a valid learning rate
+        max_lr = recipe.max_lr
+    if max_lr is None:
+        max_lr = adamw_lr
     return resolve(
         ResolvedTrainOptions,
         options,
@@ -435,9 +435,11 @@ def resolve_from_recipe(options: TrainOptions, recipe: Recipe) -> ResolvedTrainO
 
 def resolve(resolved_class: type[Resolved], options: RunOptions, **defaults: object) -> Resolved:
     """Return the options as a `resolved_class`; `defaults` replace options that are None."""
-    non_null_options = {name: value for name, value in vars(options).items() if value is not None}
-    # Later dicts win: a default replaces None, and any other value replaces its default.
-    return resolved_class(**vars(options) | defaults | non_null_options)
+    values = dict(vars(options))
+    for name, default in defaults.items():
+        if values[name] is None:
+            values[name] = default
+    return resolved_class(**values)
 
 
 def log_folder(checkpoint_dir: Path) -> Path:

@@ -23,7 +23,7 @@ from data.open_model import open_model
 from data.tokenizer import CHAT_TEMPLATE, load_tokenizer
 from finetuning.chat import is_chat
 from model.config import NOT_IN_RECIPES
-from model.formats.checkpoint import find_checkpoint
+from model.formats.checkpoint import Checkpoint, find_checkpoint
 from model.formats.huggingface import refuse_another_architecture, save_pretrained
 from model.formats.huggingface_weights import (
     EMBEDDING,
@@ -69,6 +69,20 @@ class ConvertOptions:
     """Replace the files of an earlier export or import at --out."""
 
 
+def origin_of_weights(checkpoint: Checkpoint) -> str:
+    """Return the name of what the run of a checkpoint began with, for the model card: a run, a file
+    or a model of the hub. Readers of the card do not have the folders of its path."""
+    weights_from = Path(checkpoint["config"]["init_from"] or "random weights")
+    # RUN/checkpoints, or a file in it, becomes RUN. A relative path begins in working_dir, which
+    # not all checkpoints have. abspath, because the parent of a bare "checkpoints" has no name.
+    if "checkpoints" in (weights_from.name, weights_from.parent.name):
+        weights_from = Path(os.path.abspath(Path(checkpoint.get("working_dir", "")) / weights_from))
+        if weights_from.name != "checkpoints":  # a file in the folder
+            weights_from = weights_from.parent
+        weights_from = weights_from.parent
+    return weights_from.name
+
+
 def export_checkpoint(checkpoint_path: Path, out: Path) -> None:
     """Write a checkpoint of this project as a folder for transformers, with weights, tokenizer and
     model card."""
@@ -98,13 +112,6 @@ def export_checkpoint(checkpoint_path: Path, out: Path) -> None:
 
     # options of the run that wrote the checkpoint, by flag: {"init_from": "gpt2", "method": "sft"}
     options = checkpoint["config"]
-    weights_from = Path(options["init_from"] or "random weights")  # a path, or a name on the hub
-    # RUN/checkpoints, or a file in it, becomes RUN. A relative path begins in working_dir, which
-    # not all checkpoints have. abspath, because the parent of a bare "checkpoints" has no name.
-    if "checkpoints" in (weights_from.name, weights_from.parent.name):
-        weights_path = Path(os.path.abspath(Path(checkpoint.get("working_dir", "")) / weights_from))
-        is_folder = weights_path.name == "checkpoints"
-        weights_from = weights_path.parent if is_folder else weights_path.parent.parent
     # CARD is the template of README.md. It also reads fields of `model_config`, and entries of
     # `checkpoint` such as "step".
     card = CARD.read_text(encoding="utf-8").format(
@@ -115,7 +122,7 @@ def export_checkpoint(checkpoint_path: Path, out: Path) -> None:
         checkpoint=checkpoint,
         # finetune.py records a method, train.py a recipe, and `convert.py --model` neither
         method=options.get("method") or options.get("recipe", "not recorded"),
-        weights_from=weights_from.name,  # without folders, which readers of the card do not have
+        weights_from=origin_of_weights(checkpoint),
         # train.py records the name of its corpus or mixture, finetune.py the path of one file
         data=checkpoint.get("corpus") or Path(options.get("data", "not recorded")).name,
         # best_loss is infinite without a validation, as always after grpo

@@ -50,7 +50,8 @@ from utils.errors import UserError
 from utils.files import to_json
 from utils.ranges import Count
 
-# Approximate number of tokens in a batch. On a CPU, oneDNN lays out the weights for it.
+# On a CPU, oneDNN lays out the weights for batches of about this many tokens, as benchmarks have.
+# The task val has larger ones: 16 x 1024 of GPT-2.
 TOKENS_PER_BATCH = 2048
 
 
@@ -106,7 +107,9 @@ def default_tasks(options: EvalOptions, checkpoint_path: Path | None) -> tuple[s
         shard_folders = training_folders(load_checkpoint(checkpoint_path))
     # folders_of drops weights: data/a of data/a:0.7
     has_folder = any(folder.is_dir() for folder in folders_of(shard_folders))
-    return ("val",) if has_folder and not options.data else ("hellaswag", "lambada")
+    if has_folder and not options.data:
+        return ("val",)
+    return ("hellaswag", "lambada")
 
 
 def training_folders(checkpoint: Checkpoint) -> tuple[Path, ...]:
@@ -125,11 +128,9 @@ def check_options(options: EvalOptions) -> dict[str, Path]:
             f"--tasks {' '.join(options.tasks)}: two tasks have one name, so one would "
             "replace the results of the other; rename one"
         )
-    benchmark_names = []  # the benchmarks in --tasks; each takes one path of --data
-    for task_name in options.tasks:
-        if is_path(task_name) or task_name == "val":
-            continue
-        benchmark_names.append(task_name)
+    # each takes one path of --data
+    benchmark_names = [name for name in options.tasks if name != "val" and not is_path(name)]
+    for task_name in benchmark_names:
         if task_name not in BENCHMARKS:
             names = ", ".join(["val", *BENCHMARKS, "FILE.jsonl"])
             raise UserError(
@@ -207,22 +208,31 @@ def open_task(
         encoder = TextEncoder(tokenizer, options.chat, block_size)
         with scorer.process.raise_on_all():
             questions = open_questions(Path(task_name), options, encoder)
-        refuse_other_data(scorer.process, task_name, questions)  # UserError if processes differ
+        refuse_other_data(scorer.process, task_name, questions)
         stem = Path(task_name).stem  # "sums" of own/sums.jsonl, for the table
         return partial(score_questions, stem, questions, encoder, options.max_new_tokens, scorer)
-    benchmark: Benchmark | None = BENCHMARKS.get(task_name)  # None: val, or a folder
     if is_path(task_name):  # a folder of the user's own tasks
         path = Path(task_name)
-        benchmark = FewShotTasks(path.resolve().name)  # for the table; `resolve` gives "." a name
-    if benchmark is None:  # val
+        benchmark: Benchmark = FewShotTasks(path.resolve().name)  # `resolve` gives "." a name
+    elif task_name in BENCHMARKS:
+        benchmark = BENCHMARKS[task_name]
+    else:  # val
         with scorer.process.raise_on_all():
             val = open_validation(options, block_size, tokenizer)
-        # val.checksum identifies the val shards; UserError if the machines have different ones
         refuse_other_data(scorer.process, task_name, val.checksum)
-        return partial(score_validation, val, options.val_tokens, scorer)  # called by `main`
-    protocols = benchmark.protocols  # all: ("build-nanogpt", "lm-eval") of HellaSwag
-    # reads or downloads the data now; the function that it returns runs the model
-    return open_benchmark(benchmark, path, options.limit, scorer, tokenizer, protocols)
+        return partial(score_validation, val, options.val_tokens, scorer)
+    return open_benchmark(benchmark, path, options.limit, scorer, tokenizer, benchmark.protocols)
+
+
+def default_results_path(
+    model_name: str | Path, checkpoint_path: Path | None, task_name: str
+) -> Path:
+    """Return the file for the results of a task without --out: model_best_hellaswag.json beside the
+    checkpoint, or logs/gpt2_hellaswag.json for a model of another project."""
+    prefix = Path("logs", Path(model_name).resolve().name)  # `resolve` gives "." and ".." a name
+    if checkpoint_path is not None:
+        prefix = checkpoint_path.with_suffix("")
+    return Path(f"{prefix}_{Path(task_name).stem}.json")
 
 
 def write_file(path: Path, text: str) -> None:
@@ -232,8 +242,7 @@ def write_file(path: Path, text: str) -> None:
 
 
 def main(options: EvalOptions) -> None:
-    # a path, or a name on the Hugging Face hub
-    model_name = options.model or options.checkpoint
+    model_name = options.model or options.checkpoint  # a path, or a name on the Hugging Face hub
     checkpoint_path = find_checkpoint(model_name)  # None for a model of another project
     options = replace(options, tasks=options.tasks or default_tasks(options, checkpoint_path))
     path_by_benchmark = check_options(options)  # {"hellaswag": Path(...)}; or raises UserError
@@ -244,7 +253,7 @@ def main(options: EvalOptions) -> None:
     # GPT-2's tokenizer is "gpt2".
     model, tokenizer_spec, checkpoint = open_model(checkpoint_path or model_name, float32=True)
     model.to(process.device)
-    # in place: a CPU may get oneDNN's linear layers, a GPU the blocks' weights in process.dtype
+    # in place, if there are faster linear layers for this device and dtype
     prepare_for_inference(model, process.device, process.dtype, num_tokens=TOKENS_PER_BATCH)
 
     options = replace(
@@ -259,18 +268,8 @@ def main(options: EvalOptions) -> None:
     # for benchmarks, the scorer calls bar.update with the rows that all processes score together
     scorer = Scorer(model, process, options.batch_size, bar.update)
 
-    # Without --out the results stand beside the checkpoint, those of a model of another project in
-    # logs: logs/gpt2_hellaswag.json. `resolve` gives "." and ".." a name.
-    results_prefix = Path("logs", Path(model_name).resolve().name)
-    if checkpoint_path is not None:
-        results_prefix = checkpoint_path.with_suffix("")
-    header = {  # of each file of results
-        "step": checkpoint.get("step"),  # None for a model of another project
-        "model": str(model_name),
-        "dtype": str(process.dtype).removeprefix("torch."),
-    }
     # Print and write the results of each task at once, because a later task may fail.
-    results: list[Result] = []
+    results: list[Result] = []  # of all tasks so far
     dump_rows: list[dict] = []  # [{"task": "lambada", "protocol": "lm-eval", "index": 0, ...}, ...]
     failed_tasks: list[str] = []
     for task_name in options.tasks:
@@ -278,7 +277,7 @@ def main(options: EvalOptions) -> None:
         bar.set_description(task_name)
         try:
             data_path = path_by_benchmark.get(task_name)  # None: download it, or no benchmark
-            score_task = open_task(task_name, data_path, options, scorer, tokenizer)  # called below
+            score_task = open_task(task_name, data_path, options, scorer, tokenizer)
         # raised on every process, as for a failed download or a missing file: all go on
         except (UserError, OSError) as error:
             if len(options.tasks) == 1:
@@ -294,16 +293,21 @@ def main(options: EvalOptions) -> None:
         dump_rows += task_dump_rows
         if process.is_main:
             bar.clear()  # otherwise the table would begin in the line of the bar
-            # before writing, because the disk may be full; with OpenAI's values of "gpt2", ...
+            # before writing, because the disk may be full
             print(format_table(task_results, openai_model_type(model.config)), flush=True)
-            # --out gets all tasks so far, else each task has a file, such as model_best_val.json
-            results_path = options.out or Path(f"{results_prefix}_{Path(task_name).stem}.json")
-            results_to_write = results if options.out else task_results
-            # {"step": None, "model": "gpt2", "dtype": "bfloat16", "results": [...]}
-            content = {**header, "results": [asdict(result) for result in results_to_write]}
+            results_path = options.out
+            results_to_write = results
+            if results_path is None:  # a file for each task
+                results_path = default_results_path(model_name, checkpoint_path, task_name)
+                results_to_write = task_results
+            content = {
+                "step": checkpoint.get("step"),  # None for a model of another project
+                "model": str(model_name),
+                "dtype": str(process.dtype).removeprefix("torch."),
+                "results": [asdict(result) for result in results_to_write],
+            }
             write_file(results_path, to_json(content, indent=1))  # NaN, no valid JSON, becomes null
             if options.dump:
-                # of all tasks so far: a line for each example and protocol
                 write_file(options.dump, "".join(f"{to_json(row)}\n" for row in dump_rows))
             print(f"wrote {results_path}", flush=True)
     bar.close()

@@ -70,7 +70,7 @@ def main() -> None:
     # derived: ["max_lr", ...], options to compute below; checkpoint: a dict, None for a new run
     given_options, derived, checkpoint = read_options(FinetuneOptions, "finetune.py", sys.argv[1:])
     process = start_process(given_options)  # catches signals from here on
-    device_options = resolve_on_device(given_options, derived, process)  # dtype, use_torch_compile
+    device_options = resolve_on_device(given_options, derived, process)  # dtype, compile, files
     # `initial` has the architecture, weights and tokenizer of the resumed checkpoint, or of the
     # model of --init_from.
     initial = open_initial(device_options, checkpoint, process)  # an InitialModel
@@ -278,26 +278,31 @@ def train_step(
     return StepResult(metrics, skip_reason, got_signal, num_tokens)
 
 
-def build_model(options: FinetuneOptions, initial: InitialModel) -> tuple[GPT, dict[str, Rows]]:
-    """Return the model to train, on the device "meta", and its initial weights by parameter name.
-    The weights are Rows (model/rows.py), which Run.distribute later copies into the model.
-    Raise UserError for a --block_size above the model's context, for a model of the other kind of
-    text (chats, plain text), and for a resumed model with another head (logits, rewards)."""
-    is_reward = options.method == "reward"
-    # options.resumed is the Path of the checkpoint of --resume, None for a new run;
-    # options.weights_from is that path, or else --init_from.
-    if options.resumed is not None:
-        check_head(options.resumed, initial.checkpoint, is_reward)  # UserError for another head
-    initial_block_size = initial.model_config.block_size
-    block_size = options.block_size or initial_block_size  # None: the model's own context
-    is_shorter = block_size < initial_block_size
+def choose_block_size(options: FinetuneOptions, initial_block_size: int) -> int:
+    """Return --block_size, by default the context of the initial model. Raise UserError if it is
+    longer than that, or in a resumed run shorter."""
+    block_size = options.block_size or initial_block_size
     # A resumed run keeps its context: AdamW's moments of the position embedding have block_size
     # rows.
-    if block_size > initial_block_size or (options.resumed and is_shorter):
+    if block_size > initial_block_size or (options.resumed and block_size < initial_block_size):
         raise UserError(
             f"--block_size {block_size}: {options.weights_from} has a context of "
             f"{initial_block_size}; give that, or leave out --block_size"
         )
+    return block_size
+
+
+def build_model(options: FinetuneOptions, initial: InitialModel) -> tuple[GPT, dict[str, Rows]]:
+    """Return the model to train, on the device "meta", and its initial weights by parameter name.
+    The weights are Rows (model/rows.py), which Run.distribute later copies into the model.
+    Raise UserError for a --block_size that choose_block_size refuses, for a model of the other kind
+    of text (chats, plain text), and for a resumed model with another head (logits, rewards)."""
+    is_reward = options.method == "reward"
+    # options.resumed is the Path of the checkpoint of --resume, None for a new run;
+    # options.weights_from is that path, or else --init_from.
+    if options.resumed is not None:
+        check_head(options.resumed, initial.checkpoint, is_reward)
+    block_size = choose_block_size(options, initial.model_config.block_size)
 
     # Only sft may change --plain: a chat model writes and scores plain text badly, and vice versa.
     # Checkpoints of train.py and models of other projects do not record --plain, so they allow
@@ -312,7 +317,7 @@ def build_model(options: FinetuneOptions, initial: InitialModel) -> tuple[GPT, d
     # for a shorter context, Run.distribute reads only the first rows of the position embedding
     model_config = replace(initial.model_config, block_size=block_size, dropout=dropout)
     weights = dict(initial.weights)  # Rows by name, not yet read; a copy of the dict to change
-    model_class: type[GPT] = GPT
+    model_class = GPT
     if is_reward:
         model_class = RewardModel
         # REWARD_HEAD is "reward_head.weight", which a resumed reward model has. A new head is zero,
@@ -359,6 +364,19 @@ def checkpoint_entries(
     }
 
 
+def open_reference(
+    run: Run[ResolvedFinetuneOptions], model: GPT, weights: Mapping[str, Rows]
+) -> GPT:
+    """Return the reference model of dpo and grpo: a frozen copy of `model` with the `weights` of
+    --init_from. It is whole on every process, even if --sharding divides `model`."""
+    options = run.options
+    reference = build_without_weights(GPT, model.config)  # on the device "meta"
+    # in place, with the same options as `model`, because both must round alike
+    execute(reference, Execution(options.activation_checkpointing, options.use_torch_compile))
+    fill_model(reference, weights, run.process.device)  # allocates it, too
+    return reference.eval().requires_grad_(False)
+
+
 def open_method(
     run: Run[ResolvedFinetuneOptions],
     model: GPT,
@@ -383,19 +401,13 @@ def open_method(
     # unless --plain. Cuts an Example to its first block_size tokens.
     encoder = TextEncoder(tokenizer, chat=not options.plain, block_size=block_size)
 
-    # the reference model of dpo and grpo: a frozen copy of the model of --init_from
-    reference: GPT | None = None
+    reference = None
     if options.method == "dpo" or (options.method == "grpo" and options.kl > 0):
-        # A resumed run begins with trained weights, so read --init_from again. Other weights than
-        # before would make the loss jump: open_original raises UserError for them.
         if checkpoint is not None:
+            # A resumed run begins with trained weights, so read --init_from again. Other weights
+            # than before would make the loss jump: open_original raises UserError for them.
             weights = open_original(options, checkpoint, process)
-        reference = build_without_weights(GPT, model.config)  # on the device "meta"
-        # in place, with the same options as `model`, because both must round alike
-        execute(reference, Execution(options.activation_checkpointing, options.use_torch_compile))
-        # Allocates `reference`, too: whole on every process, even if --sharding divides `model`.
-        fill_model(reference, weights, process.device)
-        reference.eval().requires_grad_(False)
+        reference = open_reference(run, model, weights)
 
     reward_function = None  # grpo: takes completions, returns their rewards
     if options.method == "grpo":

@@ -44,11 +44,13 @@ def rate_and_batch(n_embd: int) -> tuple[float, int]:
     those of the nearest width; then tokens are rounded to a power of two."""
     if n_embd in RATE_AND_BATCH:
         return RATE_AND_BATCH[n_embd]  # (6e-4, 524_288) for 768
+    log_width = math.log(n_embd)
     log_widths = np.log(list(RATE_AND_BATCH))  # rising, as np.interp needs
-    log_table = np.log(list(RATE_AND_BATCH.values())).T  # (2, widths): learning rates, tokens
-    log_rate, log_tokens = (np.interp(math.log(n_embd), log_widths, row) for row in log_table)
-    # three digits; a power of two divides among 2, 4, 8, ... processes
-    return float(f"{math.exp(log_rate):.3g}"), 2 ** round(log_tokens / math.log(2))
+    log_rates, log_tokens = np.log(list(RATE_AND_BATCH.values())).T  # (widths,) each
+    rate = math.exp(np.interp(log_width, log_widths, log_rates))
+    # a power of two divides among 2, 4, 8, ... processes
+    exponent = np.interp(log_width, log_widths, log_tokens) / math.log(2)
+    return float(f"{rate:.3g}"), 2 ** round(exponent)  # the rate has three digits
 
 
 @dataclass(frozen=True)
@@ -126,12 +128,12 @@ def parse_recipe(text: str) -> Recipe:
     if recipe_name not in RECIPES:
         raise UserError(f"there is no recipe {recipe_name!r}; there are {', '.join(RECIPES)}")
     recipe = RECIPES[recipe_name]
-    # {"optimizer": "adamw", ...}: the default of each field that a change may name; parse_value
-    # converts to its type. `model` is not one: a change names GPTConfig's fields one by one.
-    recipe_defaults = {f.name: f.default for f in fields(Recipe) if f.name != "model"}
-    # NOT_IN_RECIPES: the fields of GPTConfig that options or the tokenizer set, such as n_layer
-    model_defaults = {f.name: f.default for f in fields(GPTConfig) if f.name not in NOT_IN_RECIPES}
-    defaults: dict[str, Any] = recipe_defaults | model_defaults
+    # {"mlp_ratio": 4.0, "optimizer": "adamw", ...}: the default of each field that a change may
+    # name; parse_value converts to its type
+    defaults: dict[str, Any] = {}
+    for allowed_field in fields(Recipe) + fields(GPTConfig):
+        if allowed_field.name not in ("model", *NOT_IN_RECIPES):
+            defaults[allowed_field.name] = allowed_field.default
     # The default of max_lr is None, which parse_value takes for an int: use gpt2's rate, a float.
     defaults["max_lr"], _ = rate_and_batch(GPTConfig.n_embd)  # 6e-4; _: the tokens of a step
     for change in changes:
@@ -144,7 +146,7 @@ def parse_recipe(text: str) -> Recipe:
             raise UserError(
                 f"a recipe has no {change.strip()!r}; its fields, as in the recipe gpt2: {of_gpt2}"
             ) from error
-        if field_name in recipe_defaults:
+        if field_name in vars(recipe):  # a field of Recipe, else of GPTConfig
             recipe = replace(recipe, **{field_name: value})  # type: ignore[arg-type]  # any field
         else:  # GPTConfig checks the value later, when the model is built
             recipe = replace(recipe, model=recipe.model | {field_name: value})

@@ -202,8 +202,7 @@ class LoadedModel:
         return writer.decode(completion.tokens)  # ids, without the end token
 
     def autocast(self) -> contextlib.AbstractContextManager:
-        """Return a context that casts the weights which prepare_for_inference left in float32."""
-        # matmuls in self.dtype; does nothing for float32
+        """Return a context in which matmuls run in `dtype`; for float32 it does nothing."""
         return autocast(self.device, self.dtype)
 
 
@@ -213,11 +212,11 @@ def load(model_name: str | Path, device: str = "auto", dtype: str = "auto") -> L
     torch_device = pick_device(device)
     torch_dtype = pick_dtype(dtype, torch_device)  # "auto": bfloat16 where it is faster
     # bfloat16 matmuls need only the bfloat16 half of each weight: read half of the bytes.
-    is_float32 = torch_dtype is not torch.bfloat16
+    needs_float32 = torch_dtype is not torch.bfloat16
     # The spec of GPT-2's tokenizer is "gpt2". `checkpoint` is the content of the file, {} for a
     # model of another project.
-    model, tokenizer_spec, checkpoint = open_model(model_name, float32=is_float32)
-    # Converts the weights in place to the layout or dtype that generates single tokens fastest.
+    model, tokenizer_spec, checkpoint = open_model(model_name, float32=needs_float32)
+    # in place, if there are faster linear layers for this device and dtype
     prepare_for_inference(model.to(torch_device), torch_device, torch_dtype)
     can_chat = is_chat(checkpoint, tokenizer_spec)  # by finetune.py's record, else the tokenizer
     return LoadedModel(model, load_tokenizer(tokenizer_spec), can_chat, torch_device, torch_dtype)

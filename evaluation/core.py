@@ -116,7 +116,9 @@ class FewShotTask(Task):
             context = ""
             for other_index in other_indices:
                 # in the list of the other rows, the rows after `index` have moved up by one
-                example = rows[other_index if other_index < index else other_index + 1]
+                if other_index >= index:
+                    other_index += 1
+                example = rows[other_index]
                 prompts = self.prompts(example)
                 context += prompts[self.label(example, len(prompts))] + "\n\n"  # the right one
             choices = self.prompts(row)  # question and answer, for each choice
@@ -239,7 +241,8 @@ class FewShotTasks(Benchmark):
             label = entry["label"]
             [num_shots] = entry.get("num_fewshot", [0])  # a list of one number
             delimiter = entry.get("continuation_delimiter", " ")
-            # provisional: without an entry the baseline is computed from the choices below
+            # Without an entry, the baseline is computed below; 0 stays for language_modeling, which
+            # has no choices to guess among.
             baseline = baseline_by_label.get(label, 0.0)
             task = FewShotTask(label, entry["icl_task_type"], num_shots, delimiter, baseline)
             # raises UserError for an unknown type, a negative num_fewshot, a baseline not in [0, 1)
@@ -247,7 +250,6 @@ class FewShotTasks(Benchmark):
             file = folder / "eval_data" / entry["dataset_uri"]
             # shuffles, keeps at most `limit` rows; UserError for a row that cannot be scored
             rows = task.read(file, limit, tokenizer, block_size)  # [{"query": "2+2 is", ...}, ...]
-            # without an entry, by the number of choices; language_modeling, which has none, keeps 0
             if label not in baseline_by_label and task.type != "language_modeling":
                 # the mean over the items, which may have different numbers of choices
                 chances = [1 / len(task.prompts(row)) for row in rows]

@@ -43,7 +43,7 @@ class LoggedRun:
     """A run to draw."""
 
     label: str
-    """Path of the run as the user gave it, without /logs; `draw` shortens it."""
+    """Path of the run as the user gave it, without /logs; read_runs shortens it."""
     log: dict[str, list[dict]]
     """Return value of read_metrics: for each split the metrics of each logged step, sorted by step,
     as in {"train": [{"step": 1, "loss": 10.9, ...}, ...]}. A split is "train", "val", "held_out",
@@ -62,6 +62,21 @@ def read_run(path: Path) -> LoggedRun:
     label = str(path).removesuffix("/logs")  # "runs/a" for runs/a and runs/a/logs
     # read_logged_config returns None if the log file has another name than metrics.jsonl
     return LoggedRun(label, log, read_logged_config(find_metrics(path).parent) or {})
+
+
+def read_runs(paths: list[Path]) -> list[LoggedRun]:
+    """Read the runs of several paths, and shorten their labels. A path without a run, such as the
+    table beside the runs of a sweep, is named and skipped. Raise UserError if no path has a run."""
+    runs = []
+    for path in paths:
+        try:
+            runs.append(read_run(path))
+        except UserError as error:
+            if not runs and path == paths[-1]:  # no path has a run
+                raise
+            print(f"skipped: {error}")
+    labels = shorten([run.label for run in runs])
+    return [replace(run, label=label) for run, label in zip(runs, labels, strict=True)]
 
 
 def shorten(labels: list[str], width: int = 41) -> list[str]:
@@ -122,33 +137,27 @@ def tokens_per_step(runs: list[LoggedRun]) -> float | None:
     return mean_tokens[-1]  # exact at the end of a single run
 
 
+def choose_metrics(runs: list[LoggedRun]) -> tuple[str, list[str]]:
+    """Return the metric of the panel at the top, and the metrics of training for the panels at the
+    bottom."""
+    # of each run's last training step: {"step": 19073, "loss": 3.05, "lr": 6e-05, ...}
+    last_metrics = [run.log["train"][-1] for run in runs]
+    if not all("reward" in metrics for metrics in last_metrics):  # only GRPO logs a reward
+        return comparable_loss(runs), ["lr", "tokens_per_s"]
+    bottom_metrics = ["completion_tokens", "cut"]
+    if any("kl" in metrics for metrics in last_metrics):  # absent with --kl 0
+        bottom_metrics.append("kl")
+    return "reward", bottom_metrics  # the loss of GRPO does not tell how good the texts are
+
+
 def draw(paths: list[Path], out: Path, model_type: str | None = None) -> None:
     """Draw the runs whose logs are at `paths` over each other into the picture `out`.
 
     `model_type`, a key of model.config.GPT2_SIZES, adds the published values of this size of
-    OpenAI's GPT-2. A path without a run, such as the table beside the runs of a sweep, is named and
-    skipped. Raise UserError if no path has a run.
+    OpenAI's GPT-2. Raise UserError if no path has a run.
     """
-    runs = []  # a LoggedRun for each path
-    for path in paths:
-        try:
-            runs.append(read_run(path))
-        except UserError as error:
-            if not runs and path == paths[-1]:  # no path has a run
-                raise
-            print(f"skipped: {error}")
-    labels = shorten([run.label for run in runs])
-    runs = [replace(run, label=label) for run, label in zip(runs, labels, strict=True)]
-    # of each run's last training step: {"step": 19073, "loss": 3.05, "lr": 6e-05, ...}
-    last_metrics = [run.log["train"][-1] for run in runs]
-    top_metric = comparable_loss(runs)  # of the panel at the top; GRPO changes it below
-    bottom_metrics = ["lr", "tokens_per_s"]  # of training, in panels side by side
-    is_grpo = all("reward" in metrics for metrics in last_metrics)  # only GRPO logs a reward
-    if is_grpo:  # the loss of GRPO does not tell how good the texts are
-        top_metric = "reward"
-        bottom_metrics = ["completion_tokens", "cut"]
-        if any("kl" in metrics for metrics in last_metrics):  # absent with --kl 0
-            bottom_metrics.append("kl")
+    runs = read_runs(paths)
+    top_metric, bottom_metrics = choose_metrics(runs)  # such as "loss", ["lr", "tokens_per_s"]
     panel_names = [[top_metric], bottom_metrics]  # a list for each row of panels, from the top
     # the log has a benchmark's scores as a split with the benchmark's name
     if any(run.log.keys() & BENCHMARKS.keys() for run in runs):
@@ -169,7 +178,14 @@ def draw(paths: list[Path], out: Path, model_type: str | None = None) -> None:
     if "accuracy" in panels:
         draw_accuracies(panels["accuracy"], runs, model_type)
     if model_type:
-        draw_published_loss(panels[top_metric], runs, model_type)
+        # a mixture has the names of all its corpora as "corpus"
+        trained_on = {
+            (run.logged_config.get("tokenizer"), run.logged_config.get("corpus")) for run in runs
+        }
+        if trained_on != {("gpt2", "FineWeb-Edu")}:
+            print("OpenAI's validation loss is not drawn: it is per GPT-2 token of FineWeb-Edu")
+        elif model_type == "gpt2":  # no loss of a larger size is published
+            draw_losses_of_gpt2(panels[top_metric])
     save_picture(figure, out, step_tokens=tokens_per_step(runs))  # None: no axis of steps
 
 
@@ -265,39 +281,22 @@ def draw_accuracies(axes: Axes, runs: list[LoggedRun], model_type: str | None) -
         if benchmark.metric == "centered":
             axes.set_ylabel("accuracy (CORE: centered)")
         # train.py logs the first protocol only
-        key = (benchmark.name, benchmark.protocols[0], benchmark.metric)
-        # a dashed line in the color of the curves; nothing without a model_type ("gpt2")
-        draw_published(axes, key, model_type, color)
+        published = PUBLISHED.get((benchmark.name, benchmark.protocols[0], benchmark.metric))
+        if published and model_type in published.by_model_type:
+            value = published.by_model_type[model_type]
+            label = f"{benchmark.name}, OpenAI {model_type}: {value:g}"
+            axes.axhline(value, color=color, ls="--", lw=1, label=label)
 
 
-def draw_published_loss(axes: Axes, runs: list[LoggedRun], model_type: str) -> None:
-    """Draw the loss of OpenAI's GPT-2 and, for its smallest size, the losses of a public run, if
-    the runs have the same tokenizer and corpus as these."""
-    trained_on = set()  # (tokenizer, corpus); a mixture has the names of all corpora as "corpus"
-    for run in runs:
-        trained_on.add((run.logged_config.get("tokenizer"), run.logged_config.get("corpus")))
-    if trained_on == {("gpt2", "FineWeb-Edu")}:
-        draw_published(axes, ("val", "FineWeb-Edu", "loss"), model_type, "black")
-        if model_type == "gpt2":
-            # PUBLIC_RUN is {250: 6.167, ...}, losses by step; the x axis is training tokens
-            tokens = [step * TOKENS_OF_PUBLIC_STEP for step in PUBLIC_RUN]
-            losses = list(PUBLIC_RUN.values())
-            label = f"a public run of 124M, 10B tokens: {losses[-1]:.3f}"
-            axes.plot(tokens, losses, color="black", ls=":", lw=1, label=label)
-    else:
-        print("OpenAI's validation loss is not drawn: it is per GPT-2 token of FineWeb-Edu")
-
-
-def draw_published(
-    axes: Axes, key: tuple[str, str, str], model_type: str | None, color: str
-) -> None:
-    """Draw the published value of `model_type`, a size of OpenAI's GPT-2, as a dashed line, if
-    there is one. `key` is (task, protocol, metric), a key of PUBLISHED."""
-    published = PUBLISHED.get(key)  # its by_model_type: {"gpt2": 0.2955, ...}
-    if published and model_type in published.by_model_type:
-        value = published.by_model_type[model_type]
-        label = f"{key[0]}, OpenAI {model_type}: {value:g}"
-        axes.axhline(value, color=color, ls="--", lw=1, label=label)
+def draw_losses_of_gpt2(axes: Axes) -> None:
+    """Draw the loss of OpenAI's smallest GPT-2, and the losses of a public run of this size."""
+    value = PUBLISHED["val", "FineWeb-Edu", "loss"].by_model_type["gpt2"]
+    axes.axhline(value, color="black", ls="--", lw=1, label=f"val, OpenAI gpt2: {value:g}")
+    # PUBLIC_RUN is {250: 6.167, ...}, losses by step; the x axis is training tokens
+    tokens = [step * TOKENS_OF_PUBLIC_STEP for step in PUBLIC_RUN]
+    losses = list(PUBLIC_RUN.values())
+    label = f"a public run of 124M, 10B tokens: {losses[-1]:.3f}"
+    axes.plot(tokens, losses, color="black", ls=":", lw=1, label=label)
 
 
 def draw_steps(axes: Axes, step_tokens: float) -> None:

@@ -110,37 +110,30 @@ def make_batch(packed_items: list[PackedItem], device: torch.device) -> PackedBa
     idx = np.zeros((B, T), np.int64)
     positions = np.zeros((B, T), np.int64)
     segment_ids = np.full((B, T), -1)  # -1: padding
-    targets: list[tuple[int, int, int]] = []  # (row, column, id), as in PackedBatch
+    targets = []  # a tuple (row, column, id) for each, as in PackedBatch
     for b, packed_item in enumerate(packed_items):
         context_length = len(packed_item.context_ids)  # in tokens
-        # the last token of a continuation predicts nothing, so it is no input
-        input_segments = [packed_item.context_ids] + [choice[:-1] for choice in packed_item.choices]
-        start = 0
-        for segment_index, tokens in enumerate(input_segments):  # 0 is the context
-            end = start + len(tokens)
-            idx[b, start:end] = tokens
-            positions[b, start:end] = range(len(tokens))
-            segment_ids[b, start:end] = segment_index
-            if segment_index > 0:
-                positions[b, start:end] += context_length  # each choice begins after the context
-                # the last token of the context predicts the first token of the continuation, each
-                # input of the continuation the next token
-                columns = [context_length - 1] + list(range(start, end))
-                choice = packed_item.choices[segment_index - 1]
-                for column, token in zip(columns, choice, strict=True):
-                    targets.append((b, column, token))
+        idx[b, :context_length] = packed_item.context_ids
+        positions[b, :context_length] = range(context_length)
+        segment_ids[b, :context_length] = 0
+        start = context_length  # column of the first input of the choice
+        for segment, choice in enumerate(packed_item.choices, 1):
+            inputs = choice[:-1]  # the last token predicts nothing
+            end = start + len(inputs)
+            idx[b, start:end] = inputs
+            positions[b, start:end] = range(context_length, context_length + len(inputs))
+            segment_ids[b, start:end] = segment
+            # the last token of the context predicts the first token of the choice
+            columns = [context_length - 1, *range(start, end)]
+            for column, token in zip(columns, choice, strict=True):
+                targets.append((b, column, token))
             start = end
+    # (N,) each: row and column of the hidden state that predicts a target, and the target's id
+    target_rows, target_columns, target_ids = torch.tensor(targets, device=device).T
 
     mask = None  # causal attention: faster, and enough if each row has one continuation
     if any(len(packed_item.choices) > 1 for packed_item in packed_items):
-        # A token attends to its own segment and to the context, but not to later tokens. Padding is
-        # a segment of its own, which no target reads.
-        same_segment = segment_ids[:, None, :] == segment_ids[:, :, None]  # (B, queries, keys)
-        in_context = segment_ids[:, None, :] == 0  # (B, 1, keys)
-        # (B, 1, T, T); tril makes it causal
-        mask = torch.from_numpy(same_segment | in_context).tril().unsqueeze(1).to(device)
-    # (N,) each: row and column of the hidden state that predicts a target, and the target's id
-    target_rows, target_columns, target_ids = torch.tensor(targets, device=device).T
+        mask = segment_mask(torch.from_numpy(segment_ids)).to(device)
     return PackedBatch(
         idx=torch.from_numpy(idx).to(device),
         positions=torch.from_numpy(positions).to(device),
@@ -149,6 +142,14 @@ def make_batch(packed_items: list[PackedItem], device: torch.device) -> PackedBa
         target_columns=target_columns,
         target_ids=target_ids,
     )
+
+
+def segment_mask(segment_ids: Tensor) -> Tensor:
+    """Return the mask (B, 1, T, T) of the segments (B, T) of make_batch: a token attends to its own
+    segment and to the context, but not to later tokens."""
+    same_segment = segment_ids[:, None, :] == segment_ids[:, :, None]  # (B, queries, keys)
+    in_context = segment_ids[:, None, :] == 0  # (B, 1, keys)
+    return (same_segment | in_context).tril().unsqueeze(1)  # tril makes it causal
 
 
 def targets_hidden(model: GPT, batch: PackedBatch, share_rows: bool) -> Tensor:
@@ -181,9 +182,9 @@ def packing_agrees(model: GPT) -> bool:
     )
 
 
-def may_share_rows(model: GPT) -> bool:
-    """Return whether continuations of one context may share a row."""
-    # calls packing_agrees once for a class and config; prints a note if it returns False
+def is_packing_proven(model: GPT) -> bool:
+    """Return whether continuations of one context may share a row. The first call for a class and
+    config runs packing_agrees, and prints a note if it returns False; later calls only return."""
     return is_proven("scoring several continuations in one row", packing_agrees, model)
 
 
@@ -223,7 +224,7 @@ def score_batch(
     # moves the progress bar of evaluate.py: each process now scores a batch of about this size
     scorer.on_batch(len(packed_items) * scorer.process.data_parallel)
     batch = make_batch(packed_items, scorer.process.device)
-    share_rows = may_share_rows(scorer.model)  # cached: compared once, not for each batch
+    share_rows = is_packing_proven(scorer.model)
     # One forward pass: cached casts of the weights would only take memory.
     with scorer.process.autocast(keep_weights=False):
         # Only hidden states that predict a target go through the head below. Logits of whole rows
@@ -236,7 +237,7 @@ def score_batch(
 
     # The N targets are in the order of PackedBatch. [start, end) are the targets of one choice, and
     # is_argmax says of each whether it is the likeliest id.
-    prediction_by_index: dict[int, Prediction] = {}
+    prediction_by_index = {}
     start = 0
     for packed_item in packed_items:
         for index, choice in enumerate(packed_item.choices, packed_item.first_index):
@@ -254,6 +255,26 @@ def score_batch(
     return prediction_by_index
 
 
+def single_token_ids(words: Sequence[str], tokenizer: Tokenizer) -> list[int]:
+    """Return the ids of the words that are one token after a space. A longer word cannot be banned
+    by its first token, which other words have, too."""
+    # the ids of each word; encode_continuation adds no second space in front
+    ids_of_words = [tokenizer.encode_continuation(f" {word}").tolist() for word in words]
+    return [ids[0] for ids in ids_of_words if len(ids) == 1]
+
+
+def batches_of_equal_length(
+    packed_items: list[PackedItem], batch_size: int
+) -> list[list[PackedItem]]:
+    """Return batches of rows of equal padded_length, the longest first: if memory runs out, it does
+    so at once and not after an hour."""
+    longest_first = sorted(packed_items, key=lambda row: row.padded_length, reverse=True)
+    batches = []
+    for _, equal_rows in groupby(longest_first, key=lambda row: row.padded_length):
+        batches.extend(batched(list(equal_rows), batch_size))  # the last one may be smaller
+    return batches
+
+
 @torch.no_grad()
 def score_items(
     scorer: Scorer, tokenizer: Tokenizer, items: list[Item], task: Task
@@ -261,28 +282,15 @@ def score_items(
     """Return a Prediction for each choice of each item. `task` encodes the items. Raise UserError
     if a log-probability is not finite. Every process must call this function."""
     scorer.model.eval()  # no dropout
-    # Ids for Prediction.is_greedy_filtered. A banned word of several tokens cannot be banned by its
-    # first token, which other words have, too.
-    banned_ids: list[int] = []
-    for word in task.banned_words:  # the stop words of LAMBADA; () of other tasks
-        word_ids = tokenizer.encode_continuation(f" {word}").tolist()  # no second space in front
-        if len(word_ids) == 1:
-            banned_ids += word_ids
-
+    banned_ids = single_token_ids(task.banned_words, tokenizer)  # of LAMBADA; [] of other tasks
     block_size = scorer.model.config.block_size
     # for each item a list of Continuations, one for each choice
     continuations_of_items = [task.continuations(item, tokenizer, block_size) for item in items]
-    # may_share_rows compares on each process. All must make equally many batches, as a process with
-    # fewer would leave the others waiting in Process.map below.
-    share_rows = scorer.process.all_agree(may_share_rows(scorer.model))
+    # Each process compares alone. All must make equally many batches, as a process with fewer would
+    # leave the others waiting in Process.map below.
+    share_rows = scorer.process.all_agree(is_packing_proven(scorer.model))
     packed_items = pack_items(continuations_of_items, share_rows)
-    # The rows of a batch have equal lengths (rounded up). The longest rows come first: if memory
-    # runs out, it does so at once and not after an hour.
-    packed_items.sort(key=lambda packed_item: packed_item.padded_length, reverse=True)
-    batches: list[list[PackedItem]] = []
-    for _, equal_rows in groupby(packed_items, key=lambda packed_item: packed_item.padded_length):
-        # lists of batch_size rows; the last list of a length may be shorter
-        batches += batched(list(equal_rows), scorer.batch_size)
+    batches = batches_of_equal_length(packed_items, scorer.batch_size)
 
     # Process.map shares the batches among the processes, returns the predictions of all processes,
     # and raises Stopped after a signal.
@@ -294,8 +302,8 @@ def score_items(
     if not all(math.isfinite(prediction.logprob) for prediction in prediction_by_index.values()):
         raise UserError("the model gives NaN or infinity instead of log-probabilities")
 
-    # Rows, which may hold several continuations, were sorted by length: restore the order of items.
-    predictions_of_items: list[list[Prediction]] = []
+    # the batches are sorted by length: restore the order of the items
+    predictions_of_items = []
     start = 0  # index of the first continuation of the item
     for item in items:
         end = start + len(item.choices)

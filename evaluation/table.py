@@ -88,7 +88,7 @@ def format_table(results: list[Result], model_type: str) -> str:
     rows = [["task", "protocol", "metric", "n", "value", "", f"OpenAI's {model_type}"]]
     mark_by_citation: dict[str, str] = {}  # {"Radford et al. 2019, table 3": "[1]", ...}
     for result in results:
-        details: list[str] = []  # ["± 0.0049", "centered 0.3100"], or fewer
+        details = []  # ["± 0.0049", "centered 0.3100"], or fewer
         if result.stderr is not None:
             details.append(f"± {result.stderr:.4f}")
         if result.centered is not None:
@@ -101,30 +101,26 @@ def format_table(results: list[Result], model_type: str) -> str:
             mark = mark_by_citation.setdefault(published.citation, f"[{len(mark_by_citation) + 1}]")
             published_text = f"{published.by_model_type[model_type]:.4f} {mark}"
         unit = " tokens" if result.task == "val" else ""  # n counts examples in other tasks
-        n_text = f"{result.n:,}{unit}"
-        value_text = f"{result.value:.4f}"
         rows.append(
             [
                 result.task,
                 result.protocol,
                 result.metric,
-                n_text,
-                value_text,
+                f"{result.n:,}{unit}",
+                f"{result.value:.4f}",
                 ", ".join(details),
                 published_text,
             ]
         )
 
-    # zip(*rows) gives the columns; a width in characters for each
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    # False: the column has no text below its heading, and is left out
-    has_content = [any(column[1:]) for column in zip(*rows, strict=True)]
-    lines = []
-    for row in rows:
-        cells = zip(row, ALIGNMENT, widths, has_content, strict=True)
-        # `side` is < or >: {cell:<12} pads a cell with spaces on the right to 12 characters
-        line = "  ".join(f"{cell:{side}{width}}" for cell, side, width, shown in cells if shown)
-        lines.append(line.rstrip())
+    padded_columns = []
+    columns = zip(*rows, strict=True)
+    for column, side in zip(columns, ALIGNMENT, strict=True):
+        if any(column[1:]):  # else the column has no text below its heading, and is left out
+            width = max(map(len, column))
+            # {cell:<12} pads a cell with spaces on the right to 12 characters
+            padded_columns.append([f"{cell:{side}{width}}" for cell in column])
+    lines = ["  ".join(cells).rstrip() for cells in zip(*padded_columns, strict=True)]
     # "[1] Radford et al. 2019, table 3", ...
     lines += [f"{mark} {citation}" for citation, mark in mark_by_citation.items()]
     if results and results[-1].task == "core":  # the last result of CORE is the mean of its tasks

@@ -264,13 +264,11 @@ class Task(Benchmark):
         # published scores are without end of text. An empty context becomes end of text then, as it
         # needs one token.
         ids_before = [*tokenizer.bos_ids, *context_ids[:seam]] or [tokenizer.eot]
-        continuations = []
-        for ids in whole_ids:
-            # All ids from `seam` on are the continuation. Its last token is no input of the model,
-            # so block_size + 1 tokens fit. split_ids drops the first tokens of a longer text.
-            continuation = split_ids(ids_before + ids[seam:], len(ids_before), block_size + 1)
-            continuations.append(continuation)
-        return continuations
+        # All ids from `seam` on are the continuation. Its last token is no input of the model, so
+        # block_size + 1 tokens fit. split_ids drops the first tokens of a longer text.
+        return [
+            split_ids(ids_before + ids[seam:], len(ids_before), block_size + 1) for ids in whole_ids
+        ]
 
     def choice_values(self, protocol: str, choice: str, prediction: Prediction) -> dict[str, float]:
         """Return the value of one choice for each metric. The metric is the accuracy of the model
@@ -347,9 +345,10 @@ class Task(Benchmark):
         choice with the highest value and compares it with the label.
         """
         # values by which a metric picks a choice: [{"acc": -41.2, "acc_norm": -3.4}, ...]
-        values_of_choices: list[dict[str, float]] = []
-        for choice, prediction in zip(item.choices, predictions, strict=True):
-            values_of_choices.append(self.choice_values(protocol, choice, prediction))
+        values_of_choices = [
+            self.choice_values(protocol, choice, prediction)
+            for choice, prediction in zip(item.choices, predictions, strict=True)
+        ]
         logprobs = [prediction.logprob for prediction in predictions]
         details = {"label": item.label, "logprobs": logprobs}  # for --dump
         score_by_metric: dict[str, ExampleScore] = {}

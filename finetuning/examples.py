@@ -20,6 +20,7 @@ from data.named_tokenizer import Tokenizer
 from evaluation.tasks import get_field
 from finetuning.chat import (
     ROLES,
+    Message,
     Messages,
     Tools,
     as_messages,
@@ -106,7 +107,7 @@ def read_examples(path: Path, to_example: Callable[[dict], Any]) -> list:
     """Return to_example(row) for each row of a .jsonl file, in order. If `to_example` raises, raise
     UserError with the file, the line and the reason of the first such row, and the other lines."""
     examples = []
-    reason_by_line: dict[int, str] = {}  # {3: 'there is no "prompt" of type str, ...'}
+    reason_by_line = {}  # {3: 'there is no "prompt" of type str, ...'}
     for line_number, line in read_lines(path):
         row = None
         try:
@@ -166,7 +167,7 @@ class TextEncoder:
             # [{"role": "user", "content": "2+3?"}, ...]; a text alone is a turn of the user
             messages = as_messages(self.get_text_or_messages(row, "messages"))
             # cut to the context; the assistant's turns count in the loss
-            return self.cut(encode_messages(messages, self.tokenizer, row.get("tools")))
+            return self.cut_and_count(encode_messages(messages, self.tokenizer, row.get("tools")))
         # Alpaca's names; "input", the text that the instruction is about, is often empty
         if "instruction" in row and "prompt" not in row:
             prompt = get_field(row, "instruction", str)  # ValueError if it is no str
@@ -181,9 +182,10 @@ class TextEncoder:
         prompt = self.get_text_or_messages(row, "prompt")  # a text, or messages of earlier turns
         completion = get_field(row, name, str)  # ValueError without it
         tools = row.get("tools")  # JSON schemas of functions, or None
-        return self.cut(encode_completion(prompt, completion, self.tokenizer, self.chat, tools))
+        example = encode_completion(prompt, completion, self.tokenizer, self.chat, tools)
+        return self.cut_and_count(example)
 
-    def cut(self, example: Example) -> Example:
+    def cut_and_count(self, example: Example) -> Example:
         """Return an example cut to the context, and count it in num_cut if it was longer. Raise
         ValueError if no token that remains counts in the loss."""
         block_size = self.block_size
@@ -210,8 +212,9 @@ class TextEncoder:
         return Question(row, prompt_ids)
 
     def get_text_or_messages(self, row: dict, name: str) -> str | Messages:
-        """Return the field `name` of a row: a text or, in a chat, messages. Raise ValueError for a
-        row or a message with an unsupported field that would change its meaning."""
+        """Return the field `name` of a row: a text or, in a chat, messages. Raise ValueError
+        without it, for messages in plain text, for a message that check_message refuses, and for
+        another field of the row that is not supported and would change its meaning."""
         # chat_template is Jinja, one text or several by name, or None. Only Jinja can write tools.
         has_template = self.chat and bool(self.tokenizer.chat_template)
         for field in UNSUPPORTED:  # "tools", "documents", "images", ...
@@ -222,22 +225,27 @@ class TextEncoder:
         text_or_messages = get_field(row, name, str, list)  # ValueError for another type
         if isinstance(text_or_messages, list):
             for message in text_or_messages:
-                role = get_field(message, "role", str)  # raises ValueError without it
-                texts_of(message)  # raises ValueError for entries without text
-                is_supported = message.get("weight") in (None, 0, 1)  # 0: not learned
-                # Only a chat template reads roles other than system, user and assistant, and
-                # further fields of a message.
-                if not self.tokenizer.chat_template:
-                    get_field(message, "content", str)
-                    # {"role", "content"}, without fields that are null, empty or 0
-                    used_fields = {field for field in message if message[field]}
-                    is_supported &= role in ROLES and used_fields <= {"role", "content", "weight"}
-                if not is_supported:
-                    raise ValueError(
-                        f"a chat has no such role or field, or a weight besides 0 and 1: "
-                        f"{message!r:.200}"
-                    )
+                self.check_message(message)
         return text_or_messages
+
+    def check_message(self, message: Message) -> None:
+        """Raise ValueError for a message without a role, or without text or tool calls, for a
+        weight besides 0 and 1 and, unless a chat template writes the message, for a role or field
+        that the project's own format lacks."""
+        role = get_field(message, "role", str)  # ValueError without it
+        texts_of(message)  # ValueError for entries without text
+        is_supported = message.get("weight") in (None, 0, 1)  # 0: not learned
+        # Only a chat template reads roles other than system, user and assistant, and further fields
+        # of a message.
+        if not self.tokenizer.chat_template:
+            get_field(message, "content", str)
+            # {"role", "content"}, without fields that are null, empty or 0
+            used_fields = {field for field in message if message[field]}
+            is_supported &= role in ROLES and used_fields <= {"role", "content", "weight"}
+        if not is_supported:
+            raise ValueError(
+                f"a chat has no such role or field, or a weight besides 0 and 1: {message!r:.200}"
+            )
 
 
 @dataclass

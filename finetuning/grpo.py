@@ -65,41 +65,27 @@ class GroupRelativePolicy(Method):
         # one Question per completion: 7, 7, 2, 2 for the examples 7 and 2 in groups of two
         questions = [self.examples[i] for i in np.repeat(example_ids, group_size)]
         start_seconds = time.perf_counter()
-        # [[Completion, ...], ...] of all processes. Raises Stopped after a signal; a resumed run
-        # samples the same completions again.
+        # [[Completion, ...], ...] of all processes; a resumed run samples the same ones again
         micro_batches = self.complete_and_reward(model, questions, sampling)
         rollout_seconds = time.perf_counter() - start_seconds
         completions = list(chain.from_iterable(micro_batches))  # of the step, group after group
-        # (batch_size * group_size,), in float64, which rounds means over groups and the step less
-        rewards = torch.tensor(
-            [completion.reward for completion in completions], dtype=torch.float64
-        )
-        group_rewards = rewards.view(-1, group_size)  # (batch_size, group_size)
-        # (reward - mean) / standard deviation of its group
-        advantages = group_advantages(group_rewards).flatten().tolist()
+
+        reward_list = [completion.reward for completion in completions]
+        # (batch_size, group_size), in float64, which rounds means over groups and the step less
+        rewards = torch.tensor(reward_list, dtype=torch.float64).view(-1, group_size)
+        advantages = group_advantages(rewards).flatten().tolist()
         for completion, advantage in zip(completions, advantages, strict=True):
             completion.advantage = advantage  # make_batch copies it into Batch.advantages
-        # own_micro_batches returns this process's share of the micro-batches
         batches = [
             self.make_batch(micro_batch) for micro_batch in self.own_micro_batches(micro_batches)
         ]
 
+        metrics = completion_metrics(completions, rewards)
+        metrics["rollout_ms"] = 1000 * rollout_seconds  # of this process; part of the step's "ms"
         # text for samples.txt: the first group's prompt, then reward and text of each completion
         sample = f"prompt: {completions[0].row['prompt']!r}"
         for completion in completions[:group_size]:
             sample += f"\n{completion.reward:g}  {completion.text!r}"
-        # tokens of each completion: loss_mask is True for them, and for the end token
-        completion_lengths = [completion.example.loss_mask.sum() for completion in completions]
-        is_equal = group_rewards == group_rewards[:, :1]  # (batch_size, group_size)
-        metrics = {  # for the log, of all processes; rollout_ms is of this one
-            "reward": rewards.mean().item(),
-            # share of groups whose rewards are all equal, from which nothing is learned but --kl
-            "equal_rewards": is_equal.all(dim=1).double().mean().item(),
-            "completion_tokens": float(np.mean(completion_lengths)),
-            # share of completions that reached --max_new_tokens before an end
-            "cut": float(np.mean([completion.is_cut for completion in completions])),
-            "rollout_ms": 1000 * rollout_seconds,  # part of the step's "ms"
-        }
         # `batches` are of this process. finetune.py divides their summed losses by `divisor`, the
         # number of completions of all processes: the sum over the processes is then the mean.
         return PreparedStep(batches, divisor=len(completions), metrics=metrics, sample=sample)
@@ -109,19 +95,17 @@ class GroupRelativePolicy(Method):
     ) -> list[list[Completion]]:
         """Return one completion per question, with its reward, in micro-batches. Each process
         samples and rewards some of them, and gets those of all: a group can be spread over several
-        processes. Every process must call it."""
+        processes. Raise Stopped after a signal. Every process must call it."""
 
         def complete_micro_batch(indices: list[int]) -> list[Completion]:
             """Return the completions of a micro-batch, which has consecutive indices."""
             questions_here = [questions[index] for index in indices]
-            # A Completion for each question, still without its reward. Its index and the seed
-            # determine its random numbers.
+            # the index and the seed of a completion determine its random numbers
             return complete_questions(
                 model, questions_here, self.encoder, sampling, self.process, first_index=indices[0]
             )
 
-        # to_micro_batches makes lists of --micro_batch_size indices. Every process gets the
-        # completions of all; raises Stopped after a signal.
+        # to_micro_batches makes lists of --micro_batch_size indices
         all_indices = list(range(len(questions)))
         micro_batches = self.process.map(complete_micro_batch, self.to_micro_batches(all_indices))
         self.set_rewards(micro_batches)  # in place
@@ -180,6 +164,21 @@ class GroupRelativePolicy(Method):
         micro_batches = self.complete_and_reward(model, self.held_out, sampling)
         rewards = [completion.reward for completion in chain.from_iterable(micro_batches)]
         return {"reward": float(np.mean(rewards))}
+
+
+def completion_metrics(completions: list[Completion], rewards: Tensor) -> dict[str, float]:
+    """Return the metrics of a step's completions for the log; rewards (batch_size, group_size)."""
+    is_equal = rewards == rewards[:, :1]  # (batch_size, group_size)
+    # loss_mask is True for the tokens of the completion, and for the end token
+    lengths = [completion.example.loss_mask.sum() for completion in completions]
+    return {
+        "reward": rewards.mean().item(),
+        # share of groups whose rewards are all equal, from which nothing is learned but --kl
+        "equal_rewards": is_equal.all(dim=1).double().mean().item(),
+        "completion_tokens": float(np.mean(lengths)),
+        # share of completions that reached --max_new_tokens before an end
+        "cut": float(np.mean([completion.is_cut for completion in completions])),
+    }
 
 
 # the formulas

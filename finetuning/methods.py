@@ -174,9 +174,9 @@ class Pair:
 
     chosen: Example
     rejected: Example
-    ref_logprobs: Tensor | None = None
+    ref_logprobs: Tensor = field(init=False)
     """dpo: log-probabilities (2,) of chosen and rejected under the reference model, in nats,
-    float32 on the CPU. None until DirectPreference.__post_init__ computes them."""
+    float32 on the CPU. Unset until DirectPreference.__post_init__ computes them."""
 
 
 class RewardModeling(Method):
@@ -200,13 +200,7 @@ class RewardModeling(Method):
         # A single batch, because DDP expects one forward pass for each backward pass.
         chosen = [pair.chosen for pair in pairs]
         rejected = [pair.rejected for pair in pairs]
-        batch = super().make_batch(chosen + rejected)
-        # (2,) for each pair; empty for reward, and for dpo until __post_init__ has set ref_logprobs
-        logprobs = [pair.ref_logprobs for pair in pairs if pair.ref_logprobs is not None]
-        if logprobs:
-            # (2, N), then (2 N,) in the order of the batch: chosen 0, ..., rejected 0, ...
-            batch.ref_logprobs = self.process.copy_to_device(torch.stack(logprobs, 1).flatten())
-        return batch
+        return super().make_batch(chosen + rejected)
 
     def margin(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return the margin (N,) of each pair: the reward of the chosen sequence minus the reward
@@ -248,16 +242,24 @@ class DirectPreference(RewardModeling):
         """Return the log-probabilities (N, 2) of the chosen and the rejected completions of N pairs
         under the reference model, in nats, summed over tokens, on the CPU."""
         assert self.reference  # open_method in finetune.py opens one for dpo
-        batch = self.make_batch(pairs)
+        batch = super().make_batch(pairs)  # without ref_logprobs, which are computed here
         with self.process.autocast(keep_weights=False):  # for one forward pass only
             logprobs = token_logprobs(self.reference, batch).sum(1)  # (2 N,)
         # The view is (2, N), because all chosen sequences come first in the batch. The result moves
         # to the CPU, because process.map pickles it to send it to all processes.
         return logprobs.view(2, -1).T.cpu()
 
+    def make_batch(self, pairs: list[Pair]) -> Batch:
+        """Return the batch of N pairs, with the reference model's log-probabilities (2 N,)."""
+        batch = super().make_batch(pairs)
+        logprobs = torch.stack([pair.ref_logprobs for pair in pairs], 1)  # (2, N)
+        # (2 N,) in the order of the batch: chosen 0, ..., rejected 0, ...
+        batch.ref_logprobs = self.process.copy_to_device(logprobs.flatten())
+        return batch
+
     def margin(self, model: nn.Module, batch: Batch) -> Tensor:
         logprobs = token_logprobs(model, batch).sum(1)  # (2 N,): one sum per completion
-        assert batch.ref_logprobs is not None  # __post_init__ computes it, make_batch copies it
+        assert batch.ref_logprobs is not None  # make_batch sets it
         # log(policy / reference) of each completion; beta times it is the implicit reward
         chosen, rejected = (logprobs - batch.ref_logprobs).chunk(2)  # (N,) each, chosen first
         return self.options.beta * (chosen - rejected)

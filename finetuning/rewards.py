@@ -20,7 +20,7 @@ from finetuning.chat import is_chat
 from finetuning.completions import Completion, is_exact
 from finetuning.examples import Batch, TextEncoder, collate_padded
 from model.config import GPTConfig
-from model.formats.checkpoint import find_checkpoint, load_checkpoint, load_model
+from model.formats.checkpoint import Checkpoint, find_checkpoint, load_checkpoint, load_model
 from model.gpt import GPT
 from training.start import crc32_of
 from utils.distributed import Process
@@ -67,17 +67,15 @@ def import_file(path: Path) -> ModuleType:
     this project has modules of the same names, such as utils."""
     spec = spec_from_file_location(path.stem, path)
     # The caller passes the name of a .py file, for which importlib always has a loader.
-    assert spec is not None and spec.loader is not None
+    assert spec and spec.loader
     module = module_from_spec(spec)  # empty until exec_module below
     folder_of_file = str(path.resolve().parent)
     module_names = {info.name for info in iter_modules([folder_of_file])}  # {"utils"}
     # already loaded modules with these names, such as this project's; restored below
     shadowed: dict[str, ModuleType] = {}
-    for name, loaded_module in sys.modules.items():
+    for name in list(sys.modules):
         if name.partition(".")[0] in module_names:  # a model.py also shadows model.gpt
-            shadowed[name] = loaded_module
-    for name in shadowed:
-        del sys.modules[name]
+            shadowed[name] = sys.modules.pop(name)
     # For process pools, which look up functions by the module's name. If `shadowed` has that name,
     # the old module gets it back below.
     sys.modules[path.stem] = module
@@ -135,35 +133,38 @@ def load_reward_function(
         # 1.0 if the completion has ended and equals the "answer" of its row, except for white space
         # around them, else 0.0
         return lambda completions: [float(is_exact(completion)) for completion in completions]
+    # the functions below, made by `partial`, take the completions
     if path.suffix == ".py":
         _, _, function_name = reward_spec.rpartition(":")
         try:
             function = getattr(import_file(path), function_name)  # runs the file
         except Exception as error:
             raise UserError(f"the reward {reward_spec} cannot be loaded: {error!r}") from error
-        return partial(rewards_of_function, reward_spec, function)  # takes completions
+        return partial(rewards_of_function, reward_spec, function)
 
     # The reward model stays in memory beside the trained model, in float32 like the weights that
     # were trained. load_model raises UserError for a checkpoint without a reward head.
     model, checkpoint = load_model(path, RewardModel, float32=True)
-    tokenizer_spec = checkpoint["tokenizer"]  # "gpt2", "bytes", or JSON
-    # The reward model must read the sampled token ids as the same text, and know the same format:
-    # chat with User: and Assistant: turns (or the same template), or plain text.
-    has_same_text = (
-        tokenizer_identity(tokenizer_spec) == encoder.tokenizer.identity
-        and is_chat(checkpoint, tokenizer_spec) == encoder.chat
-        # Plain text uses no template. Two chats may both have None: User: and Assistant: turns.
-        and (
-            not encoder.chat
-            or load_tokenizer(tokenizer_spec).chat_template == encoder.tokenizer.chat_template
-        )
-    )
-    if not has_same_text or model.config.block_size < encoder.block_size:
+    if not reads_same_text(checkpoint, encoder) or model.config.block_size < encoder.block_size:
         raise UserError(
             f"the reward model {reward_spec} has another tokenizer, another kind of text (chats or "
             "plain text), another chat template, or a shorter context than this run"
         )
-    return partial(rewards_of_model, model.to(process.device), process)  # takes completions
+    return partial(rewards_of_model, model.to(process.device), process)
+
+
+def reads_same_text(checkpoint: Checkpoint, encoder: TextEncoder) -> bool:
+    """Return whether a reward model reads the token ids of `encoder` as the same text, and was
+    trained on the same format: chats with the same template, or plain text."""
+    tokenizer_spec = checkpoint["tokenizer"]  # "gpt2", "bytes", or JSON
+    if tokenizer_identity(tokenizer_spec) != encoder.tokenizer.identity:
+        return False
+    if is_chat(checkpoint, tokenizer_spec) != encoder.chat:
+        return False
+    if not encoder.chat:  # plain text uses no template
+        return True
+    # Both may have None: User: and Assistant: turns.
+    return load_tokenizer(tokenizer_spec).chat_template == encoder.tokenizer.chat_template
 
 
 def rewards_of_function(

@@ -198,7 +198,7 @@ def test_a_path_wins_over_the_name_of_a_benchmark(monkeypatch, tmp_path):
         Path(file).touch()
     tasks = ("hellaswag", "lambada", "core")
     config = evaluate.EvalOptions(tasks=tasks, data=(Path("h.jsonl"),))
-    data_paths = evaluate.check(config)
+    data_paths = evaluate.check_options(config)
 
     def open_benchmark(benchmark, path, *_):
         return lambda: (benchmark.name, path)
