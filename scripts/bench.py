@@ -8,7 +8,6 @@ scripts/measure.py says how. The last line of the output is the comparison as JS
 import json
 import sys
 from dataclasses import dataclass, replace
-from functools import partial
 from importlib import util
 from pathlib import Path
 
@@ -84,22 +83,22 @@ def build_ours(options: BenchOptions) -> Program:
     recipe = parse_recipe(options.recipe)  # a Recipe, of "gpt2" or "modern,qk_norm=False"
     if options.logits_bytes is not None:
         chunked_loss.LOGITS_BYTES = options.logits_bytes  # read at each call, in this process alone
-    checkpointing = options.activation_checkpointing  # "none", "cheap" or "block"
     # Random weights: their values do not change the time of a step.
     model = GPT(options.bench_config).to(device)
-    # in place: how the blocks run in training
-    execute(model, Execution(checkpointing, options.use_torch_compile))
+    # in place: activation checkpointing ("none", "cheap" or "block") and torch.compile
+    execute(model, Execution(options.activation_checkpointing, options.use_torch_compile))
     # The learning rates do not change the time either: they stay at the optimizers' defaults.
     # make_optimizers needs a weight decay, whose default is None. Muon multiplies in `dtype`.
     optimizer_options = OptimizerOptions(weight_decay=recipe.weight_decay)
     return model, make_optimizers(model, optimizer_options, recipe, dtype), dtype
 
 
-def build_nanogpt(peer: Path, options: BenchOptions) -> Program:
+def build_nanogpt(options: BenchOptions) -> Program:
     """Return the model and optimizer of a checkout of nanoGPT, as its train.py makes them, and the
     dtype of matmuls. It runs in a process of its own, as build_ours."""
+    assert options.peer is not None  # `main` has checked that model.py is there
     # Load its model.py under another name, as `model` is this project's package.
-    spec = util.spec_from_file_location("nanogpt", peer / "model.py")
+    spec = util.spec_from_file_location("nanogpt", options.peer / "model.py")
     # for mypy: never None for a .py file, for which importlib has a loader
     assert spec is not None and spec.loader is not None
     nanogpt = util.module_from_spec(spec)  # the module model.py
@@ -130,6 +129,26 @@ def build_nanogpt(peer: Path, options: BenchOptions) -> Program:
     return model, [optimizer], pick_dtype(options.dtype, device)
 
 
+def speed_and_memory(
+    measurements: dict[str, Measurement], options: BenchOptions, device: torch.device
+) -> dict[str, dict]:
+    """Return tokens/s, peak memory and MFU of each program, for the JSON: {"ours": {"rate": 1.2e5,
+    "peak_bytes": 7.1e9, "mfu": 0.41}, "nanogpt": {...}}."""
+    gpu = gpu_of(device, pick_dtype(options.dtype, device))  # None if its peak is not known
+    # FLOPs of forward and backward pass. nanoGPT's model has the same matmuls as this project's.
+    flops_per_token = build_without_weights(GPT, options.bench_config).flops_per_token()
+    tokens_per_step = options.micro_batch_size * options.block_size
+    measured: dict[str, dict] = {}
+    for name, measurement in measurements.items():
+        tokens_per_second = tokens_per_step / measurement.step_seconds
+        mfu = None
+        if gpu is not None:
+            mfu = tokens_per_second * flops_per_token / gpu.peak_flops
+        peak_bytes = measurement.peak_bytes
+        measured[name] = {"rate": tokens_per_second, "peak_bytes": peak_bytes, "mfu": mfu}
+    return measured
+
+
 def main(options: BenchOptions) -> None:
     programs = {"ours": build_ours}
     peer = options.peer
@@ -139,9 +158,9 @@ def main(options: BenchOptions) -> None:
                 f"--peer {peer} holds no model.py: git clone "
                 f"https://github.com/karpathy/nanoGPT {peer}"
             )
-        programs["nanogpt"] = partial(build_nanogpt, peer)  # takes the options, as build_ours
+        programs["nanogpt"] = build_nanogpt
     measurements: dict[str, Measurement] = {}  # by the name of the program
-    # {"ours": {"nvjet_hsh_128x256_64x4": 31.5, ...}, "nanogpt": {...}}
+    # {"ours": {"nvjet_hsh_128x256_64x4": 31.5, ...}, "nanogpt": {...}} with --profile, else empty
     kernel_ms_by_program: dict[str, dict[str, float]] = {}
     if options.profile:
         options = replace(options, repeats=1)  # for the JSON below, which records the options
@@ -155,25 +174,10 @@ def main(options: BenchOptions) -> None:
 
     # Only now: a process that uses a GPU takes some of its memory from the measurements.
     device = pick_device(options.device)
-    gpu = gpu_of(device, pick_dtype(options.dtype, device))  # None if its peak is not known
-    # FLOPs of forward and backward pass. nanoGPT's model has the same matmuls as this project's.
-    flops_per_token = build_without_weights(GPT, options.bench_config).flops_per_token()
-    # {"ours": {"rate": 1.2e5, "peak_bytes": 7.1e9, "mfu": 0.41}, "nanogpt": {...}}, with --profile
-    # also "kind_ms": {"attention": 12.1, ..., "waiting": 3.0} and "kernel_ms": {...}
-    measured: dict[str, dict] = {}
-    tokens_per_step = options.micro_batch_size * options.block_size
-    for name, measurement in measurements.items():
-        tokens_per_second = tokens_per_step / measurement.step_seconds
-        mfu = None
-        if gpu is not None:
-            mfu = tokens_per_second * flops_per_token / gpu.peak_flops
-        peak_bytes = measurement.peak_bytes
-        measured[name] = {"rate": tokens_per_second, "peak_bytes": peak_bytes, "mfu": mfu}
-        if options.profile:
-            # adds "kind_ms" (ms of a step by kind, with "waiting") and "kernel_ms" (the longest)
-            step_ms = 1000 * measurement.step_seconds
-            measured[name] |= summarize(kernel_ms_by_program[name], step_ms)
-
+    measured = speed_and_memory(measurements, options, device)
+    for name, kernel_ms in kernel_ms_by_program.items():
+        # adds "kind_ms": {"attention": 12.1, ..., "waiting": 3.0} and "kernel_ms": {...}
+        measured[name] |= summarize(kernel_ms, 1000 * measurements[name].step_seconds)
     comparison: dict[str, object] = {
         **describe_device(device),  # {"device": "NVIDIA H200", "torch": "2.13.0+cu130"}
         "unit": "tokens/s",

@@ -153,9 +153,8 @@ def check_124m(out: Path) -> list[bool]:
 
     # HellaSwag of OpenAI's 124M against the published score, an accuracy from 0 to 1
     run_script(f"evaluate.py --model gpt2 --tasks hellaswag --out {out}/gpt2.json")
-    accuracies: dict[tuple[str, str, str], float] = {}  # (task, protocol, metric) -> value
-    for score in json.loads((out / "gpt2.json").read_text())["results"]:
-        accuracies[score["task"], score["protocol"], score["metric"]] = score["value"]
+    scores = json.loads((out / "gpt2.json").read_text())["results"]
+    accuracies = {(row["task"], row["protocol"], row["metric"]): row["value"] for row in scores}
     key = ("hellaswag", "build-nanogpt", "acc_norm")
     published_accuracy = PUBLISHED[key].by_model_type["gpt2"]  # 0.2955
     low, high = published_accuracy - 2e-3, published_accuracy + 2e-3

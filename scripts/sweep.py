@@ -100,29 +100,34 @@ def folder_of(options: SweepOptions, run_name: str) -> Path:
 def command_of(options: SweepOptions, run_name: str) -> list[str]:
     """Return the command that trains a run, such as "recipe=gpt2 max_lr=2e-3 seed=1", or continues
     an earlier run of this name. Raise UserError if its folder has a run with other options."""
-    folder = folder_of(options, run_name)
     # The last of two flags with one name wins: grid and seed override --fixed.
     settings = list(options.fixed) + run_name.split()
     # `split` because a fixed option may have several values: "data_dir data/a:0.7 data/b:0.3".
     flags = " ".join(f"--{setting}" for setting in settings).split()  # ["--max_lr=2e-3", ...]
-
-    # The folder's name does not contain --fixed. Without this check the table could compare a run
-    # of an earlier sweep, with other data or another length, with new runs.
-    # content of config.json; None without a log
-    logged_config = read_logged_config(folder / "logs")
-    if logged_config:
-        changes = describe_changes(logged_config["config"], flags)  # "grad_clip 1.0 (here 2.0)"
-        # config.json has --minutes only in "command", the run's sys.argv. A run resumed by hand has
-        # none there.
-        minutes = flag_value(flags, "minutes")
-        earlier_minutes = flag_value(logged_config.get("command", []), "minutes")
-        if not changes and earlier_minutes not in (None, minutes):
-            changes = f"minutes {earlier_minutes} (here {minutes})"
-        if changes:  # "" if all options are equal
-            raise UserError(f"{folder} has a run with {changes}; give another --out")
-
+    folder = folder_of(options, run_name)
+    check_earlier_run(folder, flags)
     # "auto" resumes the newest checkpoint, or begins a new run if there is none.
     return [sys.executable, str(TRAIN), *flags, "--resume", "auto", "--run_dir", str(folder)]
+
+
+def check_earlier_run(folder: Path, flags: list[str]) -> None:
+    """Raise UserError if the folder has a run with other options than these flags give.
+
+    The folder's name does not contain --fixed. Without this check the table could compare a run of
+    an earlier sweep, with other data or another length, with new runs.
+    """
+    logged_config = read_logged_config(folder / "logs")  # of config.json; None without a log
+    if not logged_config:
+        return
+    changes = describe_changes(logged_config["config"], flags)  # "grad_clip 1.0 (here 2.0)"
+    # config.json has --minutes only in "command", the run's sys.argv. A run resumed by hand has
+    # none there.
+    minutes = flag_value(flags, "minutes")
+    earlier_minutes = flag_value(logged_config.get("command", []), "minutes")
+    if not changes and earlier_minutes not in (None, minutes):
+        changes = f"minutes {earlier_minutes} (here {minutes})"
+    if changes:  # "" if all options are equal
+        raise UserError(f"{folder} has a run with {changes}; give another --out")
 
 
 def plan(options: SweepOptions, run_name: str) -> None:
