@@ -101,6 +101,27 @@ def test_rows_of_rare_tokens_do_not_decide(shards, monkeypatch, minutes, n_layer
     assert planned.choose().size.model.config.n_layer == n_layer
 
 
+@pytest.mark.parametrize(
+    "small_tokens, large_tokens, measured",
+    [
+        (2.20e6, 1.49e6, -0.33),
+        (2.21e6, 1.47e6, -0.33),
+        (2.21e6, 1.71e6, 0.03),
+        (6.6e6, 4.46e6, 0.06),
+    ],
+)
+def test_two_sizes_compare_as_measured(shards, monkeypatch, small_tokens, large_tokens, measured):
+    """The novels in GPT-2's tokens, 1 layer of 64 channels and 2 of 128 in the same time on two
+    machines (docs/BENCHMARKS.md): the tokens that each read, and the difference of the losses."""
+    planned = dial(shards, monkeypatch, 15)
+    planned.data = DataSize(train_tokens=11_510_951)
+    small, large, *_ = planned.make_sizes()
+    predicted = compared_loss(
+        small.counted_parameters, small_tokens, planned.data.train_tokens
+    ) - compared_loss(large.counted_parameters, large_tokens, planned.data.train_tokens)
+    assert predicted == pytest.approx(measured, abs=0.2)
+
+
 def test_processes_that_share_blocks_get_sizes_whose_heads_they_can_divide(shards, monkeypatch):
     flags = ("--tensor_parallel", 2, "--sharding", "zero2")
     sizes = dial(shards, monkeypatch, 15, *flags).sizes

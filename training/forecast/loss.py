@@ -16,9 +16,9 @@ LOWEST, A, ALPHA, B, BETA = 1.69, 406.4, 0.34, 410.7, 0.28
 # are 2.35T tokens (Rae et al. 2021).
 FITTED_BYTES_PER_TOKEN = 4.5
 # Most rows of the token embedding (and of an untied head) that count as parameters: rows of rare
-# tokens learn little. With all 50,257 of GPT-2's, 15 minutes of one core would train 1 x 64 on
-# code, which ends 0.1 nats above 2 x 128 (docs/BENCHMARKS.md, machine A).
-COUNTED_ROWS = 18_000
+# tokens learn little. With 12,000 of GPT-2's 50,257, 1 x 64 and 2 x 128 (layers, channels) differ
+# as in four pairs of measured runs (docs/BENCHMARKS.md, machines A and H), to 0.2 nats.
+COUNTED_ROWS = 12_000
 # Muennighoff et al. 2023, section 5: after so many repeats of the text, or so many times the
 # parameters that are best for it, the value of one more has fallen to 1 / e.
 REPEATED_TOKENS, EXCESS_PARAMETERS = 15.4, 5.3
@@ -37,13 +37,14 @@ def compared_loss(num_parameters: float, num_tokens: float, text_tokens: float) 
     best number for it, count less and less (Muennighoff et al. 2023, equation 6). Both numbers of
     tokens are multiplied by token_worth; `num_parameters` counts at most COUNTED_ROWS rows of a
     table of tokens."""
-    # The best number of parameters N for D = text_tokens: of all with the same product N D the loss
-    # is lowest where ALPHA A / N^ALPHA = BETA B / D^BETA.
-    best_parameters = (ALPHA * A / (BETA * B) * text_tokens**BETA) ** (1 / ALPHA)
+    unique_tokens = min(num_tokens, text_tokens)  # tokens of the text that are read at all
+    # The best number of parameters N for D = unique_tokens: of all with the same product N D the
+    # loss is lowest where ALPHA A / N^ALPHA = BETA B / D^BETA.
+    best_parameters = (ALPHA * A / (BETA * B) * unique_tokens**BETA) ** (1 / ALPHA)
     # After an excess of EXCESS_PARAMETERS (5.3) times the best number, or after REPEATED_TOKENS
     # (15.4) repeats of the text, one more parameter or token is worth 1 / e.
     effective_parameters = effective_number(num_parameters, best_parameters, EXCESS_PARAMETERS)
-    effective_tokens = effective_number(num_tokens, text_tokens, REPEATED_TOKENS)
+    effective_tokens = effective_number(num_tokens, unique_tokens, REPEATED_TOKENS)
     # the fit of Hoffmann et al. 2022, with the effective numbers as N and D
     return LOWEST + A / effective_parameters**ALPHA + B / effective_tokens**BETA
 
