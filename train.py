@@ -105,7 +105,7 @@ def main() -> None:
                     saver.save_if_best(metrics["loss"])
                 for benchmark, metrics in evaluator.due_benchmarks(step):
                     run.logger.log_evaluation(benchmark, metrics, step)  # {"n": 500, "acc": 0.3}
-                text = evaluator.sample(step)  # None if no sample is due
+                text = evaluator.sample(step)  # on all processes; None if no sample is due
                 if text is not None:
                     run.logger.log_sample(text, step)
                 if run.ended:  # step == max_steps

@@ -220,7 +220,7 @@ def draw_main(axes: Axes, run: LoggedRun, metric: str, color: str) -> None:
     if metric != "reward":  # a reward has no high start: it begins near its later values
         train_curve = without_start(*train_curve)
         val_curve = without_start(*val_curve)
-    [line] = axes.plot(*train_curve, lw=0.8, alpha=0.6, color=color)
+    [labelled_line] = axes.plot(*train_curve, lw=0.8, alpha=0.6, color=color)
     label = run.label
     # the metrics of each validation with a finite value: a step may lack the metric, and a run that
     # diverged logs null (both are None, which becomes NaN)
@@ -230,12 +230,12 @@ def draw_main(axes: Axes, run: LoggedRun, metric: str, color: str) -> None:
         if np.isfinite(np.float64(metrics.get(metric)))
     ]
     if finite_metrics:
-        # only this line gets the label below: the legend names each run once
-        [line] = axes.plot(*val_curve, lw=1.8, marker="o", ms=3, color=color)
+        # the label goes to this line instead: the legend names each run once
+        [labelled_line] = axes.plot(*val_curve, lw=1.8, marker="o", ms=3, color=color)
         best_metrics = min_or_max(finite_metrics, key=lambda metrics: metrics[metric])
         # "gpt2: lowest validation loss 3.295, at step 19,073"
         label += f": {best_label} {best_metrics[metric]:.3f}, at step {best_metrics['step']:,}"
-    line.set_label(label)
+    labelled_line.set_label(label)
 
 
 def without_start(x: np.ndarray, losses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

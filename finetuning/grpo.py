@@ -27,8 +27,8 @@ from utils.seeds import hash_seed
 
 class GroupRelativePolicy(Method):
     """GRPO: a completion becomes likelier if its reward is above the mean of its group, else less
-    likely. The reference model, if there is one, adds a KL divergence to the loss. An example is a
-    Question."""
+    likely. The reference model, if there is one, adds a KL divergence to the loss. `examples` are
+    Questions."""
 
     reward_function: RewardFunction  # never None: FinetuneOptions requires --reward for grpo
 
@@ -38,6 +38,7 @@ class GroupRelativePolicy(Method):
         # the checkpoints of another run. The first question's right answer serves as a completion's
         # text; a reward model reads token ids instead, here only those of the prompt.
         question = self.examples[0]  # a Question; read_examples refuses a file without rows
+        # token ids and a mask of those that count in the loss, here none
         example = Example.of_completion(question.prompt_ids, [])
         answer = str(question.row.get("answer", ""))  # a row may have a number there
         completion = Completion(question.row, answer, example, is_cut=False)

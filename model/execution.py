@@ -147,10 +147,11 @@ def configure_compiler(execution: Execution) -> None:
     # Batches of fine-tuning have several lengths, and each length needs a graph. The compiler
     # raises an error above this number of graphs, which is 8 by default.
     torch._dynamo.config.recompile_limit = 64
-    # The compiler chooses what the backward pass recomputes. The bans, three rules against slow
-    # recomputation, are on by default, and off for "cheap", which keeps less in memory.
+    # The compiler chooses what the backward pass recomputes, by three rules (bans) against slow
+    # recomputation. "cheap" recomputes all but matmuls and attention: it lifts the bans.
+    has_bans = execution.checkpointing != "cheap"
     for name in RECOMPUTATION_BANS:
-        setattr(torch._functorch.config, name, execution.checkpointing != "cheap")
+        setattr(torch._functorch.config, name, has_bans)
 
 
 @contextmanager

@@ -238,9 +238,9 @@ def has_default(x: Tensor) -> bool:
     """Return True for a weight or bias that still has PyTorch's default: neither the constructor of
     its layer's owner nor a function that made the layer has given it another beginning. Only while
     a model is built."""
-    context = DeferredInit.current
-    assert context is not None, "weights have defaults only within deferred_init"
-    fills = context.fills.get(x, [])  # those so far; the first is the layer's own
+    deferred = DeferredInit.current
+    assert deferred is not None, "weights have defaults only within deferred_init"
+    fills = deferred.fills.get(x, [])  # those so far; the first is the layer's own
     return len(fills) == 1 and fills[0].is_default_of_layer
 
 
@@ -252,14 +252,14 @@ def deferred_init(model: nn.Module) -> Iterator[None]:
     if DeferredInit.current is not None:
         yield
         return
-    with DeferredInit() as context:
+    with DeferredInit() as deferred:
         yield
     if torch.get_default_device().type == "meta":
         return
     # Rows by name; NormalRows are drawn when `[...]` below reads them
-    weights = context.initial_rows(model, seed=int(torch.randint(2**31, (), device="cpu")))
+    weights = deferred.initial_rows(model, seed=int(torch.randint(2**31, (), device="cpu")))
     for name, x in model.state_dict(keep_vars=True).items():
-        if x in context.fills:
+        if x in deferred.fills:
             give_memory(x)
             x.detach().copy_(weights[name][...])
 
@@ -271,9 +271,9 @@ def new_model(
     content of its parameters and buffers by name. fill_model of training/parallel/own_rows.py
     allocates the model and fills them in."""
     # the seed is for constructors that draw numbers themselves: torch.randn(C)
-    with own_random_numbers(hash_seed(f"{seed}")), DeferredInit() as context:
+    with own_random_numbers(hash_seed(f"{seed}")), DeferredInit() as deferred:
         model = model_class(config)
-    return model, context.initial_rows(model, seed)
+    return model, deferred.initial_rows(model, seed)
 
 
 def build_without_weights(model_class: type[Model], config: GPTConfig) -> Model:

@@ -135,7 +135,7 @@ def speed_and_memory(
     """Return tokens/s, peak memory and MFU of each program, for the JSON: {"ours": {"rate": 1.2e5,
     "peak_bytes": 7.1e9, "mfu": 0.41}, "nanogpt": {...}}."""
     gpu = gpu_of(device, pick_dtype(options.dtype, device))  # None if its peak is not known
-    # FLOPs of forward and backward pass. nanoGPT's model has the same matmuls as this project's.
+    # FLOPs of forward and backward pass. With --recipe gpt2 nanoGPT's model has the same matmuls.
     flops_per_token = build_without_weights(GPT, options.bench_config).flops_per_token()
     tokens_per_step = options.micro_batch_size * options.block_size
     measured: dict[str, dict] = {}

@@ -114,8 +114,8 @@ class Evaluator:
                 continue
             # Blocks are compiled for one shape: each new length of text would compile them again.
             with uncompiled(self.options.use_torch_compile):
-                # Results, such as Result("hellaswag", "build-nanogpt", "acc_norm", n=500, ...),
-                # without the rows for --dump
+                # [Result(task="hellaswag", metric="acc_norm", value=0.29, n=500, ...), ...]; the
+                # second output, rows for --dump, is for evaluate.py
                 results, _ = score_benchmark()
             # The last result is of the whole benchmark. For CORE, n counts the items of all tasks.
             metrics: dict[str, float] = {"n": results[-1].n}

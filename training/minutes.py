@@ -151,7 +151,7 @@ class Dial:
         self.options = replace(options, **self.common_flags)
         self.data = read_data_size(options)
         self.sizes = self.make_sizes()
-        self.costs: dict[int, StepCost] = {}
+        self.cost_by_flops: dict[int, StepCost] = {}
         """Costs of the sizes measured so far, by FLOPs per token, which identify a size."""
 
     def make_sizes(self) -> list[Size]:
@@ -179,7 +179,7 @@ class Dial:
         vocab_size = self.data.vocab_size
         # what is not in `flags` comes from the user's flags, --model_type and the recipe
         model_config = replace(self.options, **flags).model_config(self.recipe, vocab_size)
-        # a model with at most COUNTED_ROWS (18,000) tokens: rows of rarer tokens learn little
+        # a model with at most COUNTED_ROWS (12,000) tokens: rows of rarer tokens learn little
         counted_config = replace(model_config, vocab_size=min(vocab_size, COUNTED_ROWS))
         return Size(
             flags,
@@ -200,11 +200,12 @@ class Dial:
         while True:
             try:
                 # replaces the cost with another batch
-                self.costs[size.model.flops_per_token()] = self.step_cost(size, batch_tokens)
+                cost = self.step_cost(size, batch_tokens)
+                self.cost_by_flops[size.model.flops_per_token()] = cost
             except UserError:
                 # Before the first measurement there is nothing to choose by: the flags of the user
                 # contradict each other, or the model does not fit into memory.
-                if not self.costs or size is self.sizes[0]:  # [0]: the smallest
+                if not self.cost_by_flops or size is self.sizes[0]:  # [0]: the smallest
                     raise
                 # larger sizes do not fit into memory, either
                 self.sizes = self.sizes[: self.sizes.index(size)]
@@ -279,7 +280,9 @@ class Dial:
         # which are more for a size that is too slow.
         worth = token_worth(self.data.vocab_size)  # 0.22 for bytes, 1 for GPT-2's tokens
         loss = compared_loss(
-            size.counted_parameters, worth * tokens_that_fit, worth * self.data.train_tokens
+            num_parameters=size.counted_parameters,
+            num_tokens=worth * tokens_that_fit,
+            text_tokens=worth * self.data.train_tokens,
         )
         return Plan(size, batch_tokens, max_steps * batch_tokens, loss, flags)
 
@@ -313,17 +316,18 @@ class Dial:
                 return batch_tokens, num_tokens
             batch_tokens *= 2
 
-    def interpolated_cost(self, flops: int) -> StepCost:
-        """Return the cost of a step with a model of `flops` FLOPs per token. The seconds of the
-        measured sizes, divided by their FLOPs, are interpolated; compile_seconds are the most of
-        any measured size."""
-        measured_flops = sorted(self.costs)  # np.interp needs them sorted
-        costs = [self.costs[measured] for measured in measured_flops]
+    def interpolated_cost(self, flops_per_token: int) -> StepCost:
+        """Return the cost of a step of any size. Seconds of the measured sizes, divided by their
+        FLOPs per token, are interpolated over the logarithm of these FLOPs; compile_seconds are the
+        most of any measured size."""
+        measured_flops = sorted(self.cost_by_flops)  # np.interp needs them sorted
+        costs = [self.cost_by_flops[flops] for flops in measured_flops]
 
         def interpolate(seconds: list[float]) -> float:
-            rates = np.divide(seconds, measured_flops)  # seconds per FLOP
-            # below the smallest and above the largest of the measured sizes the rate stays the same
-            return flops * float(np.interp(math.log(flops), np.log(measured_flops), rates))
+            ratios = np.divide(seconds, measured_flops)
+            # below the smallest and above the largest of the measured sizes the ratio stays equal
+            ratio = np.interp(math.log(flops_per_token), np.log(measured_flops), ratios)
+            return flops_per_token * float(ratio)
 
         return StepCost(
             token_seconds=interpolate([cost.token_seconds for cost in costs]),

@@ -83,18 +83,17 @@ class Muon(torch.optim.Optimizer):
 
     `groups` come from matrix_groups. The parameters of a group have the same shape, and the
     matrices that each fuses are orthogonalized one by one. The caller sets the "lr" of every group
-    before a step. The recipe gives the momentum and NorMuon. Newton-Schulz runs in `dtype`,
-    but in float32 instead of float16.
+    before a step. The recipe gives the momentum and NorMuon. Newton-Schulz runs in
+    `matmul_dtype`, but in float32 instead of float16.
     """
 
     def __init__(
-        self, groups: list[dict], recipe: Recipe, weight_decay: float, dtype: torch.dtype
+        self, groups: list[dict], recipe: Recipe, weight_decay: float, matmul_dtype: torch.dtype
     ) -> None:
         super().__init__(groups, {"lr": 0.0, "weight_decay": weight_decay})
         self.recipe = recipe  # its momentum and normuon, in each step
-        # Dtype of Newton-Schulz. Momenta are cast to it before they are normalized: float16 would
-        # round small ones to 0.
-        self.dtype = torch.float32 if dtype is torch.float16 else dtype
+        # Momenta are cast to it before they are normalized: float16 would round small ones to 0.
+        self.matmul_dtype = torch.float32 if matmul_dtype is torch.float16 else matmul_dtype
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # no closure
@@ -103,7 +102,7 @@ class Muon(torch.optim.Optimizer):
         for group in self.param_groups:
             parameters = group["params"]  # n matrices (R, C) float32; DTensors if sharded
             self.add_momentum(parameters)  # overwrites p.grad with Nesterov's momentum
-            momenta = torch.stack([p.grad.to(self.dtype) for p in parameters])  # (n, R, C)
+            momenta = torch.stack([p.grad.to(self.matmul_dtype) for p in parameters])  # (n, R, C)
             # (n, R, C) bfloat16 or float32: nearly U V^T of each momentum U S V^T. c_attn of 124M
             # fuses three matrices, with the "local_fused_rows" (768, 768, 768).
             update = orthogonalize_sharded(momenta, group["local_fused_rows"])
@@ -171,9 +170,9 @@ def orthogonalize_sharded(stack: Tensor, local_fused_rows: tuple[int, ...]) -> T
 
 
 def orthogonalize_together(stack: Tensor, local_fused_rows: tuple[int, ...]) -> Tensor:
-    """Return what orthogonalize returns for a stack (n, R, C) that all processes hold. Each process
-    orthogonalizes its share of the n matrices and gets the others from the other processes, so that
-    every process must call it."""
+    """Return what orthogonalize returns for a stack (n, R, C) that all processes hold. If there are
+    as many matrices as processes or more, each process orthogonalizes its share and gets the others
+    from the other processes. Every process must call it."""
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     # More processes than matrices would send more than they save, and mostly padding.
     if world_size == 1 or world_size > len(stack):

@@ -154,7 +154,7 @@ def attributes_of(optimizer: Optimizer) -> dict[str, list]:
             continue
         attributes[name] = []
         for leaf in tree_leaves(attribute):
-            # types that count as constant (a flag, a dtype, a function) or that checkpoints save
+            # constants (a flag, a dtype, a function), and parameters, which checkpoints have
             if isinstance(leaf, UNCHANGING) or callable(leaf):
                 continue
             if isinstance(leaf, Tensor):

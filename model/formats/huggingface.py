@@ -1,7 +1,7 @@
 """Folders of Hugging Face's format.
 
 Before a folder is written, the model is compared with transformers, which computes the same only if
-nobody has changed model/gpt.py. Reading a folder does not import transformers.
+nobody has changed the model. Reading a folder does not import transformers.
 """
 
 import json
@@ -18,11 +18,11 @@ from model.gpt import GPT
 from model.proof import agrees, on_narrow_copy
 from utils.errors import UserError
 
-# Tokens of a narrow copy that are compared with transformers: a window of attention, if it is
-# shorter, shows. Angles of rotary positions are rounded, so that later positions would differ by
-# more than the tolerance.
+# Tokens with which a narrow copy is compared with transformers: enough to notice a shorter window
+# of attention. Angles of rotary positions are rounded, so that later positions would differ by more
+# than the tolerance.
 NARROW_TOKENS = 2048
-TOKENS = 16  # of the model itself
+TOKENS = 16  # with which the model itself is compared
 
 
 def load_pretrained(model_name: str | Path) -> GPT:
@@ -126,7 +126,7 @@ def agrees_with_transformers(model: GPT, num_tokens: int = NARROW_TOKENS) -> boo
     # on the CPU, where transformers computes
     weights = {name: x.cpu() for name, x in model.state_dict().items()}
     transformers.utils.logging.disable_progress_bar()
-    # shares the memory of the weights
+    # float32, as `weights`, whose memory it shares
     hf_model = getattr(transformers, class_name).from_pretrained(
         None,  # no folder: the weights come from state_dict
         config=hf_config,

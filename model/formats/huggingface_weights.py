@@ -239,11 +239,11 @@ def model_from_hf(
     model_class: type[Model],
     hf_weights: dict[str, Tensor],
     config: GPTConfig,
-    transposed: tuple[str, ...] = TRANSPOSED,
+    transposed_suffixes: tuple[str, ...] = TRANSPOSED,
 ) -> Model:
     """Return the float32 model with transformers' weights of a GPT-2, LLaMA or Qwen3, by name, such
-    as "transformer.h.0.attn.c_attn.weight". The matrices of a GPT-2 whose names end in `transposed`
-    are stored as (in, out): (768, 2304) for this one of 124M.
+    as "transformer.h.0.attn.c_attn.weight". The matrices of a GPT-2 whose names end in one of the
+    `transposed_suffixes` are stored as (in, out): (768, 2304) for this one of 124M.
 
     Each tensor fills a parameter or a part of one, or is redundant: a tied head, a gain of 1, or no
     weight. An error names any other tensor, and any parameter without a tensor. If the head differs
@@ -267,7 +267,7 @@ def model_from_hf(
     for name, parameter in model.state_dict().items():
         to_fuse: list[Tensor] = []  # such as queries, keys and values of a LLaMA
         # `parameter` and `expected` are on the device "meta": they have shapes but no content
-        for hf_name, expected in weight_to_hf(name, parameter, config, transposed).items():
+        for hf_name, expected in weight_to_hf(name, parameter, config, transposed_suffixes).items():
             assert hf_name in hf_weights, f"it has no {hf_name}"
             x = hf_weights.pop(hf_name)
             # Integers are refused: they are quantized weights, whose scales would not be read.
@@ -276,7 +276,8 @@ def model_from_hf(
             assert is_expected, f"{hf_name} is {x.dtype} {shapes}"
             to_fuse.append(x.float())
         x = torch.cat(to_fuse)  # one below the other
-        if has_gpt2_names(config) and name.endswith(transposed):  # ("mlp.c_fc.weight", ...), or ()
+        # ("mlp.c_fc.weight", ...) of transformers, () of other projects
+        if has_gpt2_names(config) and name.endswith(transposed_suffixes):
             x = x.T.contiguous()  # (in, out) -> (out, in)
         if name in TABLES:  # append the padded rows: (V, C) -> (padded V, C)
             x = F.pad(x, (0, 0, 0, config.padded_vocab_size - config.vocab_size))
@@ -299,17 +300,17 @@ def is_redundant(hf_name: str, x: Tensor, config: GPTConfig) -> bool:
 
 
 def weight_to_hf(
-    name: str, x: Tensor, config: GPTConfig, transposed: tuple[str, ...] = TRANSPOSED
+    name: str, x: Tensor, config: GPTConfig, transposed_suffixes: tuple[str, ...] = TRANSPOSED
 ) -> dict[str, Tensor]:
     """Return the transformers weights, by name, that are fused in this project's weight `x` with
     the name `name`: for a LLaMA's "transformer.h.3.mlp.c_fc.weight" its two halves of rows,
     "model.layers.3.mlp.gate_proj.weight" and "model.layers.3.mlp.up_proj.weight". The matrices of a
-    GPT-2 whose names end in `transposed` are returned as (in, out). `x` may be on the device
-    "meta", if only shapes are needed."""
+    GPT-2 whose names end in one of the `transposed_suffixes` are returned as (in, out). `x` may be
+    on the device "meta", if only shapes are needed."""
     if name in TABLES:
         x = x[: config.vocab_size]  # without padding
     if has_gpt2_names(config):
-        return {name: x.T if name.endswith(transposed) else x}  # (out, in) -> (in, out)
+        return {name: x.T if name.endswith(transposed_suffixes) else x}  # (out, in) -> (in, out)
 
     # LLaMA has no biases, so all names end in ".weight".
     module_name = name.removesuffix(".weight")

@@ -58,7 +58,7 @@ def load_nanogpt(path: Path) -> GPT:
                 config = GPTConfig(**vars(checkpoint["config"]))
         # The names are the same as in transformers' GPT-2, but no matrix is transposed: all are
         # (out, in), as in nn.Linear.
-        return model_from_hf(GPT, weights, config, transposed=())
+        return model_from_hf(GPT, weights, config, transposed_suffixes=())
 
 
 def read_torch(path: Path) -> dict[str, Any]:

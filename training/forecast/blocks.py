@@ -145,7 +145,8 @@ def run_forward(block: nn.Module, inputs: tuple[tuple, dict], mode: str) -> Bloc
 
 
 def record(block: nn.Module, inputs: tuple[tuple, dict], mode: str) -> BlockCost:
-    """Run a block on CPU tensors, and count what autograd keeps and what is computed."""
+    """Run a block on tensors of the CPU, fake ones (without content) within FakeTensorMode, and
+    count what autograd keeps and what is computed."""
     kept_tensors: list[Tensor] = []
     recomputed_flops = 0
 
