@@ -70,8 +70,9 @@ class ConvertOptions:
 
 
 def origin_of_weights(checkpoint: Checkpoint) -> str:
-    """Return the name of what the run of a checkpoint began with, for the model card: a run, a file
-    or a model of the hub. Readers of the card do not have the folders of its path."""
+    """Return the name of what the run of a checkpoint began with, for the model card: a run, a
+    file, a model of the hub, or "random weights". Readers of the card do not have the folders of a
+    path."""
     weights_from = Path(checkpoint["config"]["init_from"] or "random weights")
     # RUN/checkpoints, or a file in it, becomes RUN. A relative path begins in working_dir, which
     # not all checkpoints have. abspath, because the parent of a bare "checkpoints" has no name.

@@ -128,7 +128,7 @@ def check_options(options: EvalOptions) -> dict[str, Path]:
             f"--tasks {' '.join(options.tasks)}: two tasks have one name, so one would "
             "replace the results of the other; rename one"
         )
-    # each takes one path of --data
+    # the benchmarks in --tasks: each takes one path of --data
     benchmark_names = [name for name in options.tasks if name != "val" and not is_path(name)]
     for task_name in benchmark_names:
         if task_name not in BENCHMARKS:
@@ -253,7 +253,7 @@ def main(options: EvalOptions) -> None:
     # GPT-2's tokenizer is "gpt2".
     model, tokenizer_spec, checkpoint = open_model(checkpoint_path or model_name, float32=True)
     model.to(process.device)
-    # in place, if there are faster linear layers for this device and dtype
+    # in place: evaluation mode, and faster linear layers for this device and dtype
     prepare_for_inference(model, process.device, process.dtype, num_tokens=TOKENS_PER_BATCH)
 
     options = replace(

@@ -131,9 +131,11 @@ def parse_recipe(text: str) -> Recipe:
     # {"mlp_ratio": 4.0, "optimizer": "adamw", ...}: the default of each field that a change may
     # name; parse_value converts to its type
     defaults: dict[str, Any] = {}
-    for allowed_field in fields(Recipe) + fields(GPTConfig):
-        if allowed_field.name not in ("model", *NOT_IN_RECIPES):
-            defaults[allowed_field.name] = allowed_field.default
+    for any_field in fields(Recipe) + fields(GPTConfig):
+        # Not "model": a change names fields of GPTConfig one by one. Not those that options or the
+        # tokenizer set, such as n_layer.
+        if any_field.name not in ("model", *NOT_IN_RECIPES):
+            defaults[any_field.name] = any_field.default
     # The default of max_lr is None, which parse_value takes for an int: use gpt2's rate, a float.
     defaults["max_lr"], _ = rate_and_batch(GPTConfig.n_embd)  # 6e-4; _: the tokens of a step
     for change in changes:

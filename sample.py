@@ -216,7 +216,7 @@ def load(model_name: str | Path, device: str = "auto", dtype: str = "auto") -> L
     # The spec of GPT-2's tokenizer is "gpt2". `checkpoint` is the content of the file, {} for a
     # model of another project.
     model, tokenizer_spec, checkpoint = open_model(model_name, float32=needs_float32)
-    # in place, if there are faster linear layers for this device and dtype
+    # in place: evaluation mode, float32 weights, faster linear layers for this device and dtype
     prepare_for_inference(model.to(torch_device), torch_device, torch_dtype)
     can_chat = is_chat(checkpoint, tokenizer_spec)  # by finetune.py's record, else the tokenizer
     return LoadedModel(model, load_tokenizer(tokenizer_spec), can_chat, torch_device, torch_dtype)

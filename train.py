@@ -217,7 +217,8 @@ def build_model(
     options: ResolvedTrainOptions, recipe: Recipe, stream: TokenStream, initial: InitialModel | None
 ) -> tuple[GPT, Mapping[str, Rows]]:
     """Return the model of the run, still without memory, and its first weights by name: the
-    weights of `initial`, or random ones from the seed."""
+    weights of `initial`, or random ones from the seed. Raises UserError if `initial` has another
+    architecture or tokenizer than the run."""
     model_config = agreed_model_config(options, recipe, stream, initial)  # a GPTConfig
     # a model on "meta", and Rows by name: rows[0:4] draws the first four rows of a weight
     model, weights = new_model(GPT, model_config, options.seed)

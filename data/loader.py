@@ -84,7 +84,7 @@ def permute(positions: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
             left, right = right, left ^ mixed
         sequence_ids[unfinished] = (left << half_bits) | right
         unfinished = sequence_ids >= n
-    return sequence_ids.astype(np.int64)  # as the positions; uint64 + int64 would be float64
+    return sequence_ids.astype(np.int64)  # Mixture adds int64: uint64 + int64 is float64
 
 
 def epoch_order(positions: np.ndarray, n: int, seed: int) -> np.ndarray:

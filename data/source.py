@@ -171,7 +171,7 @@ class UntilDamage(io.RawIOBase):
         self.file = self.open()
         self.num_read = 0  # decompressed bytes that readinto has returned
         self.error: Exception | None = None
-        self.lost_bytes: Iterator[bytes] | None = None  # of read_again, after the damage
+        self.lost_bytes: Iterator[bytes] | None = None  # read_again's, after a damage
 
     def readable(self) -> bool:
         return True

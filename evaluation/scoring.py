@@ -106,7 +106,7 @@ def make_batch(packed_items: list[PackedItem], device: torch.device) -> PackedBa
     There are four targets: "c" and "e" are predicted at "b", "d" at "c", and "f" at "e".
     """
     B = len(packed_items)
-    T = packed_items[0].padded_length  # score_items makes batches of equal length
+    T = packed_items[0].padded_length  # of all rows, see batches_of_equal_length
     idx = np.zeros((B, T), np.int64)
     positions = np.zeros((B, T), np.int64)
     segment_ids = np.full((B, T), -1)  # -1: padding

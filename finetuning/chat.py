@@ -46,9 +46,9 @@ def encode_dialog(
         return tokenizer.encode_with_special_tokens(text)
     ids = list(tokenizer.start_ids)  # BOS, or end of text if there is no BOS: [50256] of GPT-2
     for message in messages:
-        # TextEncoder refuses rows with a role that ROLES lacks.
         # Encode role and content separately. Sampling continues after the ":", so training must
-        # not merge the ":" with the letters that follow it into one token.
+        # not merge the ":" with the letters that follow it into one token. ROLES has every role:
+        # TextEncoder refuses rows with another, and sample.py writes no other.
         ids += tokenizer.encode(f"{ROLES[message['role']]}:").tolist()  # "User:"
         # `follows`: some tokenizers would put a second space before the text
         ids += encode_text(f" {message['content']}", tokenizer, follows=True)

@@ -229,9 +229,10 @@ class TextEncoder:
         return text_or_messages
 
     def check_message(self, message: Message) -> None:
-        """Raise ValueError for a message without a role, or without text or tool calls, for a
-        weight besides 0 and 1 and, unless a chat template writes the message, for a role or field
-        that the project's own format lacks."""
+        """Raise ValueError for a message without a role or without content (or, for a chat
+        template, tool calls), for an entry of the content without text, for a weight besides 0 and
+        1 and, unless a chat template writes the message, for a role or field that the project's own
+        format lacks."""
         role = get_field(message, "role", str)  # ValueError without it
         texts_of(message)  # ValueError for entries without text
         is_supported = message.get("weight") in (None, 0, 1)  # 0: not learned

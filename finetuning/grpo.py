@@ -71,9 +71,11 @@ class GroupRelativePolicy(Method):
         rollout_seconds = time.perf_counter() - start_seconds
         completions = list(chain.from_iterable(micro_batches))  # of the step, group after group
 
-        reward_list = [completion.reward for completion in completions]
-        # (batch_size, group_size), in float64, which rounds means over groups and the step less
-        rewards = torch.tensor(reward_list, dtype=torch.float64).view(-1, group_size)
+        # float64 rounds the means over groups and over the step less
+        rewards = torch.tensor(
+            [completion.reward for completion in completions], dtype=torch.float64
+        )
+        rewards = rewards.view(-1, group_size)  # (batch_size, group_size)
         advantages = group_advantages(rewards).flatten().tolist()
         for completion, advantage in zip(completions, advantages, strict=True):
             completion.advantage = advantage  # make_batch copies it into Batch.advantages
@@ -118,8 +120,8 @@ class GroupRelativePolicy(Method):
         # of this process, by the index of the micro-batch: {0: [1.0, 0.0, ...], 2: [...]}
         rewards_by_index: dict[int, list[float]] = {}
         try:
-            # A function may take longer than TIMEOUT, after which a collective of a waiting process
-            # would fail.
+            # raise_on_all: a function may fail on one machine alone. without_timeout: it may take
+            # longer than TIMEOUT, after which a collective of a waiting process would fail.
             with self.process.raise_on_all(), self.process.without_timeout():
                 for index in self.own_micro_batches(list(range(len(micro_batches)))):
                     rewards_by_index[index] = self.reward_function(micro_batches[index])

@@ -174,7 +174,7 @@ class Pair:
 
     chosen: Example
     rejected: Example
-    ref_logprobs: Tensor = field(init=False)
+    ref_logprobs: Tensor = field(init=False, repr=False, compare=False)
     """dpo: log-probabilities (2,) of chosen and rejected under the reference model, in nats,
     float32 on the CPU. Unset until DirectPreference.__post_init__ computes them."""
 

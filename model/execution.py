@@ -148,7 +148,7 @@ def configure_compiler(execution: Execution) -> None:
     # raises an error above this number of graphs, which is 8 by default.
     torch._dynamo.config.recompile_limit = 64
     # The compiler chooses what the backward pass recomputes, by three rules (bans) against slow
-    # recomputation. "cheap" recomputes all but matmuls and attention: it lifts the bans.
+    # recomputation. "cheap" lifts the bans, so that it recomputes all that it can fuse.
     has_bans = execution.checkpointing != "cheap"
     for name in RECOMPUTATION_BANS:
         setattr(torch._functorch.config, name, has_bans)

@@ -87,7 +87,7 @@ class Size:
     counted_parameters: int
     """Parameters that count for the loss: without rows of rare tokens."""
     smallest_batch: int
-    """Tokens of one micro-batch in each part of the data."""
+    """Tokens of one sequence, or of a given micro-batch, in each part of the data."""
 
 
 @dataclass(frozen=True)
@@ -131,8 +131,11 @@ class Dial:
             raise UserError("--minutes chooses the size of a new model: leave out --init_from")
         self.recipe = recipe
         self.process = process
-        self.hardware = Hardware.of(options)  # what --device names, with the number of processes
-        self.data_parallel, _ = self.hardware.parallel_degrees(options)  # parts of the data
+        self.hardware = Hardware.of(options)  # what --device names, and the processes of a machine
+        if process is not None:
+            self.data_parallel = process.data_parallel  # parts of the data
+        else:
+            self.data_parallel, _ = self.hardware.parallel_degrees(options)
         self.micro_batch_size = 1  # sequences; "auto" can choose a single one
         if options.micro_batch_size != "auto":
             self.micro_batch_size = options.micro_batch_size
@@ -157,6 +160,8 @@ class Dial:
     def make_sizes(self) -> list[Size]:
         """Return the sizes to choose from, the smallest first: those of LADDER with the numbers
         that the user gives, or else the one size of the user's own flags."""
+        if "model_type" in self.given_names:
+            return [self.make_size({})]
         sizes = []
         for n_layer, n_head in LADDER.items():
             flags = {"n_layer": n_layer, "n_head": n_head, "n_embd": 64 * n_head}
@@ -170,7 +175,7 @@ class Dial:
                 # core, a context of 256 costs 0.17 nats at 128 channels (docs/BENCHMARKS.md).
                 flags["block_size"] = min(1024, 2 ** round(math.log2(64 * n_head)))
             sizes.append(self.make_size(flags))
-        if not sizes or "model_type" in self.given_names:
+        if not sizes:
             return [self.make_size({})]
         return sizes
 
@@ -183,23 +188,23 @@ class Dial:
         counted_config = replace(model_config, vocab_size=min(vocab_size, COUNTED_ROWS))
         return Size(
             flags,
-            build_without_weights(GPT, model_config),
-            build_without_weights(GPT, counted_config).num_parameters(),
-            self.micro_batch_size * model_config.block_size * self.data_parallel,
+            model=build_without_weights(GPT, model_config),
+            counted_parameters=build_without_weights(GPT, counted_config).num_parameters(),
+            smallest_batch=self.micro_batch_size * model_config.block_size * self.data_parallel,
         )
 
     def choose(self) -> Plan:
         """Return the plan of the best size. Measure the second size, plan every size by its cost,
         measure the best one with its batch, plan again, and so on, until the best one is measured
-        or a tenth of the time is over. Raises the UserError of step_cost for the first size, and
-        for the smallest one. Every process must call it."""
+        or a tenth of the time is over. Raises the UserError of step_cost for the size that is
+        measured first, and for the smallest one. Every process must call it."""
         last_start = self.elapsed() + MEASURED_SHARE * self.run_seconds  # no measuring after it
         size = self.sizes[min(FIRST_MEASURED, len(self.sizes) - 1)]  # the second, or the only one
         batch_tokens = self.first_batch(size)
         measured: list[tuple[Size, int]] = []  # with the tokens of the batch
         while True:
             try:
-                # replaces the cost with another batch
+                # replaces the cost that was measured with another batch
                 cost = self.step_cost(size, batch_tokens)
                 self.cost_by_flops[size.model.flops_per_token()] = cost
             except UserError:
@@ -284,7 +289,8 @@ class Dial:
             num_tokens=worth * tokens_that_fit,
             text_tokens=worth * self.data.train_tokens,
         )
-        return Plan(size, batch_tokens, max_steps * batch_tokens, loss, flags)
+        num_tokens = max_steps * batch_tokens
+        return Plan(size, batch_tokens=batch_tokens, num_tokens=num_tokens, loss=loss, flags=flags)
 
     def choose_val_tokens(self, cost: StepCost, seconds: float) -> int:
         """Return --val_tokens: the largest power of two with which NUM_VALIDATIONS validations take
@@ -348,7 +354,10 @@ def read_data_size(options: ResolvedTrainOptions) -> DataSize:
             raise
         return DataSize()
     return DataSize(
-        len(train_stream), len(val_data.stream), len(val_data.names), train_stream.vocab_size
+        train_tokens=len(train_stream),
+        val_tokens=len(val_data.stream),
+        num_corpora=len(val_data.names),
+        vocab_size=train_stream.vocab_size,
     )
 
 
@@ -378,15 +387,16 @@ def measure_step(
     shape = (options.sequences_per_pass, options.block_size)  # (B, T)
     idx = torch.randint(model_config.vocab_size, shape, device=process.device)
 
+    no_update: list[torch.optim.Optimizer] = []  # passes only add up gradients
     # The first pass compiles and allocates memory, the first step creates the optimizers' state.
-    first_pass_seconds = time_passes(wrapped, [], idx, options, process, 1)
-    time_passes(wrapped, optimizers, idx, options, process, 1)
-    one_pass_seconds = time_passes(wrapped, [], idx, options, process, 1)
+    first_pass_seconds = time_passes(wrapped, no_update, idx, options, process, num_passes=1)
+    time_passes(wrapped, optimizers, idx, options, process, num_passes=1)
+    one_pass_seconds = time_passes(wrapped, no_update, idx, options, process, num_passes=1)
     assert options.minutes is not None  # Dial has checked it
     budget_seconds = max(MIN_PASSES_SECONDS, PASSES_SHARE * 60 * options.minutes)
     budget_seconds = min(MAX_PASSES_SECONDS, budget_seconds)
     num_passes = max(1, int(budget_seconds / one_pass_seconds))
-    pass_seconds = time_passes(wrapped, [], idx, options, process, num_passes)
+    pass_seconds = time_passes(wrapped, no_update, idx, options, process, num_passes)
     step_seconds = time_passes(wrapped, optimizers, idx, options, process, num_passes)
     return StepCost(
         token_seconds=pass_seconds / (idx.numel() * process.data_parallel),
@@ -431,10 +441,12 @@ def forecast_step_cost(
     choose_micro_batch(options, recipe, model.config, hardware)  # only for its UserError
     flops = model.flops_per_token()
     if hardware.gpu is None:
-        return StepCost(seconds_on_cpu(flops, hardware.dtype), 0.0, 0.0)
-    # of all GPUs together
-    flops_per_second = hardware.world_size * hardware.gpu.peak_flops * ASSUMED_UTILIZATION
-    return StepCost(flops / flops_per_second, 0.0, 0.0)
+        token_seconds = seconds_on_cpu(flops, hardware.dtype)
+    else:
+        # of all GPUs together
+        flops_per_second = hardware.world_size * hardware.gpu.peak_flops * ASSUMED_UTILIZATION
+        token_seconds = flops / flops_per_second
+    return StepCost(token_seconds, update_seconds=0.0, compile_seconds=0.0)
 
 
 def choose_for_minutes(
@@ -463,7 +475,7 @@ def plan_for_minutes(options: ResolvedTrainOptions, recipe: Recipe) -> ResolvedT
     """Return the options of the run that --minutes would choose on the devices that --device names,
     by a forecast of their speed, and print the choice. If their speed is not known, print a note
     and return the options as they are."""
-    hardware = Hardware.of(options)
+    hardware = Hardware.of(options)  # asked again by Dial
     if hardware.gpu is None and hardware.device.type != "cpu":
         print("note: --minutes measures the speed of this device when the run starts")
         return options

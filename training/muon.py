@@ -191,7 +191,7 @@ def orthogonalize_together(stack: Tensor, local_fused_rows: tuple[int, ...]) -> 
 
 def orthogonalize(stack: Tensor, local_fused_rows: tuple[int, ...]) -> Tensor:
     """Return a stack (n, R, C) with each of its matrices made nearly orthogonal. If the rows of a
-    weight fuse several matrices (matrix_groups), each of these is orthogonalized by itself.
+    weight fuse several matrices (local_fused_rows_of), each of these is orthogonalized by itself.
 
     Tall matrices are scaled by sqrt(rows / columns), so that an update changes the output of a
     layer by about as much for any shape (Jordan et al. 2024).

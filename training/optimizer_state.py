@@ -97,9 +97,9 @@ def fill_state(model: GPT, name: str, created: dict, saved: dict) -> dict:
     # (MappingKey("momentum_buffer"),), for the second tensor of a list (MappingKey("factors"),
     # SequenceKey(1)).
     created_by_path = dict(tree_flatten_with_path(created)[0])
-    saved_by_path, structure = tree_flatten_with_path(saved)
+    saved_leaves, structure = tree_flatten_with_path(saved)
     leaves: list[object] = []
-    for path, leaf in saved_by_path:
+    for path, leaf in saved_leaves:
         x = created_by_path.get(path)  # perhaps a DTensor; None if not created
         if not isinstance(leaf, Tensor):  # a number or text
             leaves.append(leaf)

@@ -346,7 +346,8 @@ class Run(Generic[Options]):
         module to train, which shares these weights and averages gradients over processes, and its
         optimizers, with the state of the resumed checkpoint. Every process must call it. Raises
         UserError for a damaged file, and for a disk without room for checkpoints."""
-        # The recipe's optimizer decides how many numbers a checkpoint has for each weight.
+        # Now, because a failed save does not end a run: refuse a disk that is too small before the
+        # first step. The recipe's optimizer decides how many numbers are saved for each weight.
         with self.process.raise_on_all():
             if self.process.is_main:
                 check_space(self.options, recipe, model.num_parameters())

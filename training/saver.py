@@ -255,8 +255,9 @@ class Saver:
         save and raise UserError. Every process must call it."""
         progress = self.run.progress  # a Progress; advance has counted the step
         if not self.is_state_checked and progress.bad_steps == 0:  # this step was not skipped
-            # UserError on every process if a checkpoint would lose state, which the first step has
-            # made, or an attribute of an optimizer that is not as in attributes_before.
+            # UserError on every process if a checkpoint would lose state of an optimizer, or an
+            # attribute that differs from attributes_before. Not earlier: the first step makes the
+            # state.
             check_state(self.model, self.optimizers, self.attributes_before, self.run.process)
             self.is_state_checked = True
         if progress.bad_steps < PATIENCE:  # 5; bad_steps are the same on every process

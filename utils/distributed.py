@@ -240,12 +240,12 @@ class Process:
         with ThreadPoolExecutor(1) as executor:
             # wait_until calls a short collective (all_agree) again and again, until all bodies have
             # ended. is_done.wait returns True once this one has, else False after 0.05 seconds.
-            meetings = executor.submit(self.wait_until, lambda: is_done.wait(POLL_SECONDS))
+            waiting = executor.submit(self.wait_until, lambda: is_done.wait(POLL_SECONDS))
             try:
                 yield
             finally:
                 is_done.set()
-                meetings.result()  # waits for the other processes, and raises the thread's error
+                waiting.result()  # waits for the other processes, and raises the thread's error
 
     def read_on_all(self, read: Callable[[], Output]) -> Output:
         """Call `read` on every process and return its result; raise on all processes if one fails.

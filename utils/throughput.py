@@ -83,7 +83,7 @@ def plan_gpus(device: str) -> tuple[GPU, Launch] | None:
     match = re.fullmatch(r"(?:([1-9]\d*)x)?(?:([1-9]\d*)x)?(\w+)", device)
     if match is None or match[3] not in NAMED_GPUS:
         return None
-    # ("4", "8", "h100") of "4x8xh100", ("16", None, "h100") of "16xh100", (None, None, "h100")
+    # ("4", "8", "h100") of "4x8xh100", ("16", None, "h100") of "16xh100"
     first_number, second_number, gpu_name = match.groups()
     if second_number is not None:  # "4x8xh100": 4 machines of 8
         processes_per_machine = int(second_number)

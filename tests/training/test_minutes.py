@@ -120,6 +120,7 @@ def test_two_sizes_compare_as_measured(shards, monkeypatch, small_tokens, large_
         small.counted_parameters, small_tokens, planned.data.train_tokens
     ) - compared_loss(large.counted_parameters, large_tokens, planned.data.train_tokens)
     assert predicted == pytest.approx(measured, abs=0.2)
+    assert (predicted > 0) == (measured > 0)
 
 
 def test_processes_that_share_blocks_get_sizes_whose_heads_they_can_divide(shards, monkeypatch):

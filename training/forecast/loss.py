@@ -33,10 +33,10 @@ def fitted_loss(num_parameters: float, num_tokens: float) -> float:
 
 def compared_loss(num_parameters: float, num_tokens: float, text_tokens: float) -> float:
     """Return a loss by which runs compare that train in equal time on a text of `text_tokens`
-    tokens: that of Hoffmann et al. 2022, where tokens beyond the text, and parameters beyond the
-    best number for it, count less and less (Muennighoff et al. 2023, equation 6). Both numbers of
-    tokens are multiplied by token_worth; `num_parameters` counts at most COUNTED_ROWS rows of a
-    table of tokens."""
+    tokens: that of Hoffmann et al. 2022, where repeated tokens, and parameters beyond the best
+    number for the part of the text that is read, count less and less (Muennighoff et al. 2023,
+    equation 6). Both numbers of tokens are multiplied by token_worth; `num_parameters` counts at
+    most COUNTED_ROWS rows of a table of tokens."""
     unique_tokens = min(num_tokens, text_tokens)  # tokens of the text that are read at all
     # The best number of parameters N for D = unique_tokens: of all with the same product N D the
     # loss is lowest where ALPHA A / N^ALPHA = BETA B / D^BETA.
@@ -62,9 +62,9 @@ def token_worth(vocab_size: int) -> float:
 
 def effective_number(number: float, full: float, decay: float) -> float:
     """Return what a number is worth if only `full` of it counts fully. `full` is the tokens of the
-    text, or the parameters that are best for it. `decay` is in multiples of `full`: after so many,
-    one more is worth 1 / e. 1 x 10^6 tokens that are read 16 times, with a decay of 15.4, are worth
-    10.6 x 10^6."""
+    text that are read at all, or the parameters that are best for them. `decay` is in multiples of
+    `full`: after so many, one more is worth 1 / e. 1 x 10^6 tokens that are read 16 times, with a
+    decay of 15.4, are worth 10.6 x 10^6."""
     excess = max(0.0, number / full - 1)  # in multiples of `full`; 0 if all of the number counts
     return min(number, full) + full * decay * (1 - math.exp(-excess / decay))
 
