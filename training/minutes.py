@@ -162,13 +162,15 @@ class Dial:
         that the user gives, or else the one size of the user's own flags."""
         if "model_type" in self.given_names:
             return [self.make_size({})]
+        num_kv_heads = self.recipe.model.get("n_kv_head") or 1
         sizes = []
         for n_layer, n_head in LADDER.items():
             flags = {"n_layer": n_layer, "n_head": n_head, "n_embd": 64 * n_head}
             # None: not given
             if any(getattr(self.options, name) not in (None, flags[name]) for name in flags):
                 continue
-            if n_head % self.options.tensor_parallel:  # the processes share the heads
+            # the processes share the heads, and groups of heads share keys and values
+            if n_head % self.options.tensor_parallel or n_head % num_kv_heads:
                 continue
             if "block_size" not in self.given_names:
                 # The power of two nearest to the width, up to GPT-2's 1024. In two minutes of one

@@ -123,10 +123,19 @@ def test_two_sizes_compare_as_measured(shards, monkeypatch, small_tokens, large_
     assert (predicted > 0) == (measured > 0)
 
 
-def test_processes_that_share_blocks_get_sizes_whose_heads_they_can_divide(shards, monkeypatch):
-    flags = ("--tensor_parallel", 2, "--sharding", "zero2")
+@pytest.mark.parametrize(
+    "flags",
+    [("--tensor_parallel", 2, "--sharding", "zero2"), ("--recipe", "modern,n_kv_head=2")],
+)
+def test_sizes_have_heads_that_can_be_shared(shards, monkeypatch, flags):
     sizes = dial(shards, monkeypatch, 15, *flags).sizes
     assert len(sizes) > 6 and all(size.flags["n_head"] % 2 == 0 for size in sizes)
+
+
+def test_a_model_type_is_the_only_size(shards, monkeypatch):
+    flags = ("--model_type", "gpt2", "--recipe", "modern,n_kv_head=4")
+    [size] = dial(shards, monkeypatch, 15, *flags).sizes
+    assert size.flags == {} and size.model.config.n_layer == 12
 
 
 @pytest.mark.parametrize("micro_batch_size", [2, 24])
