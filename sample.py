@@ -211,12 +211,14 @@ def load(model_name: str | Path, device: str = "auto", dtype: str = "auto") -> L
     a Hugging Face name or folder, for `load("gpt2").complete("Once upon a time")`."""
     torch_device = pick_device(device)
     torch_dtype = pick_dtype(dtype, torch_device)  # "auto": bfloat16 where it is faster
-    # bfloat16 matmuls need only the bfloat16 half of each weight: read half of the bytes.
+    # For bfloat16 read only the bfloat16 half of each weight, half of the bytes. This rounds
+    # embeddings and norms, too.
     needs_float32 = torch_dtype is not torch.bfloat16
     # The spec of GPT-2's tokenizer is "gpt2". `checkpoint` is the content of the file, {} for a
     # model of another project.
     model, tokenizer_spec, checkpoint = open_model(model_name, float32=needs_float32)
-    # in place: evaluation mode, float32 weights, faster linear layers for this device and dtype
+    # In place: evaluation mode, and faster linear layers for this device and dtype. Embeddings and
+    # norms are float32.
     prepare_for_inference(model.to(torch_device), torch_device, torch_dtype)
     can_chat = is_chat(checkpoint, tokenizer_spec)  # by finetune.py's record, else the tokenizer
     return LoadedModel(model, load_tokenizer(tokenizer_spec), can_chat, torch_device, torch_dtype)

@@ -214,14 +214,19 @@ def tokenize(
 
 
 def tokenize_and_clear(
-    row_batch: RowBatch, point: ResumePoint, tokenizer: Tokenizer, val_fraction: float, folder: Path
+    row_batch: RowBatch,
+    resume_point: ResumePoint,
+    tokenizer: Tokenizer,
+    val_fraction: float,
+    folder: Path,
 ) -> list[Document]:
-    """Return the documents of a batch from row `point.first_row` on, and clear `row_batch.rows`.
-    The shards already hold earlier rows, and the first `point.tokens` tokens of the first document.
-    The tokens of a long text are kept on disk, in `folder`."""
+    """Return the documents of a batch from row `first_row` of the resume point on, and clear
+    `row_batch.rows`. The shards already hold earlier rows, and as many tokens of the first document
+    as the resume point has. The tokens of a long text are kept on disk, in `folder`."""
     documents: list[Document] = []
     for row, text in enumerate(row_batch.rows):
-        if row < point.first_row or isinstance(text, Skipped):  # a Skipped row is only counted
+        # a Skipped row is only counted
+        if row < resume_point.first_row or isinstance(text, Skipped):
             continue
         document = tokenize(tokenizer, val_fraction, text, folder)
         # for save_resume_point: a later run continues at this row of this batch
@@ -231,8 +236,8 @@ def tokenize_and_clear(
     # In place, because read_documents still holds the batch: texts take memory, or disk.
     row_batch.rows.clear()
     if documents:
-        # point.tokens is 0 except for the first batch; Sharder.write skips these tokens
-        documents[0].num_written = point.tokens
+        # resume_point.tokens is 0 except for the first batch; Sharder.write skips these tokens
+        documents[0].num_written = resume_point.tokens
     return documents
 
 
@@ -247,22 +252,22 @@ def read_documents(
     # threads, not processes: tokenizers release the interpreter lock, and nothing is copied
     workers = ThreadPoolExecutor(options.num_workers)
     try:
-        point = sharder.manifest.state  # of an earlier run, or ResumePoint()
-        # point.source is a SourcePosition as JSON; None: from the beginning
-        for row_batch in source.batches(point.source):
+        resume_point = sharder.manifest.state  # of an earlier run, or ResumePoint()
+        # resume_point.source is a SourcePosition as JSON; None: from the beginning
+        for row_batch in source.batches(resume_point.source):
             # size of the texts of the batch in UTF-8
             num_bytes = sum(size_of(row) for row in row_batch.rows if not isinstance(row, Skipped))
-            future = workers.submit(
+            documents_future = workers.submit(
                 tokenize_and_clear,
                 row_batch,
-                point,
+                resume_point,
                 tokenizer,
                 options.val_fraction,
                 sharder.folder,
             )
-            pending.append((future, num_bytes))
+            pending.append((documents_future, num_bytes))
             pending_bytes += num_bytes
-            point = ResumePoint()  # the shards hold nothing of later batches
+            resume_point = ResumePoint()  # the shards hold nothing of later batches
             # Three batches per thread keep all threads busy. PENDING_BYTES (128 MiB of text per
             # thread) limits memory, and the room on disk of long texts and of their tokens.
             while len(pending) > 3 * options.num_workers or (

@@ -237,8 +237,9 @@ class Mixture:
         """Sequences of each corpus."""
         all_folders: list[ShardFolder] = []
         for corpus in corpora:
-            # the ShardFolders that have the split, "train" or "val"; UserError if none has it
+            # the ShardFolders that have the split, "train" or "val"
             folders = open_folders(corpus.folders, split)
+            # of block_size + 1 tokens each: inputs, and targets one token later
             self.corpus_sequences.append(Sequences(TokenStream(folders), block_size))
             all_folders += folders
         # TokenStream refuses corpora that differ in tokenizer or val_fraction.

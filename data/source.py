@@ -667,6 +667,7 @@ class Source:
         control characters, and a note if there is no --separator in the files. Raises
         UserError for a source that cannot be read, and at the end if no row was a text. `datasets`
         retries downloads, for DOWNLOAD_SECONDS a batch."""
+        # in the first file that is read; later files are read from their beginning
         position = SourcePosition(**(position_json or {}))
         # {"books/a.txt": 12_345, ...}; {} for a dataset
         bytes_by_file = dict(zip(self.settings.files, self.settings.sizes, strict=True))
@@ -689,7 +690,7 @@ class Source:
                 reason = describe_error(error)  # "(OSError: ...)"
                 raise UserError(f"{name:.300} cannot be read {reason}{advice}") from error
             warn_if_suspect(name, counts)
-            position = SourcePosition()  # the next file is read from its beginning
+            position = SourcePosition()
         # a text file that --separator divides has several rows
         is_divided = self.settings.files and any(
             counts.rows > 1

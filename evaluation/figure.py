@@ -330,7 +330,8 @@ def save_picture(
         if step_tokens is not None:
             draw_steps(axes, step_tokens)
             if axes is figure.axes[0]:  # the panel at the top
-                # above the axis of tokens, which takes 0.42 inches of a panel 2 inches high
+                # Above the axis of tokens, which takes 0.42 inches of a panel 2 inches high. The
+                # picture grows by as much, so that the panel keeps its size.
                 legend_bottom = 1.21
                 figure.set_figheight(figure.get_figheight() + 0.42)
             else:

@@ -39,7 +39,7 @@ class PreparedStep:
     """Number of targets (sft), pairs (dpo, reward) or completions (grpo) in the step on all
     processes. finetune.py divides the sums of Method.metric_sums by it."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """grpo: further metrics for the log, as means over the step."""
+    """grpo: further metrics of the step for the log."""
     sample: str | None = None
     """grpo: text for samples.txt."""
 

@@ -79,10 +79,10 @@ class GPTConfig:
         check_ranges(self)  # UserError for a value out of its field's range
         if self.n_embd % self.n_head:
             raise UserError(
-                f"n_embd {self.n_embd} does not divide by n_head {self.n_head}; give another n_head"
+                f"n_embd {self.n_embd} is no multiple of n_head {self.n_head}; give another n_head"
             )
         if self.n_head % self.num_kv_heads:
-            raise UserError(f"n_head {self.n_head} does not divide by n_kv_head {self.n_kv_head}")
+            raise UserError(f"n_head {self.n_head} is no multiple of n_kv_head {self.n_kv_head}")
         # RoPE rotates pairs of channels
         if self.position == "rotary" and self.head_size % 2:
             raise UserError(f"a head is {self.head_size} wide; rotary positions need an even width")

@@ -117,8 +117,8 @@ class Context:
         device = model.transformer.wte.weight.device
         self.tokens = torch.tensor(rows, device=device)  # (B, S), with padding
         self.capacity = min(block_size, longest + max_new_tokens)  # of the cache, in tokens
-        # Keys and values of past tokens; GPT.hidden allocates its memory. None: next_logits reads
-        # all tokens.
+        # Keys and values of past tokens; the first `append` allocates memory. None: next_logits
+        # reads all tokens.
         self.cache = KVCache(self.capacity) if use_cache else None
 
     def append(self, tokens: Tensor) -> None:

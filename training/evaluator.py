@@ -55,7 +55,7 @@ class Evaluator:
         self.score_benchmarks: list[tuple[str, ScoreBenchmark]] = []
         """Name of each benchmark, and the function that scores it, always on equal examples. It
         returns Results (evaluation/tasks.py) and rows for --dump."""
-        # GPT-2's vocabulary is downloaded once. Training itself needs only ids, so a run on a
+        # The vocabulary may have to be downloaded. Training itself needs only ids, so a run on a
         # machine without network goes on.
         try:
             # The tokenizer that made the shards, by its spec, such as "gpt2". An error of one
@@ -144,6 +144,7 @@ class Evaluator:
         # All processes write the same text, because a forward pass under FSDP2 needs all of them.
         with process.autocast(), uncompiled(self.options.use_torch_compile):
             # all_done lets all processes stop together, and raises Stopped after a signal.
+            # [GeneratedTokens], whose `tokens` are those after the prompt
             completions = complete(model, prompts, tokenizer.end_ids, sampling, process.all_done)
         model.train()
         # "replace": the text may end in the middle of a character

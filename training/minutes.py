@@ -82,7 +82,7 @@ class Size:
     flags: dict[str, Any]
     """Options that make a model of this size: {"n_layer": 2, "n_head": 2, "n_embd": 128,
     "block_size": 128}, without a given block_size; {} if the user's flags make the only size."""
-    model: GPT
+    meta_model: GPT
     """The model on "meta", for its counts."""
     counted_parameters: int
     """Parameters that count for the loss: without rows of rare tokens."""
@@ -190,7 +190,7 @@ class Dial:
         counted_config = replace(model_config, vocab_size=min(vocab_size, COUNTED_ROWS))
         return Size(
             flags,
-            model=build_without_weights(GPT, model_config),
+            meta_model=build_without_weights(GPT, model_config),
             counted_parameters=build_without_weights(GPT, counted_config).num_parameters(),
             smallest_batch=self.micro_batch_size * model_config.block_size * self.data_parallel,
         )
@@ -208,7 +208,7 @@ class Dial:
             try:
                 # replaces the cost that was measured with another batch
                 cost = self.step_cost(size, batch_tokens)
-                self.cost_by_flops[size.model.flops_per_token()] = cost
+                self.cost_by_flops[size.meta_model.flops_per_token()] = cost
             except UserError:
                 # Before the first measurement there is nothing to choose by: the flags of the user
                 # contradict each other, or the model does not fit into memory.
@@ -243,8 +243,8 @@ class Dial:
         forecast. Raises UserError as these two do. Every process must call it."""
         options = replace(self.options, **size.flags, total_batch_size=batch_tokens)
         if self.process is None:
-            return forecast_step_cost(options, self.recipe, size.model, self.hardware)
-        return measure_step(options, self.recipe, size.model.config, self.process)
+            return forecast_step_cost(options, self.recipe, size.meta_model, self.hardware)
+        return measure_step(options, self.recipe, size.meta_model.config, self.process)
 
     def best_plan(self, seconds: float) -> Plan:
         """Return the plan of the smallest size whose loss is within EQUAL_LOSS of the lowest, for a
@@ -257,7 +257,7 @@ class Dial:
     def make_plan(self, size: Size, seconds: float) -> Plan:
         """Return the run with a model of this size that takes about `seconds`, or less if more
         repeats of the text would not help."""
-        cost = self.interpolated_cost(size.model.flops_per_token())
+        cost = self.interpolated_cost(size.meta_model.flops_per_token())
         # Steps and validations get what compiling and OTHER_SHARE (7 % for batches, log and other
         # programs) leave.
         busy_seconds = max(1.0, (1 - OTHER_SHARE) * seconds - cost.compile_seconds)
@@ -487,7 +487,7 @@ def plan_for_minutes(options: ResolvedTrainOptions, recipe: Recipe) -> ResolvedT
 
 def print_choice(dial: Dial, plan: Plan, chosen_flags: list[str]) -> None:
     """Print the size with its reason, how far the time goes, and the run as plain flags."""
-    model = plan.size.model
+    model = plan.size.meta_model
     print(
         f"n_layer {model.config.n_layer}, n_embd {model.config.n_embd} "
         f"({model.num_parameters():,} parameters): the smallest of "

@@ -106,8 +106,8 @@ def refuse_removing(init_from: str, folder: Path) -> None:
     """Raise UserError if the weights of --init_from lie in `folder`, the checkpoint folder of the
     run. --overwrite removes other checkpoints from it when the log is opened (Run.open_log)."""
     # of runs/a: runs/a/checkpoints; other paths stay
-    weights_folder = find_checkpoint_folder(Path(init_from)).resolve()
-    if weights_folder.is_relative_to(folder.resolve()):
+    weights_path = find_checkpoint_folder(Path(init_from)).resolve()
+    if weights_path.is_relative_to(folder.resolve()):
         raise UserError(
             "--overwrite would remove the weights of --init_from: give another --checkpoint_dir"
         )

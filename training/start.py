@@ -117,7 +117,8 @@ def open_init_from(model_name: str | Path, process: Process) -> InitialModel:
         checkpoint = load_checkpoint(path)
         check_head(path, checkpoint, is_reward_model=False)
         return open_initial_checkpoint(path, checkpoint, process)
-    model, tokenizer_spec = open_pretrained(model_name)  # float32, on the CPU; such as "gpt2"
+    # a float32 model on the CPU, and the spec of its tokenizer, such as "gpt2"
+    model, tokenizer_spec = open_pretrained(model_name)
     return InitialModel(model.config, model.state_dict(), tokenizer_spec, {})  # no checkpoint
 
 

@@ -182,7 +182,7 @@ def host_memory() -> int:
 def autocast(
     device: torch.device, dtype: torch.dtype, *, keep_weights: bool = True
 ) -> torch.autocast:
-    """Return a context in which matmuls run in `dtype`; for float32 it does nothing.
+    """Return a context of autocast, in which matmuls run in `dtype`; off for float32.
 
     With `keep_weights` autocast keeps the cast copy of each weight until the context ends, so that
     several forward passes cast it only once. Around one forward pass, as in a training step, it is

@@ -139,7 +139,7 @@ class StepTimer:
         """
         seconds = time.perf_counter() - self.start_seconds
         tokens_per_second = num_tokens / seconds
-        mfu = None  # a fraction, 0 to 1; None on CPUs and on unknown GPUs
+        mfu = None  # a fraction, 0 to 1; None on CPUs, on unknown GPUs and in float32
         if self.gpu is not None:
             total_peak_flops = self.num_devices * self.gpu.peak_flops
             mfu = self.flops_per_token * tokens_per_second / total_peak_flops

@@ -54,7 +54,7 @@ def dial(shards, monkeypatch, minutes: float, *flags: object) -> Dial:
 def choose(dial: Dial, flops_per_second: float):
     """Return the plan of a dial for devices of this speed, whose measuring takes no time."""
     dial.step_cost = lambda size, batch_tokens: StepCost(
-        size.model.flops_per_token() / flops_per_second, 0.01, 0.0
+        size.meta_model.flops_per_token() / flops_per_second, 0.01, 0.0
     )
     return dial.choose()
 
@@ -65,9 +65,9 @@ def test_more_time_or_a_faster_device_gives_a_larger_model(shards, monkeypatch):
         planned = dial(shards, monkeypatch, minutes)
         planned.data = replace(planned.data, train_tokens=10**10)
         plan = choose(planned, speed)
-        parameters.append(plan.size.model.num_parameters())
+        parameters.append(plan.size.meta_model.num_parameters())
         # steps and updates take nearly all of the time that is theirs, validations the rest
-        pass_seconds = plan.num_tokens * plan.size.model.flops_per_token() / speed
+        pass_seconds = plan.num_tokens * plan.size.meta_model.flops_per_token() / speed
         seconds = pass_seconds + 0.01 * plan.flags["max_steps"]
         assert 0.9 < seconds / (60 * minutes * (1 - OTHER_SHARE)) < 1
     assert sorted(set(parameters)) == parameters
@@ -78,10 +78,10 @@ def test_tokens_with_less_text_get_a_smaller_model(shards, monkeypatch):
     planned.data = replace(planned.data, train_tokens=10**10)
     assert token_worth(planned.data.vocab_size) == pytest.approx(1 / 4.5, rel=0.01)
     speed = 1e11  # FLOP/s, about that of a core
-    of_bytes = choose(planned, speed).size.model.num_parameters()
+    of_bytes = choose(planned, speed).size.meta_model.num_parameters()
     planned.data = replace(planned.data, vocab_size=50257)  # but models of bytes
     assert token_worth(256) < token_worth(4096) < token_worth(50257) == 1.0
-    assert of_bytes < choose(planned, speed).size.model.num_parameters()
+    assert of_bytes < choose(planned, speed).size.meta_model.num_parameters()
 
 
 @pytest.mark.parametrize("minutes, n_layer", [(2, 1), (15, 2)])
@@ -95,10 +95,10 @@ def test_rows_of_rare_tokens_do_not_decide(shards, monkeypatch, minutes, n_layer
     tokens_per_s = {1: 8130, 2: 5500, 3: 3700, 4: 2500}  # by layers
 
     def measure(size, batch_tokens):
-        return StepCost(1 / tokens_per_s[size.model.config.n_layer], 0.0, 0.0)
+        return StepCost(1 / tokens_per_s[size.meta_model.config.n_layer], 0.0, 0.0)
 
     planned.step_cost = measure
-    assert planned.choose().size.model.config.n_layer == n_layer
+    assert planned.choose().size.meta_model.config.n_layer == n_layer
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_sizes_have_heads_that_can_be_shared(shards, monkeypatch, flags):
 def test_a_model_type_is_the_only_size(shards, monkeypatch):
     flags = ("--model_type", "gpt2", "--recipe", "modern,n_kv_head=4")
     [size] = dial(shards, monkeypatch, 15, *flags).sizes
-    assert size.flags == {} and size.model.config.n_layer == 12
+    assert size.flags == {} and size.meta_model.config.n_layer == 12
 
 
 @pytest.mark.parametrize("micro_batch_size", [2, 24])
@@ -147,7 +147,7 @@ def test_the_batch_divides_into_a_given_micro_batch(shards, monkeypatch, micro_b
         options = replace(planned.options, **size.flags, total_batch_size=batch_tokens)
         batches.append(batch_tokens // options.block_size)
         options.micro_steps(data_parallel=1)  # UserError unless the batch divides
-        return StepCost(size.model.flops_per_token() / 1e11, 0.01, 0.0)
+        return StepCost(size.meta_model.flops_per_token() / 1e11, 0.01, 0.0)
 
     planned.step_cost = measure
     replace(planned.options, **planned.choose().flags).micro_steps(data_parallel=1)

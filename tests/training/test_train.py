@@ -126,7 +126,7 @@ def test_mistakes_are_one_sentence_and_write_nothing(shards, trained, tmp_path):
     of_bytes = ["--resume", trained / "checkpoints/model_last.pt"]
     for flags, message in (
         (["--data_dir", tmp_path / "none"], "none is no folder; to make it"),
-        (["--n_head", 5], "does not divide by"),
+        (["--n_head", 5], "is no multiple of"),
         (["--checkpoint_dir", shards / "manifest.json" / "x"], "x: Not a directory"),
         (["--block_size", 10_000, "--total_batch_size", 40_000], "too few for"),
         (

@@ -1,7 +1,8 @@
 """Measure what a block of the model keeps for the backward pass, and its FLOPs.
 
 No formula says what a block computes: the block itself runs, on fake tensors, which have shapes
-but no memory. Fake tensors import PyTorch's compiler, which takes a second.
+but no memory; a block that computes by values, such as a router, on real ones. Fake tensors import
+PyTorch's compiler, which takes a second.
 """
 
 import functools
@@ -238,8 +239,8 @@ def count_bytes(tensors: list) -> int:
 
 
 def draw_like(tree: Any) -> Any:
-    """Return a tree with a random tensor on the CPU in place of each one on "meta". Within
-    FakeTensorMode the new tensors are fake, and nothing is drawn."""
+    """Return a tree with a tensor on the CPU in place of each one on "meta". Within FakeTensorMode
+    the new tensors are fake; else they are random, integers 0."""
 
     def draw(x: Tensor) -> Tensor:
         if not x.is_floating_point():  # such as token ids or a buffer of indices
@@ -250,8 +251,8 @@ def draw_like(tree: Any) -> Any:
 
 
 def draw_weights(block: nn.Module) -> dict[str, Tensor]:
-    """Return random parameters and buffers for a block by name, for functional_call: the block's
-    own are on "meta". Integers are zeros, and within FakeTensorMode all tensors are fake."""
+    """Return parameters and buffers on the CPU for a block by name, with which functional_call runs
+    it: its own are on "meta". They are fake, except for a router, see draw_like."""
     return draw_like({**dict(block.named_parameters()), **dict(block.named_buffers())})
 
 

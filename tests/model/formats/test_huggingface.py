@@ -173,10 +173,10 @@ def test_tokens_that_the_tokenizer_lacks_are_never_sampled_or_scored(fields, tmp
 CHANGES = [  # of a GPT-2's config.json, or of a Qwen3's
     ({}, {"model_type": "bert"}, "model_type 'bert'; only gpt2"),
     ({}, {"activation_function": "relu"}, "activation_function 'relu'; only gelu_new or gelu is"),
-    ({}, {"n_embd": 33}, "n_embd 33 does not divide by n_head 4"),
+    ({}, {"n_embd": 33}, "n_embd 33 is no multiple of n_head 4"),
     ({}, {"n_positions": 0}, "n_positions 0 must be at least 1"),
     ({}, {"n_positions": None}, "config.json has no n_positions"),
-    (QWEN3, {"hidden_size": 33}, "hidden_size 33 does not divide by num_attention_heads 4"),
+    (QWEN3, {"hidden_size": 33}, "hidden_size 33 is no multiple of num_attention_heads 4"),
     (QWEN3, {"rms_norm_eps": -1}, "rms_norm_eps -1 must be at least 0"),
     ({}, {"n_layer": 1}, "it has transformer.h.1.*, which this model lacks"),
     (QWEN3, {"hidden_act": "gelu"}, "hidden_act 'gelu'"),
