@@ -178,7 +178,7 @@ def score_validation(val: Mixture, num_tokens: int, scorer: Scorer) -> TaskScore
     # {"FineWeb-Edu": {"loss": 3.29, "n": 10_485_760, "bits_per_byte": 0.98}}, over about
     # num_tokens targets of each corpus, or all if it has fewer; all processes share the work
     metrics_by_corpus = scorer.metrics_by_corpus(val, num_tokens)
-    results = []
+    results: list[Result] = []
     for corpus, metrics in metrics_by_corpus.items():
         num_targets = int(metrics.pop("n"))  # the metrics that remain become Results
         metrics["perplexity"] = exponential(metrics["loss"])  # e^loss, per token

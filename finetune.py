@@ -317,7 +317,7 @@ def build_model(options: FinetuneOptions, initial: InitialModel) -> tuple[GPT, d
     # for a shorter context, Run.distribute reads only the first rows of the position embedding
     model_config = replace(initial.model_config, block_size=block_size, dropout=dropout)
     weights = dict(initial.weights)  # Rows by name, not yet read; a copy of the dict to change
-    model_class = GPT
+    model_class: type[GPT] = GPT
     if is_reward:
         model_class = RewardModel
         # REWARD_HEAD is "reward_head.weight", which a resumed reward model has. A new head is zero,
@@ -401,7 +401,7 @@ def open_method(
     # unless --plain. Cuts an Example to its first block_size tokens.
     encoder = TextEncoder(tokenizer, chat=not options.plain, block_size=block_size)
 
-    reference = None
+    reference: GPT | None = None
     if options.method == "dpo" or (options.method == "grpo" and options.kl > 0):
         if checkpoint is not None:
             # A resumed run begins with trained weights, so read --init_from again. Other weights

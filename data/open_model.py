@@ -23,7 +23,7 @@ def open_pretrained(name: str | Path) -> tuple[GPT, str]:
     of another kind, or if its tokenizer does not fit or is unknown."""
     # a local file or folder, or the folder of a download from the hub
     path = find_or_download(str(name))
-    tokenizer_path = None
+    tokenizer_path: Path | None = None
     if path.is_file():  # the other projects write one file, Hugging Face a folder
         model = load_nanogpt(path)
         # tokenizer.json or meta.pkl beside the file, or nanoGPT's data/DATASET/meta.pkl, or None

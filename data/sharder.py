@@ -97,7 +97,7 @@ class Document:
 
     def read(self, first: int, last: int) -> np.ndarray:
         """Return tokens [first, last) of all ranges, one after another: uint32 (n,)."""
-        tokens_by_range = []  # uint32 arrays
+        tokens_by_range: list[np.ndarray] = []  # uint32
         num_before = 0  # number of tokens in earlier ranges
         for indices in self.ranges:
             # a slice of a range is a range: range(10, 20)[5:7] is range(15, 17)

@@ -49,7 +49,7 @@ class HellaSwag(Task):
         """Return each context with its endings. The protocol build-nanogpt takes the raw text, as
         llm.c does. The other protocols take the text of lm-evaluation-harness (version 1.0 of its
         task): activity, colon and context, without WikiHow's marks."""
-        items = []
+        items: list[Item] = []
         # {"activity_label": "Roof repair", "ctx_a": "A man sits.", "ctx_b": "he",
         # "ctx": "A man sits. he", "endings": [four texts], "label": 3, ...}
         for row in rows:
@@ -124,7 +124,7 @@ class Lambada(Task):
     def items(self, rows: list[dict], protocol: str) -> list[Item]:
         """Split each passage before its last word, as lm-evaluation-harness does. White space after
         the word is dropped: some copies of OpenAI's file have it."""
-        items = []
+        items: list[Item] = []
         for row in rows:  # {"text": "... to the door, and there stood Tom"}
             context, _, word = row["text"].rstrip().rpartition(" ")
             assert word, "a passage without a word"  # `read` puts this text into its UserError
@@ -181,7 +181,7 @@ class ChildrensBookTest(Task):
         """Return the rows of a file in CBTest's format. A row has 20 numbered lines of context and
         a line with the question (XXXXX is the blank), a tab, the answer, two tabs, and candidates
         separated by bars."""
-        rows = []
+        rows: list[dict] = []
         # Line numbers start again with each row, so each row begins with a line "1 ...". [1:] drops
         # the empty text before the first row.
         for numbered_lines in re.split(r"^1 ", text, flags=re.MULTILINE)[1:]:
@@ -199,7 +199,7 @@ class ChildrensBookTest(Task):
     def items(self, rows: list[dict], protocol: str) -> list[Item]:
         """Return the text up to the blank as context. Each choice is a candidate and the rest of
         the question."""
-        items = []
+        items: list[Item] = []
         # {"sentences": [20 lines], "question": "She saw the XXXXX .", "answer": "fox",
         # "options": ["dog", "fox", ...]}
         for row in rows:

@@ -109,7 +109,7 @@ class FewShotTask(Task):
         """
         # `read` puts this text into its UserError; sample() below would raise a vaguer text
         assert self.num_shots < len(rows), f"{len(rows)} items, and {self.num_shots} before each"
-        items = []
+        items: list[Item] = []
         for index, row in enumerate(rows):
             # indices into the list of the other rows (all but rows[index]), with nanochat's seed
             other_indices = random.Random(1234 + index).sample(range(len(rows) - 1), self.num_shots)
@@ -229,7 +229,8 @@ class FewShotTasks(Benchmark):
     ) -> list[LoadedTask]:
         """Return each task of core.yaml with its rows. If no folder is given, download CORE."""
         folder = path or download_bundle()
-        baseline_by_label = {}  # {"hellaswag_zeroshot": 0.25, ...}: accuracies of guessing
+        # {"hellaswag_zeroshot": 0.25, ...}: accuracies of guessing
+        baseline_by_label: dict[str, float] = {}
         if (folder / "eval_meta_data.csv").exists():
             csv_text = (folder / "eval_meta_data.csv").read_text(encoding="utf-8-sig")
             for row in csv.DictReader(csv_text.splitlines()):

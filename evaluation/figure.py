@@ -67,7 +67,7 @@ def read_run(path: Path) -> LoggedRun:
 def read_runs(paths: list[Path]) -> list[LoggedRun]:
     """Read the runs of several paths, and shorten their labels. A path without a run, such as the
     table beside the runs of a sweep, is named and skipped. Raise UserError if no path has a run."""
-    runs = []
+    runs: list[LoggedRun] = []
     for path in paths:
         try:
             runs.append(read_run(path))
@@ -83,7 +83,7 @@ def shorten(labels: list[str], width: int = 41) -> list[str]:
     """Return labels of at most `width` characters, or as many more as it takes to tell them apart.
     Long paths lose the folder that they have in common, and then their middle."""
     common_folder = os.path.commonprefix(labels).rpartition("/")[0]  # "runs" of runs/a1 and runs/a2
-    short_labels = []
+    short_labels: list[str] = []
     for label in labels:
         if common_folder and len(labels) > 1 and len(label) > width:
             label = "…" + label.removeprefix(common_folder)
@@ -128,7 +128,7 @@ def tokens_per_step(runs: list[LoggedRun]) -> float | None:
     """Return the number of tokens per training step for the axis of steps. Return None if it
     differs between or within runs, so that one axis of steps cannot fit all curves."""
     # tokens per step, up to the first and up to the last step of each run
-    mean_tokens = []
+    mean_tokens: list[float] = []
     for run in runs:
         for metrics in (run.log["train"][0], run.log["train"][-1]):
             mean_tokens.append(metrics["tokens"] / metrics["step"])  # both from the run's start
@@ -251,7 +251,7 @@ def upper_limit(axes: Axes) -> float | None:
     """Return the end of the y axis: it lies above all curves, except for outliers far above the
     other values of their curve. Outliers would press the rest into a strip at the bottom. Return
     None if no value is above 0."""
-    limits = []
+    limits: list[float] = []
     for line in axes.lines:
         y_values = np.asarray(line.get_ydata())
         y_values = y_values[np.isfinite(y_values)]

@@ -110,7 +110,7 @@ def make_batch(packed_items: list[PackedItem], device: torch.device) -> PackedBa
     idx = np.zeros((B, T), np.int64)
     positions = np.zeros((B, T), np.int64)
     segment_ids = np.full((B, T), -1)  # -1: padding
-    targets = []  # a tuple (row, column, id) for each, as in PackedBatch
+    targets: list[tuple[int, int, int]] = []  # (row, column, id), as in PackedBatch
     for b, packed_item in enumerate(packed_items):
         context_length = len(packed_item.context_ids)  # in tokens
         idx[b, :context_length] = packed_item.context_ids
@@ -237,7 +237,7 @@ def score_batch(
 
     # The N targets are in the order of PackedBatch. [start, end) are the targets of one choice, and
     # is_argmax says of each whether it is the likeliest id.
-    prediction_by_index = {}
+    prediction_by_index: dict[int, Prediction] = {}
     start = 0
     for packed_item in packed_items:
         for index, choice in enumerate(packed_item.choices, packed_item.first_index):
@@ -269,7 +269,7 @@ def batches_of_equal_length(
     """Return batches of rows of equal padded_length, the longest first: if memory runs out, it does
     so at once and not after an hour."""
     longest_first = sorted(packed_items, key=lambda row: row.padded_length, reverse=True)
-    batches = []
+    batches: list[list[PackedItem]] = []
     for _, equal_rows in groupby(longest_first, key=lambda row: row.padded_length):
         batches.extend(batched(list(equal_rows), batch_size))  # the last one may be smaller
     return batches
@@ -303,7 +303,7 @@ def score_items(
         raise UserError("the model gives NaN or infinity instead of log-probabilities")
 
     # the batches are sorted by length: restore the order of the items
-    predictions_of_items = []
+    predictions_of_items: list[list[Prediction]] = []
     start = 0  # index of the first continuation of the item
     for item in items:
         end = start + len(item.choices)

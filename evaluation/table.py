@@ -88,7 +88,7 @@ def format_table(results: list[Result], model_type: str) -> str:
     rows = [["task", "protocol", "metric", "n", "value", "", f"OpenAI's {model_type}"]]
     mark_by_citation: dict[str, str] = {}  # {"Radford et al. 2019, table 3": "[1]", ...}
     for result in results:
-        details = []  # ["± 0.0049", "centered 0.3100"], or fewer
+        details: list[str] = []  # ["± 0.0049", "centered 0.3100"], or fewer
         if result.stderr is not None:
             details.append(f"± {result.stderr:.4f}")
         if result.centered is not None:
@@ -113,7 +113,7 @@ def format_table(results: list[Result], model_type: str) -> str:
             ]
         )
 
-    padded_columns = []
+    padded_columns: list[list[str]] = []
     columns = zip(*rows, strict=True)
     for column, side in zip(columns, ALIGNMENT, strict=True):
         if any(column[1:]):  # else the column has no text below its heading, and is left out

@@ -106,8 +106,8 @@ def read_lines(path: Path) -> list[tuple[int, str]]:
 def read_examples(path: Path, to_example: Callable[[dict], Any]) -> list:
     """Return to_example(row) for each row of a .jsonl file, in order. If `to_example` raises, raise
     UserError with the file, the line and the reason of the first such row, and the other lines."""
-    examples = []
-    reason_by_line = {}  # {3: 'there is no "prompt" of type str, ...'}
+    examples: list[Any] = []
+    reason_by_line: dict[int, str] = {}  # {3: 'there is no "prompt" of type str, ...'}
     for line_number, line in read_lines(path):
         row = None
         try:

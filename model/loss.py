@@ -68,7 +68,7 @@ def chunked_token_losses(model: GPT, x: Tensor, targets: Tensor, max_bytes: int)
     if row_bytes * len(x) <= max_bytes:
         return losses_of_chunk(model, x, targets)
     chunk_size = rows_within(max_bytes, row_bytes)  # in tokens
-    losses = []  # (n,) each
+    losses: list[Tensor] = []  # (n,) each
     for start in range(0, len(x), chunk_size):
         chunk = slice(start, start + chunk_size)
         # The caller may weight each loss differently, so the forward pass cannot compute the

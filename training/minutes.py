@@ -163,7 +163,7 @@ class Dial:
         if "model_type" in self.given_names:
             return [self.make_size({})]
         num_kv_heads = self.recipe.model.get("n_kv_head") or 1
-        sizes = []
+        sizes: list[Size] = []
         for n_layer, n_head in LADDER.items():
             flags = {"n_layer": n_layer, "n_head": n_head, "n_embd": 64 * n_head}
             # None: not given
