@@ -8,6 +8,7 @@ content of a folder into a spec once; later code reads only the spec.
 import json
 import logging
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,34 +38,52 @@ def read_folder(folder: Path, declared_vocab_size: int) -> tuple[str, ModelToken
     with the added tokens of all files, and the other statements about tokens. Leaves out tokens
     from id `declared_vocab_size` of the model on, which classes of transformers add to any
     vocabulary. Raise any error of transformers for unusable folders."""
-    from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+    from transformers import AutoTokenizer
 
     # trust_remote_code=False: never run the code of a folder
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     # AttributeError for a tokenizer that cannot be written as a tokenizer.json, such as ByT5's
     content = json.loads(tokenizer.backend_tokenizer.to_str())
-    added_tokens: list[dict[str, Any]] = []  # [{"id": 50256, "content": "<|endoftext|>", ...}]
-    tokens_without_row: list[str] = []  # tokens beyond the rows of the embedding, ["<pad>"]
-    for entry in content["added_tokens"]:
-        if entry["id"] < declared_vocab_size:
-            added_tokens.append(entry)
-        else:
-            tokens_without_row.append(entry["content"])
-    if tokens_without_row:
-        logging.getLogger("notes").warning(
-            "note: the model of %s has no row of its embedding for %s: read as text",
-            folder,
-            ", ".join(tokens_without_row),
-        )
+    # [{"id": 50256, "content": "<|endoftext|>", ...}]
+    added_tokens = tokens_with_row(content["added_tokens"], folder, declared_vocab_size)
     content["added_tokens"] = added_tokens
-    tokens_with_row = [entry["content"] for entry in added_tokens]
+    tokenizer_json = json.dumps(content)
+
+    added_texts = [entry["content"] for entry in added_tokens]
     # {"bos_token": "<s>", ...}, without tokens that were left out above, and without
     # additional_special_tokens, a list
     template_tokens = {
-        name: token
-        for name, token in tokenizer.special_tokens_map.items()
-        if token in tokens_with_row
+        name: token for name, token in tokenizer.special_tokens_map.items() if token in added_texts
     }
+    end_ids = read_end_ids(folder, tokenizer.added_tokens_decoder)
+    # chat_template is a ChatTemplate or None
+    return tokenizer_json, ModelTokens(template_tokens, tokenizer.chat_template, end_ids)
+
+
+def tokens_with_row(
+    added_tokens: list[dict[str, Any]], folder: Path, declared_vocab_size: int
+) -> list[dict[str, Any]]:
+    """Return the added tokens of a folder that have a row in the embedding of its model. Print a
+    note about others: without an id, they are read as text."""
+    with_row: list[dict[str, Any]] = []
+    without_row: list[str] = []  # ["<pad>"]
+    for entry in added_tokens:
+        if entry["id"] < declared_vocab_size:
+            with_row.append(entry)
+        else:
+            without_row.append(entry["content"])
+    if without_row:
+        logging.getLogger("notes").warning(
+            "note: the model of %s has no row of its embedding for %s: read as text",
+            folder,
+            ", ".join(without_row),
+        )
+    return with_row
+
+
+def read_end_ids(folder: Path, added_tokens_by_id: Mapping[int, object]) -> list[int]:
+    """Return the ids at which transformers' `generate` ends a text of this model."""
+    from transformers import AutoConfig, GenerationConfig
 
     end_ids: list[int] = []
     config_classes: dict[str, Any] = {
@@ -80,10 +99,9 @@ def read_folder(folder: Path, declared_vocab_size: int) -> tuple[str, ModelToken
             end_ids += eos_token_id
         # A number may be the default of its class. GPT-2's default, 50256, is a word in other
         # vocabularies.
-        elif eos_token_id in tokenizer.added_tokens_decoder:  # the id of an added token
+        elif eos_token_id in added_tokens_by_id:
             end_ids.append(eos_token_id)
-    # `content` has lost the added tokens without a row; chat_template is a ChatTemplate or None
-    return json.dumps(content), ModelTokens(template_tokens, tokenizer.chat_template, end_ids)
+    return end_ids
 
 
 def tokenizer_json_says_all(folder: Path, eot: int) -> bool:

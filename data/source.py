@@ -667,11 +667,13 @@ class Source:
         control characters, and a note if there is no --separator in the files. Raises
         UserError for a source that cannot be read, and at the end if no row was a text. `datasets`
         retries downloads, for DOWNLOAD_SECONDS a batch."""
-        # in the first file that is read; later files are read from their beginning
-        position = SourcePosition(**(position_json or {}))
+        first_position = SourcePosition(**(position_json or {}))
         # {"books/a.txt": 12_345, ...}; {} for a dataset
         bytes_by_file = dict(zip(self.settings.files, self.settings.sizes, strict=True))
-        for file_index in range(position.file, len(self.names)):
+        for file_index in range(first_position.file, len(self.names)):
+            # files after the first one are read from their beginning
+            is_first = file_index == first_position.file
+            position = first_position if is_first else SourcePosition()
             name = self.names[file_index]
             # The counts begin with the rows that an earlier run has sharded: position.counts, {} if
             # it has sharded none of this file.
@@ -690,21 +692,24 @@ class Source:
                 reason = describe_error(error)  # "(OSError: ...)"
                 raise UserError(f"{name:.300} cannot be read {reason}{advice}") from error
             warn_if_suspect(name, counts)
-            position = SourcePosition()
-        # a text file that --separator divides has several rows
-        is_divided = self.settings.files and any(
-            counts.rows > 1
-            for name, counts in self.counts_by_file.items()
-            if suffix_of(name) not in (*READERS, ".parquet")  # a text file
-        )
-        separator = self.settings.separator
-        if separator is not None and not is_divided:
-            print(f"note: no text file has --separator {separator!r}", file=sys.stderr)
+        self.note_unused_separator()
         # with the texts of earlier runs: this run may have begun at the very end
         if not any(counts.texts for counts in self.counts_by_file.values()):
             # a worker may have no file
             origin = " ".join(self.names) or f"the input of worker {self.settings.worker_index}"
             raise UserError(f"{origin:.300} holds no text")
+
+    def note_unused_separator(self) -> None:
+        """Print a note if --separator divides no text file. A divided file has several rows."""
+        separator = self.settings.separator
+        if separator is None:
+            return
+        for name, counts in self.counts_by_file.items():
+            is_text_file = suffix_of(name) not in (*READERS, ".parquet")
+            # without files, `name` is that of a dataset
+            if self.settings.files and is_text_file and counts.rows > 1:
+                return
+        print(f"note: no text file has --separator {separator!r}", file=sys.stderr)
 
     def read_and_count(self, file_index: int, position: SourcePosition) -> Iterator[RowBatch]:
         """Yield the batches of a file or dataset from a position in it on, and add their rows to
