@@ -10,7 +10,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -83,7 +84,6 @@ def run_all(
     envs: list[dict],
     codes: list[int | None],
     input: bytes = b"",
-    text: bool = True,
     timeout: float = 240,
     **options,
 ) -> list[subprocess.CompletedProcess]:
@@ -99,7 +99,7 @@ def run_all(
                 processes.append((start(*args, files=files, env=env, **options), args, files[1:]))
             for process, args, files in processes:
                 code = process.wait(timeout)
-                outputs = [file.read_text() if text else file.read_bytes() for file in files]
+                outputs = [file.read_text() for file in files]
                 finished.append(subprocess.CompletedProcess(args, code, *outputs))
         finally:
             for process, *_ in processes:
@@ -203,6 +203,7 @@ def pytest_configure(config: pytest.Config) -> None:
         torch.set_default_device(config.getoption("--device"))
 
 
+@cache
 def documents() -> list[str]:
     """Return 600 fixed documents of made-up sentences, the same on every machine."""
     rng = random.Random(0)
@@ -251,6 +252,11 @@ def wandb_variables(folder: Path) -> dict[str, str]:
     return {"PYTHONPATH": f"{ROOT}:{folder}", "ARRIVED": str(folder / "arrived")}
 
 
+def write_texts(path: Path, texts: Iterable[object]) -> Path:
+    """Write texts as rows of JSON; return the path."""
+    return write_rows(path, [{"text": text} for text in texts])
+
+
 def read_rows(path: Path) -> list[dict]:
     """Return the lines of JSON in a file."""
     with path.open() as file:
@@ -269,8 +275,7 @@ def write_commands(folder: Path, **scripts: str) -> dict:
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory) -> Path:
     """The fixed documents as a jsonl file."""
-    rows = [{"text": text} for text in documents()]
-    return write_rows(tmp_path_factory.mktemp("corpus") / "text.jsonl", rows)
+    return write_texts(tmp_path_factory.mktemp("corpus") / "text.jsonl", documents())
 
 
 @pytest.fixture(scope="session")

@@ -34,9 +34,9 @@ class Hub(http.server.BaseHTTPRequestHandler):
             self.answer({"id": self.repository, "sha": COMMIT, "siblings": names})
         elif path.startswith(f"{api}/tree/{COMMIT}"):
             entries = []
-            for name in sorted(self.files):
-                entries.append({"type": "file", "path": name, "size": len(self.files[name])})
-                entries[-1]["oid"] = hashlib.sha1(name.encode()).hexdigest()
+            for name, content in sorted(self.files.items()):
+                oid = hashlib.sha1(name.encode()).hexdigest()
+                entries.append({"type": "file", "path": name, "size": len(content), "oid": oid})
             self.answer(entries)
         elif path.removeprefix(folder) in self.files:
             content = self.files[path.removeprefix(folder)]

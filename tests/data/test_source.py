@@ -237,6 +237,10 @@ def test_a_dataset_is_read_as_files_are_and_a_missing_column_ends_the_run(tmp_pa
     (batch,) = dataset.batches(position)
     assert batch.rows == read(tmp_path / "a.jsonl")
     assert batch.rows == ["one\r\n", NO_TEXT, "\ufefftwo", EMPTY]
+    dataset.settings.worker_index, dataset.settings.worker_count = 4, 5
+    with user_error("has 1 files, none for worker 4 of 5"):
+        next(dataset.batches(position))
+    dataset.settings.worker_index = 0
     dataset.settings.text_column = "x"
     with user_error("is without a column 'x', but 'text'; name the column"):
         next(dataset.batches(position))

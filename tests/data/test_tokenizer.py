@@ -4,17 +4,13 @@ import json
 import re
 import shutil
 import sys
-import tempfile
 from functools import cache
 from importlib import import_module
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from conftest import documents, train_options, user_error
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from test_fineweb_edu import fineweb_edu, shard
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
@@ -48,7 +44,9 @@ TEXTS = {
     "hindi": "सभी मनुष्यों को गौरव और अधिकारों के मामले में",
     "code": "def f(x):\n\treturn x**2  # <|endoftext|> in text is text 🐍\n\n\n",
 }
-MIXED = "tale\t天地 e 🐍 Bü ﬁ"  # with a ligature, which NFKC writes as two letters
+# with a ligature and an accent, which NFKC writes as two letters and joins to its letter, and with
+# the mark of a space in some vocabularies, which is no loss
+MIXED = "tale\t天地 e 🐍 Bü ﬁ e\u0301 \u2581x"
 
 
 def assert_restores_texts(tokenizer):
@@ -67,8 +65,7 @@ def test_any_text_is_restored_and_an_exported_tokenizer_is_read_as_itself(tmp_pa
     except UserError as error:
         pytest.skip(str(error))
     assert_restores_texts(tokenizer)
-    path = tmp_path / "tokenizer.json"
-    assert read_tokenizer_spec(path) == name
+    assert read_tokenizer_spec(tmp_path / "tokenizer.json") == name
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')  # whose tokenizers are others
     assert pretrained_tokenizer_spec(tmp_path, tokenizer.vocab_size) == name
     theirs = AutoTokenizer.from_pretrained(tmp_path)
@@ -77,14 +74,6 @@ def test_any_text_is_restored_and_an_exported_tokenizer_is_read_as_itself(tmp_pa
         assert ids == tokenizer.encode(text).tolist() and theirs.decode(ids) == text
     assert (theirs.eos_token_id, len(theirs)) == (tokenizer.eot, tokenizer.vocab_size)
     assert theirs.model_max_length == 1024
-    # with another end of text it is another tokenizer
-    assert load_tokenizer(read_tokenizer_spec(path, "!")).identity.endswith(" with !")
-    content = json.loads(path.read_text(encoding="utf-8"))
-    path.write_text(json.dumps({**content, "added_tokens": []}))
-    with user_error("has no token that ends a text"):
-        read_tokenizer_spec(path)
-    with user_error(r"has no token that ends a text \(<stop>\)"):
-        read_tokenizer_spec(path, "<stop>")
 
 
 @pytest.mark.parametrize("split", ["unicode", "gpt2"])
@@ -132,9 +121,10 @@ KINDS = {
 }
 
 
-def trained(name, folder):
-    """Train a tokenizer of KINDS on English; return the path of its tokenizer.json."""
-    model, pre_tokenizer, normalizer = KINDS[name]
+@cache
+def train(kind):
+    """Train a tokenizer of KINDS on English; return its tokenizer.json."""
+    model, pre_tokenizer, normalizer = KINDS[kind]
     backend = Backend(model)
     if pre_tokenizer:
         backend.pre_tokenizer = pre_tokenizer
@@ -145,21 +135,27 @@ def trained(name, folder):
     if pre_tokenizer is BYTE_LEVEL:
         trainer.initial_alphabet = pre_tokenizers.ByteLevel.alphabet()
     backend.train_from_iterator(documents()[:50], trainer)
-    backend.save(str(folder / "tokenizer.json"))
-    return folder / "tokenizer.json"
+    return backend.to_str()
+
+
+def write_trained(kind, folder):
+    """Write a tokenizer of KINDS to a folder; return the path of its tokenizer.json."""
+    path = folder / "tokenizer.json"
+    path.write_text(train(kind), encoding="utf-8")
+    return path
 
 
 @pytest.mark.parametrize(
     "name, decoded, lost",
     [
-        ("words", "taleeB", "\t    天地🐍üﬁ"),
-        ("llama", f" {MIXED}", ""),
+        ("words", "taleeBe", "\t       天地🐍üﬁ\u0301x"),
+        ("llama", " tale\t天地 e 🐍 Bü ﬁ e\u0301  x", ""),
         ("byte-level", MIXED, ""),
-        ("NFKC, lower case", "tale\t天地 e 🐍 bü fi", ""),
+        ("NFKC, lower case", "tale\t天地 e 🐍 bü fi é \u2581x", ""),
     ],
 )
 def test_text_is_lost_only_where_that_is_asked_for(tmp_path, capsys, name, decoded, lost):
-    path = trained(name, tmp_path)
+    path = write_trained(name, tmp_path)
     tokenizer = load_tokenizer(read_tokenizer_spec(path))
     ids = tokenizer.encode(MIXED)
     assert tokenizer.decode_bytes(ids.tolist()).decode() == decoded
@@ -177,23 +173,21 @@ def test_text_is_lost_only_where_that_is_asked_for(tmp_path, capsys, name, decod
     assert (share in capsys.readouterr().out) == bool(lost)
 
 
-@cache
-def backend_of(kind):
-    with tempfile.TemporaryDirectory() as folder:
-        return Backend.from_file(str(trained(kind, Path(folder))))
-
-
-@settings(max_examples=40, deadline=None)
-@given(
-    st.sampled_from(sorted(KINDS)),
-    st.lists(st.sampled_from(["<0x41>", "</s>"]), max_size=2),
-    st.lists(st.just("</s>"), max_size=1),
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "before, after",
+    [
+        ([], ["</s>"]),
+        (["</s>"], []),
+        (["<0x41>"], ["</s>"]),
+        (["<0x41>", "</s>"], []),
+    ],
 )
 def test_what_a_tokenizer_writes_before_a_text_stands_there_for_all_and_in_exports(
-    tmp_path_factory, kind, before, after
+    tmp_path, kind, before, after
 ):
     """End of text where it writes nothing; what it writes behind a text, nobody writes."""
-    folder, backend, text = tmp_path_factory.mktemp("x"), backend_of(kind), "one of the"
+    folder, backend, text = tmp_path, Backend.from_str(train(kind)), "one of the"
     special = [(token, backend.token_to_id(token)) for token in {*before, *after}]
     single = [*before, "$A", *after]
     template = processors.TemplateProcessing(single=single, special_tokens=special)
@@ -262,7 +256,7 @@ def test_a_continuation_has_the_tokens_after_its_context_as_in_the_harness(
 
 
 def test_end_of_text_is_part_of_a_tokenizer_and_another_one_is_refused(tmp_path, corpus):
-    path = trained("byte-level", tmp_path)
+    path = write_trained("byte-level", tmp_path)
     folders = []
     for name, end_of_text in (("a", "</s>"), ("b", "[UNK]")):
         shard(corpus, tmp_path / name, tokenizer=str(path), end_of_text=end_of_text)
@@ -279,7 +273,7 @@ def test_end_of_text_is_part_of_a_tokenizer_and_another_one_is_refused(tmp_path,
     with user_error(r"x takes tokens of .* with </s>, .* with \[UNK\]"):
         start = SimpleNamespace(model_config=GPTConfig(), tokenizer_spec=folders[0].tokenizer_spec)
         agreed_model_config(train_options(init_from="x"), Recipe(), TokenStream(folders[1:]), start)
-    shutil.copy(trained("NFKC, lower case", tmp_path), tmp_path / "a")
+    shutil.copy(write_trained("NFKC, lower case", tmp_path), tmp_path / "a")
     with user_error(f"not the tokenizer of these .*, which have {file_name}"):
         open_folder(tmp_path / "a", "val")
 
@@ -303,32 +297,6 @@ def test_a_vocabulary_of_the_size_of_a_known_one_is_read_as_itself(tmp_path):
         pretrained_tokenizer_spec(tmp_path, 50_000)
 
 
-def test_ids_above_16_bits_pass_from_shards_to_training_and_fine_tuning(tmp_path, corpus):
-    save_tokenizer(load_tokenizer("bytes"), tmp_path, block_size=32)
-    path = tmp_path / "tokenizer.json"
-    content = json.loads(path.read_text(encoding="utf-8"))
-    ids = {token: 70_000 + i for token, i in content["model"]["vocab"].items()}
-    content["model"]["vocab"] = {**ids, "<|endoftext|>": 70_256}
-    path.write_text(json.dumps(content), encoding="utf-8")
-    tokenizer = load_tokenizer(read_tokenizer_spec(path))
-    for max_shards in (1, None):  # the second run continues a shard
-        manifest = shard(corpus, tmp_path / "out", tokenizer=str(path), max_shards=max_shards)
-    assert manifest.vocab_size == 70_257
-    stream = TokenStream([open_folder(tmp_path / "out", "train")])
-    characters = [chr(token - 70_000) for token in stream.read(0, len(stream))]
-    texts = "".join(characters).split("\u0100")
-    assert texts == ["", *(text for text in documents() if text in texts)]
-    example = encode_completion("a", "b", tokenizer, chat=False)
-    assert example.tokens.tolist() == [70_256, 70_097, 70_098, 70_256]
-
-
-@pytest.mark.parametrize("name", ["llama", "NFKC, lower case"])
-def test_the_mark_of_a_space_is_no_loss_in_a_text(tmp_path, name):
-    tokenizer = load_tokenizer(read_tokenizer_spec(trained(name, tmp_path)))
-    text = "e\u0301 \u2581x"  # e and an accent, which NFKC composes
-    assert tokenizer.lost_text(text, tokenizer.encode(text)) == ""
-
-
 DEFINITION = json.loads(to_backend(load_tokenizer("bytes")).to_str())
 MODEL, ADDED_TOKENS = DEFINITION["model"], DEFINITION["added_tokens"]
 VOCAB = MODEL["vocab"]
@@ -346,37 +314,62 @@ CHANGES_OF_IDS = [
     {"added_tokens": [*ADDED_TOKENS, EMOJI]},
     {"model": MODEL | {"vocab": MERGED, "merges": [["a", "b"]]}},
 ]
-OTHER_CHANGES = [
-    {"model": MODEL | {"vocab": VOCAB | {"<|endoftext|>": 256}, "dropout": 0.0}},
-    {"model": MODEL | {"continuing_subword_prefix": ""}},
-    {"added_tokens": [ADDED_TOKENS[0] | {"normalized": True}]},
-    {"padding": None, "post_processor": PREFIX},
-]
+OTHER_CHANGES = {
+    "model": MODEL
+    | {"vocab": VOCAB | {"<|endoftext|>": 256}, "dropout": 0.0, "continuing_subword_prefix": ""},
+    "added_tokens": [ADDED_TOKENS[0] | {"normalized": True}],
+    "padding": None,
+    "post_processor": PREFIX,
+}
 
 
-@settings(max_examples=40, deadline=None)
-@given(
-    st.lists(st.sampled_from(CHANGES_OF_IDS), max_size=2),
-    st.lists(st.sampled_from(OTHER_CHANGES), max_size=4),
-)
-def test_only_the_whole_definition_gives_a_tokenizer_its_name(tmp_path_factory, real, other):
+def write_definition(definition, path):
+    path.write_text(json.dumps(definition))
+    return path
+
+
+def test_ids_above_16_bits_pass_from_shards_to_training_and_fine_tuning(tmp_path, corpus):
+    vocab = {token: 70_000 + i for token, i in VOCAB.items()}
+    model = MODEL | {"vocab": {**vocab, "<|endoftext|>": 70_256}}
+    path = write_definition(DEFINITION | {"model": model}, tmp_path / "tokenizer.json")
+    tokenizer = load_tokenizer(read_tokenizer_spec(path))
+    for max_shards in (1, None):  # the second run continues a shard
+        manifest = shard(corpus, tmp_path / "out", tokenizer=str(path), max_shards=max_shards)
+    assert manifest.vocab_size == 70_257
+    stream = TokenStream([open_folder(tmp_path / "out", "train")])
+    characters = [chr(token - 70_000) for token in stream.read(0, len(stream))]
+    texts = "".join(characters).split("\u0100")
+    assert texts == ["", *(text for text in documents() if text in texts)]
+    example = encode_completion("a", "b", tokenizer, chat=False)
+    assert example.tokens.tolist() == [70_256, 70_097, 70_098, 70_256]
+
+
+@pytest.mark.parametrize("other", [{}, OTHER_CHANGES])
+@pytest.mark.parametrize("real", [{}, *CHANGES_OF_IDS])
+def test_only_the_whole_definition_gives_a_tokenizer_its_name(tmp_path, real, other):
     """And the ids are those of the library and of transformers."""
-    content = dict(DEFINITION)
-    for change in (*other, *real):
-        content |= change
-    folder = tmp_path_factory.mktemp("x")
-    path = folder / "tokenizer.json"
-    path.write_text(json.dumps(content), encoding="utf-8")
+    path = write_definition(DEFINITION | other | real, tmp_path / "tokenizer.json")
     spec = read_tokenizer_spec(path)
     assert (spec == "bytes") == (not real)
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     tokenizer = load_tokenizer(spec)
-    assert load_tokenizer(pretrained_tokenizer_spec(folder, 258)).identity == tokenizer.identity
+    assert load_tokenizer(pretrained_tokenizer_spec(tmp_path, 258)).identity == tokenizer.identity
     text = "e\u0301 12\r\nab 🙂"
     ids = tokenizer.encode(text).tolist()
-    assert ids == AutoTokenizer.from_pretrained(folder)(text, add_special_tokens=False).input_ids
+    assert ids == AutoTokenizer.from_pretrained(tmp_path)(text, add_special_tokens=False).input_ids
     assert ids == Backend.from_file(str(path)).encode(text, add_special_tokens=False).ids
+
+
+def test_a_token_of_the_file_ends_a_text(tmp_path):
+    path = write_definition(DEFINITION, tmp_path / "tokenizer.json")
+    # with another end of text it is another tokenizer
+    assert load_tokenizer(read_tokenizer_spec(path, "!")).identity.endswith(" with !")
+    write_definition(DEFINITION | {"added_tokens": []}, path)
+    with user_error("has no token that ends a text"):
+        read_tokenizer_spec(path)
+    with user_error(r"has no token that ends a text \(<stop>\)"):
+        read_tokenizer_spec(path, "<stop>")
 
 
 def test_a_folder_says_what_transformers_says_of_it(tmp_path):
@@ -393,7 +386,7 @@ def test_a_folder_says_what_transformers_says_of_it(tmp_path):
     assert load_tokenizer(pretrained_tokenizer_spec(tmp_path, 257)).vocab_size == 257
 
     (tmp_path / "words").mkdir()
-    trained("byte-level", tmp_path / "words")
+    write_trained("byte-level", tmp_path / "words")
     (tmp_path / "words/config.json").write_text('{"model_type": "gpt2", "eos_token_id": 600}')
     tokenizer = load_tokenizer(pretrained_tokenizer_spec(tmp_path / "words", 700))
     assert tokenizer.end_of_text == "</s>" and tokenizer.end_ids == {0}
@@ -419,9 +412,8 @@ def test_a_tokenizer_that_no_tokenizer_json_can_hold_is_refused(tmp_path):
 
 
 def test_dropout_is_left_out_with_a_note(tmp_path, caplog):
-    path = tmp_path / "tokenizer.json"
     model = MODEL | {"vocab": MERGED, "merges": [["a", "b"]], "dropout": 0.5}
-    path.write_text(json.dumps(DEFINITION | {"model": model}), encoding="utf-8")
+    path = write_definition(DEFINITION | {"model": model}, tmp_path / "tokenizer.json")
     specs = read_tokenizer_spec(path), pretrained_tokenizer_spec(tmp_path, 257)
     assert "note: the tokenizer's dropout would" in caplog.text
     for spec in specs:
@@ -446,15 +438,14 @@ def test_a_token_that_no_text_has_is_read_as_the_library_reads_it(tmp_path, toke
     ],
 )
 def test_only_a_file_that_the_library_does_not_read_is_called_damaged(tmp_path, content, problem):
-    (tmp_path / "x.model").write_text(json.dumps(content))
+    path = write_definition(content, tmp_path / "x.model")
     with user_error(problem):
-        read_tokenizer_spec(tmp_path / "x.model")
+        read_tokenizer_spec(path)
 
 
 def test_a_file_that_transformers_reads_otherwise_is_named(tmp_path, caplog):
     """Its class for GPT-2 puts GPT-2's pre-tokenizer in the place of another one."""
-    definition = DEFINITION | {"pre_tokenizer": PREFIX}
-    (tmp_path / "tokenizer.json").write_text(json.dumps(definition), encoding="utf-8")
+    write_definition(DEFINITION | {"pre_tokenizer": PREFIX}, tmp_path / "tokenizer.json")
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     assert pretrained_tokenizer_spec(tmp_path, 257) == "bytes"
     assert "transformers gives a text other ids than" in caplog.text

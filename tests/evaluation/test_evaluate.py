@@ -140,24 +140,23 @@ def test_a_task_that_cannot_be_scored_is_named_and_the_others_are_kept(exported,
     )
 
 
-def test_data_that_another_process_cannot_open_fails_on_all(monkeypatch, shards, tmp_path):
-    monkeypatch.setattr(Process, "merge", lambda self, errors: {1: "no such file"})
-    config = evaluate.EvalOptions(data_dir=(shards,))
-    model = GPT(GPTConfig(block_size=128, vocab_size=257, n_layer=1, n_head=1, n_embd=8))
-    scorer = Scorer(model, ALONE, 1)
-    questions = write_rows(tmp_path / "q.jsonl", [{"prompt": "1+1=", "answer": "2"}])
-    for task in ("val", questions):
-        with user_error("no such file"):
-            evaluate.open_task(str(task), None, config, scorer, load_tokenizer("bytes"))
-
-
-def test_machines_with_different_files_are_refused(monkeypatch, exported, shards):
-    monkeypatch.setattr(Process, "min", lambda self, number: -7)  # the least is -7, the most 7
+@pytest.mark.parametrize(
+    "collective, of_all, message",
+    [
+        ("merge", {1: "no such file"}, "no such file"),
+        ("min", -7, "the machines have different data of"),  # the least is -7, the most 7
+    ],
+)
+def test_data_that_another_process_cannot_open_or_that_differ_fail_on_all(
+    monkeypatch, exported, shards, tmp_path, collective, of_all, message
+):
+    monkeypatch.setattr(Process, collective, lambda self, own: of_all)
     config = evaluate.EvalOptions(data_dir=(shards,))
     scorer = Scorer(load_pretrained(exported), ALONE, 1)
-    for task, path in (("val", None), ("lambada", exported / "l.jsonl")):
-        with user_error(f"the machines have different data of {task}"):
-            evaluate.open_task(task, path, config, scorer, load_tokenizer("bytes"))
+    questions = write_rows(tmp_path / "q.jsonl", [{"prompt": "1+1=", "answer": "2"}])
+    for task, path in (("val", None), (questions, None), ("lambada", exported / "l.jsonl")):
+        with user_error(message):
+            evaluate.open_task(str(task), path, config, scorer, load_tokenizer("bytes"))
 
 
 def test_an_error_of_one_process_is_named_and_nobody_waits(scored, tmp_path):
@@ -200,18 +199,14 @@ def test_a_path_wins_over_the_name_of_a_benchmark(monkeypatch, tmp_path):
     config = evaluate.EvalOptions(tasks=tasks, data=(Path("h.jsonl"),))
     data_paths = evaluate.check_options(config)
 
-    def open_benchmark(benchmark, path, *_):
-        return lambda: (benchmark.name, path)
-
-    monkeypatch.setattr(evaluate, "open_benchmark", open_benchmark)
+    monkeypatch.setattr(evaluate, "open_benchmark", lambda task, path, *_: (task.name, path))
     monkeypatch.setattr(evaluate, "open_questions", lambda path, *_: [path])
     scorer = SimpleNamespace(process=ALONE, model=SimpleNamespace(config=GPTConfig()))
 
-    def open_task(task):
-        return evaluate.open_task(task, data_paths.get(task), config, scorer, None)
-
-    hellaswag, lambada, core = map(open_task, tasks)
-    assert hellaswag() == ("hellaswag", config.data[0]) and core() == ("core", Path("core"))
+    hellaswag, lambada, core = [
+        evaluate.open_task(task, data_paths.get(task), config, scorer, None) for task in tasks
+    ]
+    assert hellaswag == ("hellaswag", config.data[0]) and core == ("core", Path("core"))
     assert lambada.args[:2] == ("lambada", [Path("lambada")])
 
 

@@ -41,8 +41,9 @@ def check(folder, args, steps, once=0):
 def test_a_run_on_a_gpu_is_that_of_a_cpu_and_waits_once_a_step(shards, tmp_path, recipe):
     item = ITEM | {"endings": ["sat on", "ran"]}
     hellaswag = write_rows(tmp_path / "hellaswag.jsonl", [item])
-    flags = ("--recipe", recipe, *SIZES, "--hellaswag_every", 3, "--hellaswag_data", hellaswag)
-    check(tmp_path, train_args(shards, tmp_path, 5, *flags, "--no_use_torch_compile"), steps=5)
+    flags = ("--recipe", recipe, *SIZES, "--hellaswag_every", 2, "--hellaswag_data", hellaswag)
+    flags += ("--val_tokens", 512, "--no_use_torch_compile")
+    check(tmp_path, train_args(shards, tmp_path, 3, *flags), steps=3)
 
 
 @pytest.mark.parametrize("method", ["sft", *(slow(x) for x in ("dpo", "grpo"))])
@@ -50,9 +51,9 @@ def test_fine_tuning_on_a_gpu_is_that_of_a_cpu_and_waits_once_a_step(trained, tm
     row = {"prompt": "2?", "completion": "2", "chosen": "2", "rejected": "no", "answer": 2}
     data = write_rows(tmp_path / "rows.jsonl", [row] * 8)
     args = ["finetune.py", "--method", method, "--init_from", trained, "--data", data, "--plain"]
-    args += ["--max_steps", 3, "--batch_size", 4, "--micro_batch_size", 1, "--max_lr", 1e-3]
+    args += ["--max_steps", 2, "--batch_size", 4, "--micro_batch_size", 1, "--max_lr", 1e-3]
     args += ["--dtype", "float32", "--no_use_torch_compile", "--sample_every", 0]
     if method == "grpo":
         args += ["--reward", "exact", "--max_new_tokens", 4, "--group_size", 2]
     # DPO computes the log-probabilities of its reference once, in batches of one pair
-    check(tmp_path, args, steps=3, once=8 if method == "dpo" else 0)
+    check(tmp_path, args, steps=2, once=8 if method == "dpo" else 0)

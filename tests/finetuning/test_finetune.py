@@ -58,6 +58,7 @@ def base(shards, tmp_path_factory):
         row = {"prompt": f"{i}?", "completion": f"{i}", "chosen": f"{i}", "rejected": "no"}
         rows.append(row | {"answer": i})
     write_rows(run / "rows.jsonl", rows)
+    write_rows(run / "few.jsonl", rows[:4])
     write_rows(run / "reversed.jsonl", rows[::-1])
     write_rows(run / "bad.jsonl", [{"prompt": "a"}])
     (run / "letters.py").write_text(
@@ -99,7 +100,7 @@ def finetune_args(base, run, method, *extra):
 
 def steps_args(base, run, method, *extra):
     """The command line of a run by STEPS."""
-    data = ("--eval_data", base / "rows.jsonl")
+    data = ("--eval_data", base / "few.jsonl")
     return finetune_args(base, run, method, *STEPS.split(), *data, *extra)
 
 
@@ -149,9 +150,9 @@ def test_a_resumed_run_continues_to_the_last_digit(base, whole, tmp_path, method
 
 
 def test_sigterm_ends_the_texts_of_grpo_and_the_step_is_done_again(base, whole, tmp_path):
-    """Held-out completions take 48 forwards, those of a step 64, and the reference 8."""
+    """Held-out completions take 16 forwards, those of a step 64, and the reference 8."""
     args = steps_args(base, tmp_path, "grpo")
-    env = environment() | {"STOP": "0:140", "PYTHONPATH": str(ROOT)}
+    env = environment() | {"STOP": "0:108", "PYTHONPATH": str(ROOT)}
     stopped = script("tests/stopping_script.py", *args, code=128 + signal.SIGTERM, env=env)
     assert "saved at step 1" in stopped.stdout, stopped.stderr
     script(*args, "--resume", "auto")
@@ -290,8 +291,7 @@ def test_a_reward_that_fails_on_one_process_saves_on_all(base, tmp_path):
 
 
 @pytest.mark.slow
-def test_other_rows_are_warned_of_and_other_weights_refused(base, whole, tmp_path, refuse):
-    """Weights that were moved are no others."""
+def test_other_rows_and_rewards_are_warned_of_and_weights_may_move(base, whole, tmp_path):
     resumed = ("--resume", whole("dpo") / "checkpoints/model_step_000002.pt")
     moved = shutil.copy(base / "checkpoints/model_best.pt", tmp_path / "moved.pt")
     of_grpo = ("--resume", whole("grpo") / "checkpoints/model_step_000002.pt")
@@ -306,11 +306,6 @@ def test_other_rows_are_warned_of_and_other_weights_refused(base, whole, tmp_pat
     ):
         done = script("finetune.py", *begun, *folders(tmp_path / f"{value}.run"), flag, value)
         assert done.stdout.count("data order changes") == num_warnings
-    for flag, value, problem in (
-        ("--init_from", base / "plain", "does not hold the weights that the run"),
-        ("--block_size", 32, "--block_size 32: .* has a context of 64"),
-    ):
-        refuse(problem, *resumed, *folders(tmp_path / problem[:9]), flag, value)
 
 
 @pytest.mark.slow

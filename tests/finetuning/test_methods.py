@@ -130,14 +130,20 @@ def test_grpo_rewards_what_it_samples_and_asks_the_reference_for_log_probabiliti
         torch.testing.assert_close(batch.ref_logprobs[row][batch.targets[row] >= 0], by_hand)
 
 
+def make_run(method, model, **scaling):
+    """Return what train_step needs of a run, and an optimizer of the model in a list."""
+    options = resolve_options(method.options, 9, 9, 1)
+    process = replace(method.process, stop=SimpleNamespace(signal=0))
+    run = SimpleNamespace(options=options, process=process, progress=Progress())
+    run.scaler = GradScaler("cpu", **scaling)
+    return run, [torch.optim.SGD([{"params": model.parameters(), "lr_scale": 1.0}])]
+
+
 def test_steps_in_a_row_that_are_not_finite_count_and_change_no_weight(make):
     method = make("sft", LETTERS, max_steps=9, warmup_steps=0, max_lr=1e-3)
-    model, state = make_model(), Progress()
-    optimizer = torch.optim.SGD([{"params": model.parameters(), "lr_scale": 1.0}])
-    process = replace(ALONE, stop=SimpleNamespace(signal=0))
-    options = resolve_options(method.options, 9, 9, 1)
-    run = SimpleNamespace(options=options, process=process, progress=state)
-    run.scaler = GradScaler("cpu", 2.0**10)  # as in float16
+    model = make_model()
+    run, optimizers = make_run(method, model, init_scale=2.0**10)  # as in float16
+    state = run.progress
     for divisor in (0, 100, 0, 0):
         prepared = replace(method.prepare(model, 0, np.arange(8)), divisor=divisor)
         before = model.head_weight.clone()
@@ -145,7 +151,7 @@ def test_steps_in_a_row_that_are_not_finite_count_and_change_no_weight(make):
             nats = torch.cat([logprobs_by_hand(model, x) for x in method.examples]).sum() / divisor
             gradients = torch.autograd.grad(nats, list(model.parameters()))
             norm = torch.cat([gradient.flatten() for gradient in gradients]).norm()
-        result = train_step(run, model, [optimizer], method, prepared)
+        result = train_step(run, model, optimizers, method, prepared)
         state.advance(result)
         assert not divisor or result.metrics["grad_norm"] == pytest.approx(norm.item())
         assert (result.skip_reason is not None) == before.equal(model.head_weight) == (divisor == 0)
@@ -179,12 +185,8 @@ def test_one_forward_pass_casts_no_weight_twice_and_keeps_no_copy(make):
     method.evaluate(model)
     method.reference = model
     method.reference_logprobs(method.examples)
-    optimizer = torch.optim.SGD([{"params": model.parameters(), "lr_scale": 1.0}])
-    options = resolve_options(method.options, 9, 9, 1)
-    process = replace(method.process, stop=SimpleNamespace(signal=0))
-    run = SimpleNamespace(options=options, process=process, progress=Progress())
-    run.scaler = GradScaler("cpu", enabled=False)
-    train_step(run, model, [optimizer], method, method.prepare(model, 0, np.arange(4)))
+    run, optimizers = make_run(method, model, enabled=False)
+    train_step(run, model, optimizers, method, method.prepare(model, 0, np.arange(4)))
     assert len(seen) == 2 + 1 + 2 and set(seen) == {(True, torch.bfloat16, False)}
 
 

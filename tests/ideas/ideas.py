@@ -484,25 +484,25 @@ LOST_COUNTER = optimizer_idea("Counted", "            self.calls += 1\n", LION)
 
 LOOP_IDEAS = [
     Idea(
-        "twice the sequences from step 8 on",
+        "twice the sequences from step 3 on",
         [
             Edit(
                 "train.py",
                 "train_step(run, wrapped, optimizers, batches, micro_steps)",
-                "train_step(run, wrapped, optimizers, batches, micro_steps * (1 + (step >= 8)))",
+                "train_step(run, wrapped, optimizers, batches, micro_steps * (1 + (step >= 3)))",
             ),
         ],
         nanogpt_lines=1,
     ),
     Idea(
-        "shorter contexts until step 8",
+        "shorter contexts until step 3",
         [
             Edit(
                 "train.py",
                 "        idx, targets = next(batches)  # token ids (B, T) each\n",
                 """\
         idx, targets = next(batches)  # token ids (B, T) each
-        if progress.step < 8:
+        if progress.step < 3:
             idx, targets = idx[:, :16], targets[:, :16]
 """,
             ),
@@ -510,5 +510,5 @@ LOOP_IDEAS = [
         nanogpt_lines=2,
     ),
 ]
-# Tokens after 20 steps of 512: of twice as many for 12 steps, and of half as many for 8.
-LOOP_TOKENS = [8 * 512 + 12 * 1024, 8 * 256 + 12 * 512]
+# Tokens after 8 steps of 512: of twice as many for 5 steps, and of half as many for 3.
+LOOP_TOKENS = [3 * 512 + 5 * 1024, 3 * 256 + 5 * 512]

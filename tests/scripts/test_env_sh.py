@@ -57,8 +57,10 @@ def test_a_clone_that_was_moved_or_has_lost_its_python_gets_a_new_environment(in
     assert python == f"{moved}/.venv/bin/python" and python in words
 
 
-@pytest.mark.parametrize("version", ["2.10.0", "2.11.0+cu126", "3.0.1"])
-@pytest.mark.parametrize("is_named", [True, False])
+@pytest.mark.parametrize(
+    "version, is_named",
+    [("2.10.0", True), ("2.10.0", False), ("2.11.0+cu126", True), ("3.0.1", False)],
+)
 def test_an_environment_keeps_its_pytorch_unless_it_is_too_old(
     install, tmp_path, version, is_named
 ):

@@ -2,16 +2,13 @@
 that it names."""
 
 import re
-import subprocess
-import sys
+import shlex
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
 from conftest import (
     ROOT,
-    environment,
     losses,
     rows_written,
     run_until,
@@ -36,11 +33,9 @@ TWO_PROCESSES = ("--standalone", "--nproc_per_node=2")
 def execute(command, folder):
     """Run a command line in a folder, as some scripts write there; fail unless it succeeds."""
     command = re.sub(r"\S+\.py", rf"{ROOT}/\g<0>", command, count=1)
-    env = environment()
-    env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}"
-    streams = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
-    done = subprocess.run(command, shell=True, cwd=folder, env=env, **streams)
-    assert done.returncode == 0, command + "\n" + done.stdout + done.stderr
+    program, *args = shlex.split(command)
+    launcher = {"python": [], "torchrun": ["-m", "torch.distributed.run"]}[program]
+    script(*launcher, *args, cwd=folder)
 
 
 def next_commands(done):

@@ -50,12 +50,18 @@ def stand_in(tmp_path, monkeypatch):
     sweep.TRAIN.write_text(STAND_IN)
 
 
+@pytest.fixture
+def figures(monkeypatch):
+    """The figures that a test saves; they are not rendered."""
+    saved: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, out, **options: saved.append(self))
+    return saved
+
+
 def test_a_run_that_fails_ends_the_sweep_and_the_same_command_continues(
-    stand_in, tmp_path, capfd, monkeypatch
+    stand_in, tmp_path, capfd, figures
 ):
     """The best group comes first; its line has a band of one standard deviation."""
-    figures = []
-    monkeypatch.setattr(Figure, "savefig", lambda self, out, **options: figures.append(self))
     config = SweepOptions(("max_lr a/b c",), seeds=(1, 2), out=tmp_path / "out")
     with user_error("the run max_lr=c seed=2 has failed"):
         main(config)
@@ -76,9 +82,7 @@ def test_a_run_that_fails_ends_the_sweep_and_the_same_command_continues(
 
 
 @pytest.mark.parametrize("steps", [[4], [0, 4], [2, 4]])
-def test_a_sweep_draws_every_validation_of_a_trained_model(tmp_path, monkeypatch, steps):
-    figures = []
-    monkeypatch.setattr(Figure, "savefig", lambda self, out, **options: figures.append(self))
+def test_a_sweep_draws_every_validation_of_a_trained_model(tmp_path, figures, steps):
     train = [{"step": step, "tokens": 10 * step} for step in range(1, 5)]
     val = [{"step": step, "loss": 9.0 - step} for step in steps]
     runs = [LoggedRun("run", {"train": train, "val": val}, {})]
@@ -104,10 +108,14 @@ def test_runs_are_compared_by_the_values_of_their_options(trained, shards, monke
     assert changes() == ""
     assert changes(max_lr="0.003", data_dir=shards, warmup_steps="05") == ""  # the same values
     assert changes(use_torch_compile=True, micro_batch_size=2, save_every=1, dtype="auto") == ""
-    for name, value in saved.items():
-        if type(value) in (int, float) and name not in NOT_COMPARED:
-            other = value + 1 if type(value) is int else 0.9 * value or 0.01
-            assert f"{name} {value} (here {other})" in changes(**{name: other})
+    others = {
+        name: value + 1 if type(value) is int else 0.9 * value or 0.01
+        for name, value in saved.items()
+        if type(value) in (int, float) and name not in NOT_COMPARED
+    }
+    described = changes(**others)
+    for name, other in others.items():
+        assert f"{name} {saved[name]} (here {other})" in described
     assert "data_dir" in changes(data_dir="elsewhere")
     assert "recipe gpt2 (here modern)" in changes(recipe="modern")
 

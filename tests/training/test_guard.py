@@ -97,7 +97,7 @@ def test_bad_steps_in_a_row_end_the_run_with_a_checkpoint_and_every_row_sent(sha
 
 def test_an_automatic_micro_batch_is_halved_until_it_fits_on_all(shards, tmp_path):
     """Each of two processes takes 12 sequences in a step, which 6 and 3 divide; one fails at 4."""
-    batch = ("--total_batch_size", 24 * 32, "--micro_batch_size", "auto", "--max_steps", 3)
+    batch = ("--total_batch_size", 24 * 32, "--micro_batch_size", "auto", "--eval_every", 0)
     args = train_args(shards, tmp_path, 3, *batch)
     said = faulty(2, args, "", MEMORY="1:3")[0].stdout
     assert "micro-batch of 12: 6 from" in said and "micro-batch of 6: 3 from here on" in said

@@ -1,5 +1,6 @@
 """--minutes chooses a run for a machine, a text and a time; learning rate and batch follow size."""
 
+import functools
 import re
 import sys
 from dataclasses import replace
@@ -9,7 +10,9 @@ from conftest import bad, script, train_options
 
 from config import TrainOptions
 from model.formats.checkpoint import load_checkpoint
+from model.initial_weights import build_without_weights
 from recipes import RECIPES, rate_and_batch
+from training import minutes as minutes_module
 from training.forecast.loss import MOST_EPOCHS, compared_loss, token_worth
 from training.minutes import OTHER_SHARE, DataSize, Dial, StepCost
 from training.options import read_options, resolve_options
@@ -41,14 +44,28 @@ def test_rate_falls_and_batch_grows_with_the_width_and_flags_win():
     assert train_options(recipe="gpt2,max_lr=0.002").max_lr == 0.002
 
 
-def dial(shards, monkeypatch, minutes: float, *flags: object) -> Dial:
-    """Return the dial of a command line with --minutes."""
-    words = ["--data_dir", str(shards), "--device", "cpu", "--minutes", str(minutes)]
-    words += [str(flag) for flag in flags]
-    monkeypatch.setattr(sys, "argv", ["train.py", *words])
-    given, derived, _ = read_options(TrainOptions, "train.py", words)
-    options, recipe = resolve_options(given, derived, None)
-    return Dial(options, recipe, process=None)
+@pytest.fixture(scope="module", autouse=True)
+def built_once():
+    """Build the model of each size once for all tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        build = functools.cache(build_without_weights)
+        patch.setattr(minutes_module, "build_without_weights", build)
+        yield
+
+
+@pytest.fixture
+def dial(shards, monkeypatch):
+    """A function that returns the dial of a command line with --minutes."""
+
+    def make(minutes: float, *flags: object) -> Dial:
+        words = ["--data_dir", str(shards), "--device", "cpu", "--minutes", str(minutes)]
+        words += [str(flag) for flag in flags]
+        monkeypatch.setattr(sys, "argv", ["train.py", *words])
+        given, derived, _ = read_options(TrainOptions, "train.py", words)
+        options, recipe = resolve_options(given, derived, None)
+        return Dial(options, recipe, process=None)
+
+    return make
 
 
 def choose(dial: Dial, flops_per_second: float):
@@ -59,10 +76,10 @@ def choose(dial: Dial, flops_per_second: float):
     return dial.choose()
 
 
-def test_more_time_or_a_faster_device_gives_a_larger_model(shards, monkeypatch):
+def test_more_time_or_a_faster_device_gives_a_larger_model(dial):
     parameters = []
     for minutes, speed in [(2, 1e11), (60, 1e11), (20, 1e13), (200, 1e14)]:
-        planned = dial(shards, monkeypatch, minutes)
+        planned = dial(minutes)
         planned.data = replace(planned.data, train_tokens=10**10)
         plan = choose(planned, speed)
         parameters.append(plan.size.meta_model.num_parameters())
@@ -73,8 +90,8 @@ def test_more_time_or_a_faster_device_gives_a_larger_model(shards, monkeypatch):
     assert sorted(set(parameters)) == parameters
 
 
-def test_tokens_with_less_text_get_a_smaller_model(shards, monkeypatch):
-    planned = dial(shards, monkeypatch, 15)  # of bytes
+def test_tokens_with_less_text_get_a_smaller_model(dial):
+    planned = dial(15)  # of bytes
     planned.data = replace(planned.data, train_tokens=10**10)
     assert token_worth(planned.data.vocab_size) == pytest.approx(1 / 4.5, rel=0.01)
     speed = 1e11  # FLOP/s, about that of a core
@@ -85,11 +102,11 @@ def test_tokens_with_less_text_get_a_smaller_model(shards, monkeypatch):
 
 
 @pytest.mark.parametrize("minutes, n_layer", [(2, 1), (15, 2)])
-def test_rows_of_rare_tokens_do_not_decide(shards, monkeypatch, minutes, n_layer):
+def test_rows_of_rare_tokens_do_not_decide(dial, minutes, n_layer):
     """Code in GPT-2's tokens, at the speeds of machine A. In 15 minutes 1 layer of 64 channels ends
     at 2.345, 2 of 128 end at 2.243 (docs/BENCHMARKS.md). By all of their parameters the first would
     be chosen, and also by the bytes per token of code, 2.06 of 4.5."""
-    planned = dial(shards, monkeypatch, minutes)
+    planned = dial(minutes)
     planned.data = DataSize(train_tokens=15_393_051, val_tokens=planned.data.val_tokens)
     planned.sizes = planned.make_sizes()  # with GPT-2's vocabulary
     tokens_per_s = {1: 8130, 2: 5500, 3: 3700, 4: 2500}  # by layers
@@ -110,10 +127,10 @@ def test_rows_of_rare_tokens_do_not_decide(shards, monkeypatch, minutes, n_layer
         (6.6e6, 4.46e6, 0.06),
     ],
 )
-def test_two_sizes_compare_as_measured(shards, monkeypatch, small_tokens, large_tokens, measured):
+def test_two_sizes_compare_as_measured(dial, small_tokens, large_tokens, measured):
     """The novels in GPT-2's tokens, 1 layer of 64 channels and 2 of 128 in the same time on two
     machines (docs/BENCHMARKS.md): the tokens that each read, and the difference of the losses."""
-    planned = dial(shards, monkeypatch, 15)
+    planned = dial(15)
     planned.data = DataSize(train_tokens=11_510_951)
     small, large, *_ = planned.make_sizes()
     predicted = compared_loss(
@@ -127,20 +144,20 @@ def test_two_sizes_compare_as_measured(shards, monkeypatch, small_tokens, large_
     "flags",
     [("--tensor_parallel", 2, "--sharding", "zero2"), ("--recipe", "modern,n_kv_head=2")],
 )
-def test_sizes_have_heads_that_can_be_shared(shards, monkeypatch, flags):
-    sizes = dial(shards, monkeypatch, 15, *flags).sizes
+def test_sizes_have_heads_that_can_be_shared(dial, flags):
+    sizes = dial(15, *flags).sizes
     assert len(sizes) > 6 and all(size.flags["n_head"] % 2 == 0 for size in sizes)
 
 
-def test_a_model_type_is_the_only_size(shards, monkeypatch):
+def test_a_model_type_is_the_only_size(dial):
     flags = ("--model_type", "gpt2", "--recipe", "modern,n_kv_head=4")
-    [size] = dial(shards, monkeypatch, 15, *flags).sizes
+    [size] = dial(15, *flags).sizes
     assert size.flags == {} and size.meta_model.config.n_layer == 12
 
 
 @pytest.mark.parametrize("micro_batch_size", [2, 24])
-def test_the_batch_divides_into_a_given_micro_batch(shards, monkeypatch, micro_batch_size):
-    planned = dial(shards, monkeypatch, 2, "--micro_batch_size", micro_batch_size)
+def test_the_batch_divides_into_a_given_micro_batch(dial, micro_batch_size):
+    planned = dial(2, "--micro_batch_size", micro_batch_size)
     batches = []
 
     def measure(size, batch_tokens):
@@ -154,24 +171,24 @@ def test_the_batch_divides_into_a_given_micro_batch(shards, monkeypatch, micro_b
     assert batches[0] == max(8, micro_batch_size)
 
 
-def test_large_micro_batches_do_not_make_a_size_look_fast(shards, monkeypatch):
-    planned = dial(shards, monkeypatch, 2, "--micro_batch_size", 512)
+def test_large_micro_batches_do_not_make_a_size_look_fast(dial):
+    planned = dial(2, "--micro_batch_size", 512)
     planned.data = replace(planned.data, train_tokens=10**8)
     # at this speed ten such batches do not fit into the time for any size
     assert choose(planned, 1e9).size == planned.sizes[0]
 
 
-def test_the_printed_run_is_compiled_if_the_chosen_one_is(shards, monkeypatch):
+def test_the_printed_run_is_compiled_if_the_chosen_one_is(dial):
     for minutes, compiled in ((5, False), (20, True)):
-        planned = dial(shards, monkeypatch, minutes)
+        planned = dial(minutes)
         # as on CUDA, where it is the default
         on_cuda = replace(planned.options, use_torch_compile=True)
         plan = choose(Dial(on_cuda, RECIPES["gpt2"], process=None), 1e11)
         assert plan.flags.get("use_torch_compile", True) is compiled
 
 
-def test_a_small_text_stops_where_repeats_do_not_help(shards, monkeypatch):
-    planned = dial(shards, monkeypatch, 60)
+def test_a_small_text_stops_where_repeats_do_not_help(dial):
+    planned = dial(60)
     plan = choose(planned, 1e14)
     assert plan.num_tokens <= MOST_EPOCHS * planned.data.train_tokens
     text = 10**6

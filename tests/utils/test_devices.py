@@ -25,17 +25,12 @@ def test_auto_takes_bfloat16_where_a_matmul_is_measured_to_be_faster(monkeypatch
     devices.is_bfloat16_faster.cache_clear()
 
 
-@pytest.fixture
-def t4(monkeypatch):
+def test_a_gpu_without_bfloat16_multiplies_in_float16_and_refuses_bfloat16(monkeypatch):
     monkeypatch.setattr(devices, "has_bfloat16", lambda device: False)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "Tesla T4")
-    return torch.device("cuda")
-
-
-def test_a_gpu_without_bfloat16_multiplies_in_float16_and_refuses_bfloat16(t4):
-    assert pick_dtype("auto", t4) is torch.float16
+    assert pick_dtype("auto", torch.device("cuda")) is torch.float16
     with user_error("this Tesla T4 has no bfloat16: take float16"):
-        pick_dtype("bfloat16", t4)
+        pick_dtype("bfloat16", torch.device("cuda"))
 
 
 @pytest.mark.parametrize("cuda, hip, is_named", [(None, None, True), ("13.0", None, False)])
@@ -79,5 +74,5 @@ def test_memory_is_that_of_the_tightest_of_nested_control_groups(
 
 def test_a_run_keeps_the_dtype_that_auto_has_taken(shards, tmp_path):
     auto = script(*train_args(shards, tmp_path, 2, "--dtype", "auto")).stdout
-    config = read_logged_config(tmp_path / "logs")["config"]
-    assert f"torch.{config['dtype']}" in auto
+    logged = read_logged_config(tmp_path / "logs")
+    assert logged["script"] == "train.py" and f"torch.{logged['config']['dtype']}" in auto

@@ -8,6 +8,7 @@ from conftest import ROOT, environment, free_port, kill, run_ranks, run_until, s
 
 from utils.launch import Launch, read_launch
 
+ENVIRONMENT = environment() | {"PYTHONPATH": str(ROOT)}
 LAUNCH = {
     "RANK": "3",
     "WORLD_SIZE": "4",
@@ -62,24 +63,27 @@ def test_a_variable_that_is_left_over_is_named_and_an_address_alone_does_no_harm
         read_launch()
 
 
-def test_a_process_that_is_alone_says_whom_it_waits_for(tmp_path):
+@pytest.fixture
+def program(tmp_path):
+    path = tmp_path / "machines.py"
+    path.write_text(MACHINES)
+    return path
+
+
+def test_a_process_that_is_alone_says_whom_it_waits_for(tmp_path, program):
     port = str(free_port())
     places = {"LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     log = tmp_path / "log"
-    program = tmp_path / "machines.py"
-    program.write_text(MACHINES)
-    env = environment() | {"PYTHONPATH": str(ROOT)} | LAUNCH | {"RANK": "0"} | places
+    env = ENVIRONMENT | LAUNCH | {"RANK": "0"} | places
     process = start(program, "alone", log=log, env=env)
     run_until(process, lambda: f"waiting for 4 processes at 127.0.0.1:{port}" in log.read_text())
     kill(process)
 
 
 @pytest.mark.parametrize("case", ["different", "lost"])
-def test_machines_agree_on_a_mesh_and_on_the_kind_of_device(tmp_path, case):
-    program = tmp_path / "machines.py"
-    program.write_text(MACHINES)
-    env = environment() | {"PYTHONPATH": str(ROOT)}
-    finished = run_ranks([[program, case]] * 3, code=2 if case == "lost" else 0, env=env)
+def test_machines_agree_on_a_mesh_and_on_the_kind_of_device(program, case):
+    code = 2 if case == "lost" else 0
+    finished = run_ranks([[program, case]] * 3, code=code, env=ENVIRONMENT)
     for process in finished:
         if case == "lost":
             assert "some processes found no GPU, such as rank 2, and others did" in process.stderr

@@ -39,9 +39,10 @@ def test_a_file_with_other_lines_is_named(tmp_path, line):
         read_metrics(tmp_path)
 
 
-def test_a_log_and_its_run_are_found_in_the_folder_of_the_run_or_named(trained, tmp_path):
-    assert read_metrics(trained) == read_metrics(trained / "logs" / "metrics.jsonl")
-    assert read_logged_config(trained / "logs")["script"] == "train.py"
+def test_a_log_is_found_in_the_folder_of_the_run_or_named(tmp_path):
+    write(tmp_path / "run" / "logs", 0, [1], 1.0)
+    path = tmp_path / "run" / "logs" / "metrics.jsonl"
+    assert read_metrics(tmp_path / "run") == read_metrics(path)
     assert read_logged_config(tmp_path) is None
     bad(["plot.py", "--log", tmp_path, "--out", tmp_path / "a.png"], "holds no metrics.jsonl")
 

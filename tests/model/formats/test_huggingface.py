@@ -1,7 +1,7 @@
 import json
 import tempfile
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import huggingface_hub
@@ -26,7 +26,7 @@ from utils.errors import UserError
 
 transformers = pytest.importorskip("transformers")
 
-SHAPES = [(1, 1, 8, 16, 300), (3, 5, 40, 33, 70_000), (2, 4, 64, 128, 257)]  # L, H, C, T, V
+SHAPE, UNEVEN_SHAPE = (2, 4, 64, 128, 257), (3, 5, 40, 33, 70_000)  # L, H, C, T, V
 LLAMA = parse_recipe("llama").model
 QWEN3 = LLAMA | {"qk_norm": True}
 
@@ -49,18 +49,17 @@ def differ(ours, theirs, shape):
 @pytest.mark.parametrize(
     "shape, fields, name",
     [
-        (SHAPES[0], {}, "GPT2LMHeadModel"),
-        (SHAPES[1], {}, "GPT2LMHeadModel"),
-        (SHAPES[2], {"tied": False}, "GPT2LMHeadModel"),
+        (UNEVEN_SHAPE, {}, "GPT2LMHeadModel"),
+        (SHAPE, {"tied": False}, "GPT2LMHeadModel"),
         # nanoGPT's
-        (SHAPES[2], {"activation": "gelu_exact", "bias": False}, "GPT2LMHeadModel"),
-        (SHAPES[2], LLAMA | {"norm_eps": 1e-3}, "LlamaForCausalLM"),
+        (SHAPE, {"activation": "gelu_exact", "bias": False}, "GPT2LMHeadModel"),
+        (SHAPE, LLAMA | {"norm_eps": 1e-3}, "LlamaForCausalLM"),
         (
-            SHAPES[2],
+            SHAPE,
             LLAMA | {"n_kv_head": 2, "n_inner": 96, "tied": True, "rope_base": 5e5},
             "LlamaForCausalLM",
         ),
-        (SHAPES[2], QWEN3 | {"n_kv_head": 1}, "Qwen3ForCausalLM"),
+        (SHAPE, QWEN3 | {"n_kv_head": 1}, "Qwen3ForCausalLM"),
     ],
 )
 def test_logits_and_weights_are_those_of_transformers_both_ways(shape, fields, name, tmp_path):
@@ -104,21 +103,26 @@ CHANGES_OF_TENSOR = [
 ]
 
 
+@cache
 def files_of(kind):
     """Return config.json and the tensors of a model."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        save_pretrained(random_ours(SHAPES[2], **KINDS[kind]), folder)
+        save_pretrained(random_ours(SHAPE, **KINDS[kind]), folder)
         config = (folder / "config.json").read_text()
         return config, load_file(folder / "model.safetensors")
+
+
+def write_and_load(folder, config, tensors):
+    Path(folder, "config.json").write_text(config)
+    save_file(tensors, Path(folder, "model.safetensors"), metadata={"format": "pt"})
+    return load_pretrained(folder).eval()
 
 
 def load_from(config, tensors):
     """Write and load a model, and compare its logits with those of transformers."""
     with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "config.json").write_text(config)
-        save_file(tensors, Path(folder, "model.safetensors"), metadata={"format": "pt"})
-        ours = load_pretrained(folder).eval()
+        ours = write_and_load(folder, config, tensors)
         theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     idx = torch.arange(128)[None]
     torch.testing.assert_close(ours(idx), theirs.eval()(idx).logits, atol=1e-4, rtol=0)
@@ -152,8 +156,9 @@ def test_copies_and_buffers_and_a_head_of_its_own_load(kind, table):
     load_from(config, {name.removeprefix("transformer."): x for name, x in tensors.items()})
     for head in (x.clone(), x + 1):
         load_from(config, tensors | {"lm_head.weight": head})
-    del tensors[table]
-    load_from(config, tensors | {"lm_head.weight": x})  # as safetensors.torch.save_model writes it
+    headed = tensors | {"lm_head.weight": x}
+    del headed[table]
+    load_from(config, headed)  # as safetensors.torch.save_model writes it
 
 
 @pytest.mark.parametrize("fields", [{}, LLAMA | {"tied": False}], ids=["gpt2", "llama"])
@@ -171,28 +176,30 @@ def test_tokens_that_the_tokenizer_lacks_are_never_sampled_or_scored(fields, tmp
 
 
 CHANGES = [  # of a GPT-2's config.json, or of a Qwen3's
-    ({}, {"model_type": "bert"}, "model_type 'bert'; only gpt2"),
-    ({}, {"activation_function": "relu"}, "activation_function 'relu'; only gelu_new or gelu is"),
-    ({}, {"n_embd": 33}, "n_embd 33 is no multiple of n_head 4"),
-    ({}, {"n_positions": 0}, "n_positions 0 must be at least 1"),
-    ({}, {"n_positions": None}, "config.json has no n_positions"),
-    (QWEN3, {"hidden_size": 33}, "hidden_size 33 is no multiple of num_attention_heads 4"),
-    (QWEN3, {"rms_norm_eps": -1}, "rms_norm_eps -1 must be at least 0"),
-    ({}, {"n_layer": 1}, "it has transformer.h.1.*, which this model lacks"),
-    (QWEN3, {"hidden_act": "gelu"}, "hidden_act 'gelu'"),
-    (QWEN3, {"rope_parameters": {"rope_type": "yarn"}}, "rope_scaling {'rope_type': 'yarn'}"),
-    (QWEN3, {"use_sliding_window": True}, "use_sliding_window True"),
-    (QWEN3, {"attention_bias": True}, "attention_bias True"),
+    ("gpt2", {"model_type": "bert"}, "model_type 'bert'; only gpt2"),
+    (
+        "gpt2",
+        {"activation_function": "relu"},
+        "activation_function 'relu'; only gelu_new or",
+    ),
+    ("gpt2", {"n_embd": 33}, "n_embd 33 is no multiple of n_head 4"),
+    ("gpt2", {"n_positions": 0}, "n_positions 0 must be at least 1"),
+    ("gpt2", {"n_positions": None}, "config.json has no n_positions"),
+    ("qwen3", {"hidden_size": 33}, "hidden_size 33 is no multiple of num_attention_heads 4"),
+    ("qwen3", {"rms_norm_eps": -1}, "rms_norm_eps -1 must be at least 0"),
+    ("gpt2", {"n_layer": 1}, "it has transformer.h.1.*, which this model lacks"),
+    ("qwen3", {"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+    ("qwen3", {"rope_parameters": {"rope_type": "yarn"}}, "rope_scaling {'rope_type': 'yarn'}"),
+    ("qwen3", {"use_sliding_window": True}, "use_sliding_window True"),
+    ("qwen3", {"attention_bias": True}, "attention_bias True"),
 ]
 
 
-@pytest.mark.parametrize("fields, change, message", CHANGES)
-def test_a_model_that_is_no_gpt_here_is_named(fields, change, message, tmp_path):
-    save_pretrained(random_ours(SHAPES[2], **fields), tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text()) | change
-    (tmp_path / "config.json").write_text(json.dumps(config))
+@pytest.mark.parametrize("kind, change, message", CHANGES)
+def test_a_model_that_is_no_gpt_here_is_named(kind, change, message, tmp_path):
+    config, tensors = files_of(kind)
     with user_error(f"is damaged or not a GPT-2, .*: .*{message}"):
-        load_pretrained(tmp_path)
+        write_and_load(tmp_path, json.dumps(json.loads(config) | change), tensors)
 
 
 def test_each_name_of_an_activation_is_that_function_or_refused():
@@ -224,7 +231,7 @@ def test_each_name_of_an_activation_is_that_function_or_refused():
 
 
 def test_the_files_are_those_that_transformers_reads(tmp_path):
-    ours = random_ours(SHAPES[2])
+    ours = random_ours(SHAPE)
     save_pretrained(ours, tmp_path)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     single = tmp_path / "model.safetensors"
@@ -232,49 +239,48 @@ def test_the_files_are_those_that_transformers_reads(tmp_path):
     torch.nn.init.zeros_(ours.transformer.wpe.weight)
     save_pretrained(ours, tmp_path)  # beside those files
     assert (load_pretrained(tmp_path).transformer.wpe.weight == 0).all()
-    for damage, message in (
-        (lambda: single.write_bytes(single.read_bytes()[:-100]), "SafetensorError"),
-        (
-            lambda: [path.unlink() for path in tmp_path.glob("*.safetensors")],
-            "it has no model-00001",  # which the index names
-        ),
-    ):
-        damage()
-        with user_error(f"is damaged or not a GPT-2, .*: .*{message}"):
-            load_pretrained(tmp_path)
+    single.write_bytes(single.read_bytes()[:-100])
+    with user_error("is damaged or not a GPT-2, .*: .*SafetensorError"):
+        load_pretrained(tmp_path)
+    for path in tmp_path.glob("*.safetensors"):
+        path.unlink()
+    with user_error("it has no model-00001"):  # which the index names
+        load_pretrained(tmp_path)
 
 
-def test_a_model_that_transformers_has_no_class_for_is_named(tmp_path):
-    for fields, message in (
+LOGITS_DIFFER = "is not the (GPT2LMHeadModel|Qwen3ForCausalLM) of .*: its logits differ"
+WITHOUT_PLACE = "no other program has a place for .*h.0.gate.weight, .*h.0.gate.bias"
+
+
+@pytest.mark.parametrize(
+    "model_class, fields, message",
+    [
         (
+            GPT,
             LLAMA | {"norm": "layer", "bias": True},
-            "position=rotary, activation=swiglu: export one of",
+            "position=rotary, activation=swiglu: export",
         ),
-        ({"qk_norm": True}, "class to export a model with qk_norm=True: export one of"),
-    ):
-        with user_error(message):
-            save_pretrained(random_ours(SHAPES[2], **fields), tmp_path / "out")
+        (GPT, {"qk_norm": True}, "class to export a model with qk_norm=True: export one of"),
+        (WithGate, {}, WITHOUT_PLACE),
+        (WithGate, QWEN3, WITHOUT_PLACE),
+        *((x, {}, LOGITS_DIFFER) for x in (SoftCapped, PostNorm, *READERS)),
+        *((x, QWEN3, LOGITS_DIFFER) for x in (SoftCapped, PostNorm, *READERS)),
+    ],
+)
+def test_a_model_that_no_other_program_computes_is_not_written(
+    model_class, fields, message, tmp_path
+):
+    model = model_class(random_ours(SHAPE, **fields).config)
+    with user_error(message):
+        save_pretrained(model, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("fields", [{}, QWEN3], ids=["gpt2", "qwen3"])
-@pytest.mark.parametrize("model_class", [SoftCapped, PostNorm, *READERS])
-def test_a_model_with_other_logits_is_no_model_of_transformers(fields, model_class, tmp_path):
-    model = model_class(random_ours(SHAPES[2], **fields).config)
-    with user_error("is not the (GPT2LMHeadModel|Qwen3ForCausalLM) of .*: its logits differ"):
-        save_pretrained(model, tmp_path / "out")
-    model = random_ours(SHAPES[2], **fields)
+def test_a_change_of_one_object_shows_in_its_logits(tmp_path):
+    model = random_ours(SHAPE)
     activate = model.transformer.h[1].mlp.activate
-    model.transformer.h[1].mlp.activate = lambda x: 2 * activate(x)  # only this model
+    model.transformer.h[1].mlp.activate = lambda x: 2 * activate(x)
     with user_error("logits differ, and nothing was written"):
-        save_pretrained(model, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("fields", [{}, QWEN3], ids=["gpt2", "qwen3"])
-def test_weights_that_transformers_has_no_place_for_are_named(fields, tmp_path):
-    model = WithGate(random_ours(SHAPES[2], **fields).config)
-    with user_error("no other program has a place for .*h.0.gate.weight, .*h.0.gate.bias"):
         save_pretrained(model, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

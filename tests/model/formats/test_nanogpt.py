@@ -107,10 +107,10 @@ def test_scripts_begin_from_a_checkpoint_of_nanogpt_and_write_one(shards, tmp_pa
     ckpt, own, back = (tmp_path / name for name in ("ckpt.pt", "own.pt", "back.pt"))
     write("nanoGPT", random_gpt(bias=False, **EXACT), ckpt)
     assert "Abc" in script("sample.py", "--model", ckpt, "--prompt", "Abc").stdout
-    script("convert.py", "--model", ckpt, "--out", own)
+    main(ConvertOptions(own, model=str(ckpt)))
     sampled = script("sample.py", "--checkpoint", tmp_path, "--prompt", "Abc")
     assert f"reading {own}" in sampled.stderr  # ckpt.pt is none of ours
-    script("convert.py", "--checkpoint", own, "--out", tmp_path / "hf")
+    main(ConvertOptions(tmp_path / "hf", own))
     idx = torch.randint(0, 257, (2, 32))
     logits = load_nanogpt(ckpt).eval()(idx)
     torch.testing.assert_close(
@@ -153,8 +153,8 @@ def test_characters_of_nanogpt_come_from_its_meta_pkl(tmp_path):
         ids.append(int(trained(torch.tensor([ids]))[0, -1].argmax()))
     text = "".join(characters[i] for i in ids)
     assert len(set(text[len(prompt) :])) > 1  # not one character again and again
-    script("convert.py", "--model", ckpt, "--out", own)
-    script("convert.py", "--checkpoint", own, "--out", hf)
+    main(ConvertOptions(own, model=str(ckpt)))
+    main(ConvertOptions(hf, own))
     greedy = ["--temperature", 0, "--dtype", "float32", "--max_new_tokens", 32 - len(prompt)]
     for model in (ckpt, hf):
         sampled = script("sample.py", "--model", model, "--prompt", prompt, *greedy)
@@ -206,8 +206,6 @@ def test_a_meta_pkl_that_cannot_be_used_is_a_sentence(tmp_path):
 
 def test_what_does_not_fit_is_a_sentence(tmp_path):
     path = tmp_path / "file"
-    path.write_bytes(b"hello")
-    bad(["sample.py", "--model", path], "not a checkpoint of this project, nanoGPT, build-nanogpt")
     write("nanoGPT", random_gpt(65), path)
     with user_error("65 tokens, which are neither GPT-2's"):
         open_model(path)
@@ -215,9 +213,10 @@ def test_what_does_not_fit_is_a_sentence(tmp_path):
         to_nanogpt(random_gpt(norm="rms", activation="relu2"))
     whole = llm_c_file(random_gpt(), is_bfloat16=False)
     for content, message in (
+        (b"hello", "not a checkpoint of this project, nanoGPT, build-nanogpt"),
         (whole + bytes(8), "2 values more"),
         (whole[:-8], "is damaged.* invalid for input of size 6"),
     ):
         path.write_bytes(content)
         with user_error(message):
-            load_nanogpt(path)
+            open_model(path)

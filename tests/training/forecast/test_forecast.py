@@ -169,14 +169,18 @@ def test_a_dry_run_forecasts_for_a_gpu_that_is_not_here(
     hours = float(hours.replace(",", ""))
     assert hours == pytest.approx(float(flops) / (0.4 * peak_flops * 1e12) / 3600, rel=0.01)
     assert f"40% MFU of {peak_flops:,.0f} TFLOP/s" in out
-    # MFU leaves out what is computed again, and no peak of float32 is known
-    again = dry_run(*args, "--micro_batch_size", 16, "--activation_checkpointing", "block")
-    assert "at 33% MFU" in again
-    assert "hours" not in dry_run(*args, "--micro_batch_size", 16, "--dtype", "float32")
+
+
+def test_a_dry_run_for_a_gpu_counts_what_is_computed_again_and_chooses_a_micro_batch(
+    dry_run, tmp_path
+):
+    args = ("--device", "h100", "--data_dir", tmp_path, "--model_type", "gpt2-large")
     out = dry_run(*args, "--micro_batch_size", "auto", "--activation_checkpointing", "block")
+    assert "at 33% MFU" in out  # which leaves out what is computed again
     size = re.search(r"micro-batch (\d+), by forecast", out)[1]
     assert f" x micro-batch {size} x " in out and "in all: fits" in out
     assert out.endswith(" without --dry_run and --device, on such a machine\n")
+    assert "hours" not in dry_run(*args, "--dtype", "float32")  # of which no peak is known
 
 
 @pytest.mark.parametrize(

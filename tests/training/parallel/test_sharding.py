@@ -10,9 +10,9 @@ from utils.distributed import count_shards
 
 @pytest.fixture(scope="module")
 def reference(shards, tmp_path_factory):
-    """12 steps of one process, four micro-steps each."""
+    """6 steps of one process, four micro-steps each."""
     run = tmp_path_factory.mktemp("reference")
-    script(*train_args(shards, run, 12))
+    script(*train_args(shards, run, 6))
     return run
 
 
@@ -25,24 +25,20 @@ def reference(shards, tmp_path_factory):
     ],
 )
 def test_a_chain_of_machines_and_shardings_continues_one_curve(shards, tmp_path, recipe, max_lr):
-    flags = ("--recipe", recipe, "--max_lr", max_lr, "--save_every", 2, "--keep_last", 9)
-    whole = before = tmp_path / "whole"
-    script(*train_args(shards, whole, 12, *flags))
-    for step, processes, per_machine, sharding, shard_across in (
-        (2, 4, 1, "zero1", 2),  # four machines hold two copies
-        (4, 4, 2, "zero2", 2),  # two machines hold a copy each
-        (6, 4, 2, "zero3", 4),  # ... or one in common
-        (8, 2, 2, "zero3", 2),
-        (10, 1, 1, "none", 1),
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    # a constant rate after warmup, which does not depend on the number of steps
+    flags = ("--recipe", recipe, "--max_lr", max_lr, "--min_lr", max_lr, "--warmup_steps", 1)
+    flags += ("--eval_every", 0)
+    script(*train_args(shards, whole, 9, *flags))
+    for last_step, processes, per_machine, sharding, shard_across in (
+        (3, 4, 2, "zero3", 4),  # two machines hold a copy in common
+        (6, 4, 1, "zero1", 2),  # four machines hold two copies
+        (9, 1, 1, "none", 1),
     ):
-        run = tmp_path / f"{step}"
-        resume = ("--resume", before / f"checkpoints/model_step_{step:06d}.pt")
         more = ("--sharding", sharding, "--shard_across", shard_across, "--micro_batch_size", 2)
-        args = train_args(shards, run, 12, *flags, *more, "--eval_every", 0, *resume)
+        args = train_args(shards, run, last_step, *flags, *more, "--resume", "auto")
         torchrun(processes, *args, local_world_size=per_machine)
-        expected = {n: loss for n, loss in losses(whole).items() if n > step}
-        assert losses(run) == pytest.approx(expected, abs=1e-4)
-        before = run
+    assert losses(run) == pytest.approx(losses(whole), abs=1e-4)
 
 
 def test_shards_that_do_not_divide_are_a_sentence_before_processes_connect(
@@ -69,7 +65,7 @@ def test_machines_of_eight_and_four_divide_a_copy_among_four():
 
 def test_machines_with_other_files_are_told_so(shards, reference, tmp_path):
     """By what the files hold: a copy in another place will do."""
-    ours = train_args(shards, reference, 14, "--resume", "auto", "--micro_batch_size", 2)
+    ours = train_args(shards, reference, 8, "--resume", "auto", "--micro_batch_size", 2)
     other, copy, changed = (tmp_path / name for name in ("other", "copy", "changed"))
     shutil.copytree(shards, copy)
     shutil.copytree(shards, changed)
@@ -77,7 +73,7 @@ def test_machines_with_other_files_are_told_so(shards, reference, tmp_path):
     last_val = [entry for entry in manifest.shards if entry.split == "val"][-1]
     last_val.sha256 = "of another text"
     write_manifest(changed, manifest)
-    script(*train_args(shards, other, 12, "--seed", 8))
+    script(*train_args(shards, other, 6, "--seed", 8))
     elsewhere = ["--checkpoint_dir", other / "checkpoints", "--log_dir", other]
     begun = train_args(shards, tmp_path / "new", 2, "--micro_batch_size", 2, "--sharding", "zero2")
     best = "checkpoints/model_best.pt"
@@ -95,18 +91,16 @@ def test_machines_with_other_files_are_told_so(shards, reference, tmp_path):
     run_ranks([begun, elsewhere], local_world_size=1)
 
 
-def test_machines_need_a_common_folder_only_where_they_divide_one_copy(shards, tmp_path):
+def test_machines_need_a_common_folder_only_where_they_divide_one_copy(shards, reference, tmp_path):
     def machines(first, second, *flags):
-        args = ("--micro_batch_size", 2, "--sharding", "zero2", *flags)
-        first_args, second_args = (
-            train_args(shards, tmp_path / name, 2, *args) for name in (first, second)
-        )
-        return [first_args, first_args, second_args, second_args]
+        args = ("--micro_batch_size", 2, "--sharding", "zero2", "--val_tokens", 512, *flags)
+        runs = [train_args(shards, tmp_path / name, 6, *args) for name in (first, second)]
+        return [runs[0], runs[0], runs[1], runs[1]]
 
     run_ranks(machines("one", "two"), local_world_size=2)  # the second one is a replica
-    names = [path.name for path in sorted(tmp_path.glob("*/checkpoints/*.pt"))]
-    assert names == ["model_best.pt", "model_last.pt"]
-    assert not list(tmp_path.glob("two/checkpoints/*.pt"))
+    assert losses(tmp_path / "one") == pytest.approx(losses(reference), abs=1e-4)
+    checkpoints = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.pt")}
+    assert checkpoints == {"one/checkpoints/model_best.pt", "one/checkpoints/model_last.pt"}
     divided = machines("three", "four", "--shard_across", 4)
     said = "".join(rank.stderr for rank in run_ranks(divided, code=2, local_world_size=2))
     assert "model_last.pt could not be written: [Errno 2] No such file" in said
@@ -147,17 +141,16 @@ def test_a_save_that_one_process_cannot_write_is_made_up_for_by_the_next(shards,
 @pytest.mark.parametrize("checkpointing", ["cheap", "block"])
 def test_compiled_shards_equal_one_process(shards, reference, tmp_path, checkpointing):
     flags = ("--use_torch_compile", "--activation_checkpointing", checkpointing)
-    args = train_args(shards, tmp_path, 12, *flags, "--sharding", "zero3", "--micro_batch_size", 2)
+    args = train_args(shards, tmp_path, 6, *flags, "--sharding", "zero3", "--micro_batch_size", 2)
     torchrun(2, *args)
-    assert gap(tmp_path, reference) < 1e-4 and len(losses(tmp_path)) == 12
+    assert gap(tmp_path, reference) < 1e-4 and len(losses(tmp_path)) == 6
 
 
-@pytest.mark.parametrize("sharding", ["zero1", "zero2", slow("zero3")])
+@pytest.mark.parametrize("sharding", ["zero2", slow("zero3")])
 def test_the_best_checkpoint_of_a_sharded_run_has_all_optimizer_state(shards, tmp_path, sharding):
     """An evaluation leaves whole weights in the model, just before the file is written."""
-    torchrun(2, *train_args(shards, tmp_path, 4, "--sharding", sharding, "--micro_batch_size", 2))
+    flags = ("--sharding", sharding, "--micro_batch_size", 2, "--val_tokens", 256)
+    torchrun(2, *train_args(shards, tmp_path, 4, *flags))
     best, last = (load_checkpoint(tmp_path / "checkpoints" / name) for name in (BEST, LAST))
-    assert best["step"] == last["step"] == 4
-    assert (
-        best["checksums"] == last["checksums"] and best["optimizer"].keys() == best["model"].keys()
-    )
+    assert best["step"] == last["step"] == 4 and best["checksums"] == last["checksums"]
+    assert best["optimizer"].keys() == best["model"].keys()
