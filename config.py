@@ -72,7 +72,7 @@ class RunOptions:
     """Replace the checkpoints and logs of another run, or of later steps of this run."""
 
     @property
-    def resumed(self) -> Path | None:
+    def resumed_file(self) -> Path | None:
         """Path of the checkpoint to resume; None for a new run. training/options.py has put this
         path into `resume`, or left "auto" there if there is no checkpoint to resume."""
         if self.resume is None or self.resume == "auto":
@@ -82,16 +82,16 @@ class RunOptions:
     @property
     def weights_from(self) -> Path | str | None:
         """Checkpoint to resume, or else the value of --init_from; None for random weights."""
-        return self.resumed or self.init_from
+        return self.resumed_file or self.init_from
 
     @property
     def is_branch(self) -> bool:
         """True if the checkpoint to resume lies outside of --checkpoint_dir. The run is then a new
         run with its own id. A moved or copied folder continues the same run."""
-        if self.resumed is None:
+        if self.resumed_file is None:
             return False
         # resolve: "runs/a" and a symbolic link to it are the same folder
-        return self.resumed.parent.resolve() != self.checkpoint_dir.resolve()
+        return self.resumed_file.parent.resolve() != self.checkpoint_dir.resolve()
 
     @classmethod
     def checkpoint_folder(cls, flags: list[str]) -> Path:
@@ -380,11 +380,13 @@ class ResolvedOptions(MachineOptions, SaveOptions, OptimizerOptions, RunOptions,
     def __post_init__(self) -> None:
         if self.min_lr > self.max_lr:
             # A resumed run has the flags that it was begun with.
-            origin = "" if self.resumed is None else f", one of which is of the run {self.resumed}"
+            origin = ""
+            if self.resumed_file is not None:
+                origin = f", one of which is of the run {self.resumed_file}"
             raise UserError(f"--min_lr {self.min_lr} is above --max_lr {self.max_lr}{origin}")
         # DDP divides no state. A resumed run may have --shard_across from a checkpoint with
         # sharding, and no flag can unset it. (--tensor_parallel 1 unsets the other option.)
-        needs_sharding = self.shard_across is not None and self.resumed is None
+        needs_sharding = self.shard_across is not None and self.resumed_file is None
         if self.sharding == "none" and (needs_sharding or self.tensor_parallel > 1):
             raise UserError(
                 "--tensor_parallel and --shard_across need --sharding zero1, zero2 or zero3"

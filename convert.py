@@ -104,7 +104,7 @@ def export_checkpoint(checkpoint_path: Path, out: Path) -> None:
 
     # A model that came with a chat template keeps it. Any other chat model has learned this
     # project's format. A model of plain text gets no template.
-    chat_template = tokenizer.chat_template  # Jinja, or None
+    chat_template = tokenizer.chat_template  # Jinja, a dict of several by name, or None
     if chat_template is None and is_chat(checkpoint, tokenizer_spec):
         chat_template = CHAT_TEMPLATE
     # Writes tokenizer.json and tokenizer_config.json into `out`. block_size lets transformers warn

@@ -284,7 +284,9 @@ def choose_block_size(options: FinetuneOptions, initial_block_size: int) -> int:
     block_size = options.block_size or initial_block_size
     # A resumed run keeps its context: AdamW's moments of the position embedding have block_size
     # rows.
-    if block_size > initial_block_size or (options.resumed and block_size < initial_block_size):
+    if block_size > initial_block_size or (
+        options.resumed_file and block_size < initial_block_size
+    ):
         raise UserError(
             f"--block_size {block_size}: {options.weights_from} has a context of "
             f"{initial_block_size}; give that, or leave out --block_size"
@@ -298,10 +300,10 @@ def build_model(options: FinetuneOptions, initial: InitialModel) -> tuple[GPT, d
     Raise UserError for a --block_size that choose_block_size refuses, for a model of the other kind
     of text (chats, plain text), and for a resumed model with another head (logits, rewards)."""
     is_reward = options.method == "reward"
-    # options.resumed is the Path of the checkpoint of --resume, None for a new run;
+    # options.resumed_file is the Path of the checkpoint of --resume, None for a new run;
     # options.weights_from is that path, or else --init_from.
-    if options.resumed is not None:
-        check_head(options.resumed, initial.checkpoint, is_reward)
+    if options.resumed_file is not None:
+        check_head(options.resumed_file, initial.checkpoint, is_reward)
     block_size = choose_block_size(options, initial.model_config.block_size)
 
     # Only sft may change --plain: a chat model writes and scores plain text badly, and vice versa.

@@ -69,7 +69,7 @@ class Writer:
     tokenizer: Tokenizer
     options: SampleOptions
 
-    def write(self, prompt: str, history: Messages, seed: int) -> str:
+    def print_answers(self, prompt: str, history: Messages, seed: int) -> str:
         """Print --num_samples continuations of a prompt. With --chat, print answers to the prompt
         as the newest message after `history`, the earlier questions and answers in turn.
 
@@ -157,7 +157,7 @@ class Writer:
                 if question.strip() == "/new":
                     history = []
                 elif question:
-                    answer = self.write(question, history, seed)  # the first of those it prints
+                    answer = self.print_answers(question, history, seed)  # returns the first one
                     # Append both after the answer: Ctrl-C or an error then drops the question, too.
                     history.append({"role": "user", "content": question})
                     history.append({"role": "assistant", "content": answer})
@@ -242,7 +242,7 @@ def main(options: SampleOptions) -> None:
         if options.chat and not prompt:
             writer.converse()
         else:
-            writer.write(prompt, [], options.seed)  # no earlier messages
+            writer.print_answers(prompt, [], options.seed)  # no earlier messages
 
 
 if __name__ == "__main__":

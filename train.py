@@ -68,9 +68,9 @@ def main() -> None:
     train_data = Mixture(options.data_dir, "train", options.block_size)
     val_data = Mixture(options.data_dir, "val", options.block_size)
 
-    # `model` has no memory until run.distribute fills in `weights`, Rows that it reads row by row.
-    initial = open_initial(options, checkpoint, process)  # InitialModel; None: random weights
+    initial = open_initial(options, checkpoint, process)  # of --resume or --init_from, or None
     note_recipe(options, recipe, initial, process)  # prints if the weights had another recipe
+    # `model` has no memory until run.distribute fills in `weights`, Rows that are read row by row
     model, weights = build_model(options, recipe, train_data.stream, initial)
     if initial is not None:
         train_data.stream.tokenizer_spec = initial.tokenizer_spec  # saved; may add a chat template

@@ -258,7 +258,7 @@ def list_files(inputs: tuple[str, ...]) -> dict[str, int]:
     folders, in name order. Prints which files of the folders are left out. Raises UserError if no
     file is left, and OSError for a name that is missing or cannot be listed."""
     bytes_by_file: dict[str, int] = {}
-    num_left_out: Counter[str] = Counter()  # files that are not read, by suffix
+    num_left_out: Counter[str] = Counter()  # files not read: {".jpg": 2, "link to a folder": 1}
     for name in inputs:
         if not os.path.isdir(name):
             # A named file is read with any suffix. OSError if it is missing.

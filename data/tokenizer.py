@@ -563,7 +563,7 @@ def check_round_trip(tokenizer: FileTokenizer) -> None:
     # bytes_of_id: {0: b"!", ...}, whose keys a vocabulary may list in any order
     ids = sorted(tokenizer.bytes_of_id)
     # ["!", ..., " the", ...]
-    tokens = [tokenizer.decode_bytes([token_id]).decode(errors="replace") for token_id in ids]
+    tokens = [tokenizer.bytes_of_id[token_id].decode(errors="replace") for token_id in ids]
     words = [token.strip() for token in tokens if token.strip().isalpha()]
     text = " ".join(words[:100])
     lost_text = tokenizer.lost_text(text, tokenizer.encode(text))

@@ -153,7 +153,8 @@ class FewShotTask(Task):
         start_ids = list(tokenizer.start_ids)
         whole_ids: list[list[int]] = []  # for each choice start_ids, examples, question, answer
         for choice in item.choices:
-            # `encode` itself writes no special token
+            # context: the examples, and for language_modeling the question; choice: the rest.
+            # `encode` itself writes no special token.
             whole_ids.append(start_ids + tokenizer.encode(item.context + choice).tolist())
         shortest_length = min(len(ids) for ids in whole_ids)  # in tokens
         # counted_starts[i] is the index in whole_ids[i] of the first id that counts
@@ -174,8 +175,9 @@ class FewShotTask(Task):
             # -1: at least the last id of the shortest choice counts
             counted_start = min(num_common, shortest_length - 1)
             counted_starts = [counted_start] * len(whole_ids)  # the same for all choices
-        # split_ids makes a Continuation, and drops the first ids of too long a text. nanochat feeds
-        # the last token to the model, too, so block_size tokens fit, not one more.
+        # A Continuation for each choice. If context and continuation have more than block_size ids,
+        # the context loses its first ones. The limit is not block_size + 1, although the last id is
+        # no input here, because nanochat reads it, too.
         pairs = zip(whole_ids, counted_starts, strict=True)
         return [split_ids(ids, start, block_size) for ids, start in pairs]
 
@@ -252,7 +254,7 @@ class FewShotTasks(Benchmark):
             # shuffles, keeps at most `limit` rows; UserError for a row that cannot be scored
             rows = task.read(file, limit, tokenizer, block_size)  # [{"query": "2+2 is", ...}, ...]
             if label not in baseline_by_label and task.type != "language_modeling":
-                # the mean over the items, which may have different numbers of choices
+                # one prompt per choice; items may have different numbers of choices
                 chances = [1 / len(task.prompts(row)) for row in rows]
                 task.baseline = sum(chances) / len(chances)  # for FewShotTask.result and `score`
                 # raises UserError if each row has a single choice: the baseline is 1

@@ -207,7 +207,7 @@ def score_targets(
     with torch.autocast(x.device.type, enabled=False):
         slices = zip(x.float().split(rows_per_slice), target_ids.split(rows_per_slice), strict=True)
         for chunk, chunk_target_ids in slices:  # (n, C), (n,)
-            logits = model.logits(chunk).float()  # (n, V)
+            logits = model.logits(chunk).float()  # (n, V), without padding
             target_logits = logits.gather(1, chunk_target_ids[:, None]).squeeze(1)
             logprobs.append(target_logits - logits.logsumexp(-1))  # log-softmax of the targets
             is_argmax.append(logits.argmax(-1) == chunk_target_ids)
@@ -295,7 +295,9 @@ def score_items(
     # Process.map shares the batches among the processes, returns the predictions of all processes,
     # and raises Stopped after a signal.
     prediction_by_index: dict[int, Prediction] = {}  # by the index of a choice among all choices
-    for batch_predictions in scorer.process.map(partial(score_batch, scorer, banned_ids), batches):
+    for batch_predictions in scorer.process.map_across_processes(
+        partial(score_batch, scorer, banned_ids), batches
+    ):
         prediction_by_index |= batch_predictions
     scorer.model.train()  # dropout again: a training step may follow
     # The weights are of a run that diverged. Comparisons with NaN are false: no choice would win.

@@ -29,7 +29,7 @@ class Item:
 
     context: str
     choices: tuple[str, ...]
-    """Texts that are appended to the context unchanged: a choice begins with its own space."""
+    """Texts that are appended to the context unchanged, without a space between them."""
     label: int = 0
     """Index of the right choice; 0 if the item has a single choice."""
 

@@ -104,7 +104,7 @@ class Scorer:
             return loss.item() * targets[: len(sequence_ids)].size
 
         # each process scores its share of the batches; all processes get the sums of all batches
-        total_nats = sum(self.process.map(sum_nats, batches))
+        total_nats = sum(self.process.map_across_processes(sum_nats, batches))
         self.model.train()  # dropout again: a training step may follow
         num_targets = num_sequences * sequences.block_size  # one target for each input
         metrics = {"loss": total_nats / num_targets, "n": num_targets}

@@ -30,8 +30,11 @@ def score_questions(
         # the encoder has the tokenizer, and says whether answers are turns of a chat
         return complete_questions(scorer.model, question_batch, encoder, sampling, scorer.process)
 
-    # the Completions of all processes: one list per batch, in the order of the questions
-    completions_of_batches = scorer.process.map(answer, batched(questions, scorer.batch_size))
+    # The processes share the batches, and each gets all Completions: one list per batch, in the
+    # order of the questions.
+    completions_of_batches = scorer.process.map_across_processes(
+        answer, batched(questions, scorer.batch_size)
+    )
     # part of the protocol's name, because a model answers differently in a chat and in plain text
     text_format = "chat" if encoder.chat else "plain text"
     dump_rows: list[dict] = []

@@ -279,7 +279,7 @@ def collate_padded(
         idx      a  b  c  0  0  0  0  0
         targets  b  c -1 -1 -1 -1 -1 -1        last_columns  2
     """
-    lengths = np.array([len(example.tokens) for example in examples])  # (B,), with the last token
+    lengths = np.array([len(example.tokens) for example in examples])  # (B,), in tokens
     T = 8 * math.ceil(lengths.max() / 8)  # multiples of 8 suit tensor cores
     if compiled:  # the next power of 2: each T costs a compilation
         T = 1 << (T - 1).bit_length()

@@ -110,7 +110,9 @@ class GroupRelativePolicy(Method):
 
         # to_micro_batches makes lists of --micro_batch_size indices
         all_indices = list(range(len(questions)))
-        micro_batches = self.process.map(complete_micro_batch, self.to_micro_batches(all_indices))
+        micro_batches = self.process.map_across_processes(
+            complete_micro_batch, self.to_micro_batches(all_indices)
+        )
         self.set_rewards(micro_batches)  # in place
         return micro_batches
 

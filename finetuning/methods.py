@@ -134,7 +134,9 @@ class Method(ABC):
 
         # Every process gets the addends of all micro-batches, [{"loss": 0.21}, ...], in the same
         # order, and so adds up the same means.
-        addends = self.process.map(addends_of, self.to_micro_batches(self.held_out))
+        addends = self.process.map_across_processes(
+            addends_of, self.to_micro_batches(self.held_out)
+        )
         model.train()
         means: dict[str, float] = {}
         for addend in addends:
@@ -200,7 +202,7 @@ class RewardModeling(Method):
         # A single batch, because DDP expects one forward pass for each backward pass.
         chosen = [pair.chosen for pair in pairs]
         rejected = [pair.rejected for pair in pairs]
-        return super().make_batch(chosen + rejected)
+        return super().make_batch(chosen + rejected)  # Examples, which it pads to one length
 
     def margin(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return the margin (N,) of each pair: the reward of the chosen sequence minus the reward
@@ -232,7 +234,9 @@ class DirectPreference(RewardModeling):
         process = replace(self.process, stop=None)
         pairs: list[Pair] = self.examples + self.held_out
         # [(N, 2), ...] of all micro-batches, on every process: a step may give it any pair
-        logprobs = process.map(self.reference_logprobs, self.to_micro_batches(pairs))
+        logprobs = process.map_across_processes(
+            self.reference_logprobs, self.to_micro_batches(pairs)
+        )
         # cat joins them to one row (2,) per pair
         for pair, ref_logprobs in zip(pairs, torch.cat(logprobs), strict=True):
             pair.ref_logprobs = ref_logprobs

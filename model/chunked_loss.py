@@ -155,7 +155,8 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             # the mean would round to 0.
             total = torch.zeros((), device=x.device)  # sum of nats
             if needs_grad:
-                grad_x = torch.empty_like(cast_x)  # each chunk fills in its rows
+                # computed here, because a backward pass would need all logits again
+                grad_x = torch.empty_like(cast_x)  # (N, C); each chunk fills in its rows
                 # float32, because every chunk adds to it
                 grad_weight = torch.zeros_like(weight, dtype=torch.float32)
 

@@ -81,7 +81,7 @@ class GPTConfig:
             raise UserError(
                 f"n_embd {self.n_embd} is no multiple of n_head {self.n_head}; give another n_head"
             )
-        if self.n_head % self.num_kv_heads:
+        if self.n_head % self.num_kv_heads:  # n_kv_head, or n_head if that is None
             raise UserError(f"n_head {self.n_head} is no multiple of n_kv_head {self.n_kv_head}")
         # RoPE rotates pairs of channels
         if self.position == "rotary" and self.head_size % 2:

@@ -85,7 +85,8 @@ def generate(
     When a context is full, its older half is dropped, and the newer half is read again. With
     prompts of one length the loop does not wait for the GPU to finish a token.
     """
-    # True if a copy of the model with few channels has the same logits with and without the cache
+    # False if a narrow copy of the model has other logits with the cache than without it, such as
+    # after an edit of attention; compared once for each class and config
     use_cache = is_proven("the KV cache", cache_agrees, model)
     context = Context(model, prompts, sampling.max_new_tokens, use_cache)
     uniforms = draw_uniforms(len(prompts), sampling, first_index)  # (B, max_new_tokens)
@@ -117,8 +118,8 @@ class Context:
         device = model.transformer.wte.weight.device
         self.tokens = torch.tensor(rows, device=device)  # (B, S), with padding
         self.capacity = min(block_size, longest + max_new_tokens)  # of the cache, in tokens
-        # Keys and values of past tokens; the first `append` allocates memory. None: next_logits
-        # reads all tokens.
+        # Keys and values of past tokens, which get memory in the first forward pass. None:
+        # next_logits reads all tokens.
         self.cache = KVCache(self.capacity) if use_cache else None
 
     def append(self, tokens: Tensor) -> None:
@@ -170,7 +171,7 @@ class Context:
         # self.tokens is (B, longest). Roll the padding to the right, where causal attention does
         # not see it: 0 0 7 8 -> 7 8 0 0.
         rows = [row.roll(n - longest) for row, n in zip(self.tokens, self.lengths, strict=True)]
-        hidden = self.model.hidden(torch.stack(rows))  # (B, S, C)
+        hidden = self.model.hidden(torch.stack(rows))  # (B, longest, C)
         last_columns = torch.tensor(self.lengths, device=hidden.device) - 1  # (B,)
         rows_of_batch = torch.arange(len(rows), device=hidden.device)  # (B,): 0 to B - 1
         return self.model.logits(hidden[rows_of_batch, last_columns])  # (B, C) -> (B, V)

@@ -112,7 +112,7 @@ def chunked_loss_agrees(model: GPT) -> bool:
         fast = ChunkedCrossEntropy.apply(
             x, model.head_weight, targets, V, cross_entropy_by_rows_, True
         )
-        losses = losses_of_chunk(model, x, targets)
+        losses = losses_of_chunk(model, x, targets)  # (64,), by the definition
         plain = losses[targets >= 0].mean()
         # The loss, then its gradients: zeros for parameters that a loss does not depend on. So a
         # temperature, which `fast` does not know, shows.

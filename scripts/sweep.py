@@ -263,6 +263,7 @@ def main(options: SweepOptions) -> None:
     # NaN if the manifest of the shards lacks the size of their text: then there is no bits_per_byte
     last_losses = [run.log["val"][-1].get(metric, np.nan) for run in runs]
     losses = np.array(last_losses, float).reshape(len(groups), -1)  # (groups, seeds)
+    # a row for each group: mean and deviation over its seeds, and difference to the best group
     table = to_markdown(groups, losses, metric)
     (options.out / "table.md").write_text(table, encoding="utf-8")
     print(table, end="")

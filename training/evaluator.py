@@ -144,8 +144,8 @@ class Evaluator:
         # All processes write the same text, because a forward pass under FSDP2 needs all of them.
         with process.autocast(), uncompiled(self.options.use_torch_compile):
             # all_done lets all processes stop together, and raises Stopped after a signal.
-            # [GeneratedTokens], whose `tokens` are those after the prompt
-            completions = complete(model, prompts, tokenizer.end_ids, sampling, process.all_done)
+            [completion] = complete(model, prompts, tokenizer.end_ids, sampling, process.all_done)
         model.train()
         # "replace": the text may end in the middle of a character
-        return tokenizer.decode_bytes(completions[0].tokens).decode(errors="replace")
+        # completion.tokens are those after the prompt
+        return tokenizer.decode_bytes(completion.tokens).decode(errors="replace")

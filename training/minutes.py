@@ -152,7 +152,7 @@ class Dial:
         if may_compile and minutes < COMPILED_MINUTES:
             self.common_flags["use_torch_compile"] = False
         self.options = replace(options, **self.common_flags)
-        self.data = read_data_size(options)
+        self.data_size = read_data_size(options)
         self.sizes = self.make_sizes()
         self.cost_by_flops: dict[int, StepCost] = {}
         """Costs of the sizes measured so far, by FLOPs per token, which identify a size."""
@@ -183,7 +183,7 @@ class Dial:
 
     def make_size(self, flags: dict[str, Any]) -> Size:
         """Return the size of a model with these flags, {"n_layer": 2, "n_head": 2, ...}."""
-        vocab_size = self.data.vocab_size
+        vocab_size = self.data_size.vocab_size
         # what is not in `flags` comes from the user's flags, --model_type and the recipe
         model_config = replace(self.options, **flags).model_config(self.recipe, vocab_size)
         # a model with at most COUNTED_ROWS (12,000) tokens: rows of rarer tokens learn little
@@ -262,7 +262,9 @@ class Dial:
         # programs) leave.
         busy_seconds = max(1.0, (1 - OTHER_SHARE) * seconds - cost.compile_seconds)
         val_tokens = self.choose_val_tokens(cost, busy_seconds)  # of each corpus
-        tokens_per_validation = min(self.data.num_corpora * val_tokens, self.data.val_tokens)
+        tokens_per_validation = min(
+            self.data_size.num_corpora * val_tokens, self.data_size.val_tokens
+        )
         # A validation has forward passes only, a third of the FLOPs of training.
         validations_seconds = NUM_VALIDATIONS * tokens_per_validation * cost.token_seconds / 3
         # at least 1 %, because the validations of a size that is too large may take all of the time
@@ -285,11 +287,11 @@ class Dial:
         flags = {name: value for name, value in flags.items() if name not in self.given_names}
         # By a scaling law, to compare sizes. It counts the tokens that fit, not those of max_steps,
         # which are more for a size that is too slow.
-        worth = token_worth(self.data.vocab_size)  # 0.22 for bytes, 1 for GPT-2's tokens
+        worth = token_worth(self.data_size.vocab_size)  # 0.22 for bytes, 1 for GPT-2's tokens
         loss = compared_loss(
             num_parameters=size.counted_parameters,
             num_tokens=worth * tokens_that_fit,
-            text_tokens=worth * self.data.train_tokens,
+            text_tokens=worth * self.data_size.train_tokens,
         )
         num_tokens = max_steps * batch_tokens
         return Plan(size, batch_tokens=batch_tokens, num_tokens=num_tokens, loss=loss, flags=flags)
@@ -301,7 +303,9 @@ class Dial:
         if "val_tokens" in self.given_names:
             return self.options.val_tokens
         # of one corpus in one validation
-        validation_seconds = VALIDATED_SHARE * seconds / NUM_VALIDATIONS / self.data.num_corpora
+        validation_seconds = (
+            VALIDATED_SHARE * seconds / NUM_VALIDATIONS / self.data_size.num_corpora
+        )
         # a forward pass takes a third of token_seconds, which is forward and backward
         num_tokens = 3 * validation_seconds / cost.token_seconds
         return min(2 ** int(math.log2(max(2, num_tokens))), self.options.val_tokens)  # the default
@@ -317,7 +321,7 @@ class Dial:
         while True:
             # each token also takes its share of the update that ends a step
             num_tokens = seconds / (cost.token_seconds + cost.update_seconds / batch_tokens)
-            num_tokens = min(num_tokens, MOST_EPOCHS * self.data.train_tokens)
+            num_tokens = min(num_tokens, MOST_EPOCHS * self.data_size.train_tokens)
             best_batch_tokens = 0.58 * num_tokens**0.571  # the step law
             # nearer to this batch than to its double
             if is_given or best_batch_tokens < math.sqrt(2) * batch_tokens:
@@ -390,7 +394,8 @@ def measure_step(
     idx = torch.randint(model_config.vocab_size, shape, device=process.device)
 
     no_update: list[torch.optim.Optimizer] = []  # passes only add up gradients
-    # The first pass compiles and allocates memory, the first step creates the optimizers' state.
+    # Mean seconds of a pass, of the slowest process. The first pass compiles and allocates memory,
+    # the first step creates the optimizers' state.
     first_pass_seconds = time_passes(wrapped, no_update, idx, options, process, num_passes=1)
     time_passes(wrapped, optimizers, idx, options, process, num_passes=1)
     one_pass_seconds = time_passes(wrapped, no_update, idx, options, process, num_passes=1)
@@ -438,9 +443,10 @@ def forecast_step_cost(
     options: ResolvedTrainOptions, recipe: Recipe, model: GPT, hardware: Hardware
 ) -> StepCost:
     """Return the cost of a step for a dry run: by the peak of a known GPU, or by a matmul of this
-    CPU. Updates and compiling are not forecast. Raises UserError for a model that does not fit into
-    the memory of a GPU."""
-    choose_micro_batch(options, recipe, model.config, hardware)  # only for its UserError
+    CPU. Updates and compiling are not forecast. Raises UserError if not one sequence fits into the
+    memory of a GPU, or if the sequences do not divide among the processes."""
+    # only for its UserError; a forecast needs no micro-batch
+    choose_micro_batch(options, recipe, model.config, hardware)
     flops = model.flops_per_token()
     if hardware.gpu is None:
         token_seconds = seconds_on_cpu(flops, hardware.dtype)
@@ -494,7 +500,7 @@ def print_choice(dial: Dial, plan: Plan, chosen_flags: list[str]) -> None:
         f"{len(dial.sizes)} sizes that reaches the lowest predicted loss, to {EQUAL_LOSS}, in "
         f"{dial.options.minutes:g} minutes"
     )
-    epochs = plan.num_tokens / dial.data.train_tokens
+    epochs = plan.num_tokens / dial.data_size.train_tokens
     # 0.99: whole steps end a little before MOST_EPOCHS, where choose_batch has stopped
     stop_text = " and more repeats would hardly help" if epochs > 0.99 * MOST_EPOCHS else ""
     print(f"{plan.num_tokens:,} tokens fit into that time: {epochs:,.2f} epochs{stop_text}")

@@ -213,7 +213,8 @@ def orthogonalize(stack: Tensor, local_fused_rows: tuple[int, ...]) -> Tensor:
         else:
             x = newton_schulz(x)
         orthogonalized.append(x.unflatten(1, (tensor_parallel, local_rows)))  # (n, P, rows / P, C)
-    return torch.cat(orthogonalized, dim=2).flatten(1, 2)  # (n, R, C)
+    # (n, P, R / P, C) -> (n, R, C): Q0, K0, V0, then Q1, K1, V1, ...
+    return torch.cat(orthogonalized, dim=2).flatten(1, 2)
 
 
 def newton_schulz(x: Tensor) -> Tensor:

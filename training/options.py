@@ -392,7 +392,7 @@ def continued_model_config(
     # Dropout is not part of the weights, and a new run may train the first positions of a longer
     # context. A resumed run may not: its data order and optimizer state belong to its context.
     model_config = replace(saved_model_config, dropout=options.dropout)
-    if options.resumed is None:  # a new run; else it is the path of the checkpoint
+    if options.resumed_file is None:  # a new run; else it is the path of the checkpoint
         model_config = replace(model_config, block_size=options.block_size)
 
     # What --recipe, --model_type and the sizes ask for must be the architecture of the weights.

@@ -187,7 +187,7 @@ def refuse_overwriting(options: ResolvedOptions, checkpoint: Checkpoint | None) 
     # the content of each file, model_last.pt first; tensors are mapped, not read
     existing = [load_checkpoint(path) for path in existing_checkpoints(options.checkpoint_dir)]
     for existing_checkpoint in existing:
-        if existing_checkpoint["run_id"] != run_id:
+        if existing_checkpoint["run_id"] != run_id:  # any file, for a new run
             raise UserError(
                 f"{options.checkpoint_dir} holds the checkpoints of another run; {continue_or}"
             )
@@ -362,8 +362,8 @@ class Run(Generic[Options]):
         optimizers = make_optimizers(model, self.options, recipe, dtype=self.process.dtype)
         if checkpoint is not None:
             # a Path: read_options has replaced --resume by the path of the checkpoint
-            assert self.options.resumed is not None
-            with reading_checkpoint(self.options.resumed):
+            assert self.options.resumed_file is not None
+            with reading_checkpoint(self.options.resumed_file):
                 # each process reads a part of the rows; UserError unless they have their checksum
                 verify(checkpoint, "optimizer", self.process)
             fill_optimizers(model, optimizers, checkpoint["optimizer"], checkpoint["group_values"])

@@ -69,9 +69,9 @@ def open_initial(
     process.check_equal(int(checkpoint is None), DIFFERENT)
     if checkpoint is None:
         return open_init_from(options.init_from, process) if options.init_from else None
-    # `resumed` is the path of `checkpoint`: read_options sets it whenever it returns a checkpoint.
-    assert options.resumed is not None
-    return open_initial_checkpoint(options.resumed, checkpoint, process)
+    # `resumed_file` is that of `checkpoint`: read_options sets it whenever it returns a checkpoint.
+    assert options.resumed_file is not None
+    return open_initial_checkpoint(options.resumed_file, checkpoint, process)
 
 
 def init_checksum(
@@ -103,7 +103,7 @@ def open_original(
     original = open_init_from(options.init_from, process)
     if original.checksum(process) != checkpoint["init_checksum"]:
         raise UserError(
-            f"{options.init_from} does not hold the weights that the run of {options.resumed} "
+            f"{options.init_from} does not hold the weights that the run of {options.resumed_file} "
             "began from: give the original weights, or begin a new run in another folder"
         )
     return original.weights
@@ -128,7 +128,8 @@ def open_initial_checkpoint(path: Path, checkpoint: Checkpoint, process: Process
     # Each process reads a part of the rows below, so all must have the same file. With --resume
     # FOLDER each machine picks its own. The CRC-32 of the checksums identifies a file.
     process.check_equal(crc32_of(checkpoint["checksums"]), DIFFERENT)
-    # Rows (model/rows.py) by parameter name, joined to float32 when they are read
+    # Rows (model/rows.py) by parameter name: reading them joins two halves in the file to float32.
+    # Checks the checksums first, each process those of a part of the rows.
     model_config, weights = open_weights(path, checkpoint, process)
     # checkpoint["tokenizer"]: the spec, such as "gpt2"
     return InitialModel(model_config, weights, checkpoint["tokenizer"], checkpoint)

@@ -226,8 +226,9 @@ def fill_lines(match: re.Match[str]) -> str:
     """Return indented lines of help, filled to the width that call_tyro gives, for `re.sub`."""
     paragraph = match[0]
     indent = paragraph.removesuffix(paragraph.lstrip())  # the white space before the first line
-    width = int(os.environ["COLUMNS"]) - len(indent) - 1
+    width = int(os.environ["COLUMNS"]) - len(indent)
     text = " ".join(paragraph.split())
+    # keeps --flag-names and long paths whole
     filled_lines = textwrap.wrap(text, width, break_on_hyphens=False, break_long_words=False)
     return textwrap.indent("\n".join(filled_lines), indent)
 

@@ -164,7 +164,9 @@ class Process:
 
     # collectives
 
-    def map(self, function: Callable[[Item], Output], items: Sequence[Item]) -> list[Output]:
+    def map_across_processes(
+        self, function: Callable[[Item], Output], items: Sequence[Item]
+    ) -> list[Output]:
         """Divide items among the processes, round-robin, and call `function` on each. Return the
         outputs of all items, in the order of the items, on every process.
 
@@ -270,14 +272,14 @@ class Process:
         if self.world_size == 1:  # there is no process group
             return number
         minimum = torch.tensor(number, device=self.device)  # NCCL needs a tensor on the GPU
-        with collective():  # any error becomes Disconnected
+        with errors_as_disconnected():  # any error becomes Disconnected
             dist.all_reduce(minimum, dist.ReduceOp.MIN)  # in place
         return int(minimum)
 
     def sum(self, x: Tensor) -> Tensor:
         """Sum a float tensor over all parts of the data, in place, and return the tensor."""
         if self.world_size > 1:
-            with collective():
+            with errors_as_disconnected():
                 dist.all_reduce(x)  # in place, over all processes
             # With tensor parallelism, `tensor_parallel` processes add the same number for one part
             # of the data. All processes divide the same sum, so they get the same bits.
@@ -291,7 +293,7 @@ class Process:
         gathered = [outputs]  # one dict for each process
         if self.world_size > 1:
             gathered = [{}] * self.world_size  # placeholders: the collective fills the list
-            with collective():  # any error becomes Disconnected
+            with errors_as_disconnected():  # any error becomes Disconnected
                 dist.all_gather_object(gathered, outputs)
         merged: dict[int, Output] = {}
         for process_outputs in gathered:
@@ -300,7 +302,7 @@ class Process:
 
 
 @contextlib.contextmanager
-def collective() -> Iterator[None]:
+def errors_as_disconnected() -> Iterator[None]:
     """Return a context for the code of one collective: it replaces any error by Disconnected."""
     try:
         yield
@@ -456,7 +458,7 @@ def join(launch: Launch, device: torch.device) -> None:
         raise UserError(f"{waiting} has failed: {reason:.300}") from error
     # If some processes have no GPU, all meet without one, and `start` says so.
     is_on_gpu = b"cpu" not in device_types
-    with collective():
+    with errors_as_disconnected():
         dist.init_process_group(
             backend="nccl" if is_on_gpu else "gloo",
             store=store,

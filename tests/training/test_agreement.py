@@ -23,7 +23,7 @@ utils/distributed.py Process.print 1 prints only
 utils/distributed.py StopSignal.receive 2 prints only
 utils/distributed.py start 1 prints only
 utils/distributed.py join 2 raised again
-utils/distributed.py collective 1 raised again, as Disconnected
+utils/distributed.py errors_as_disconnected 1 raised again, as Disconnected
 training/evaluator.py Evaluator.__init__ 1 read_on_all: on all
 training/evaluator.py Evaluator.open_for_curve 1 open_benchmark: on all
 training/forecast/advice.py advise 1 compare_processes compares the result

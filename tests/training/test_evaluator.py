@@ -85,7 +85,7 @@ def test_all_processes_score_equally_many_batches(monkeypatch):
     monkeypatch.setattr("torch.distributed.all_gather_object", gather)
     for rank in range(3):
         process = replace(ALONE, data_rank=rank, data_parallel=3)
-        assert process.map(str.upper, "abcd") == list("ABCD")
+        assert process.map_across_processes(str.upper, "abcd") == list("ABCD")
     assert own == [{0: "A", 3: "D"}, {1: "B", 3: "D"}, {2: "C", 3: "D"}]
     assert len(meetings) == 3 * 2  # two items each
 

@@ -80,7 +80,7 @@ def test_more_time_or_a_faster_device_gives_a_larger_model(dial):
     parameters = []
     for minutes, speed in [(2, 1e11), (60, 1e11), (20, 1e13), (200, 1e14)]:
         planned = dial(minutes)
-        planned.data = replace(planned.data, train_tokens=10**10)
+        planned.data_size = replace(planned.data_size, train_tokens=10**10)
         plan = choose(planned, speed)
         parameters.append(plan.size.meta_model.num_parameters())
         # steps and updates take nearly all of the time that is theirs, validations the rest
@@ -92,11 +92,11 @@ def test_more_time_or_a_faster_device_gives_a_larger_model(dial):
 
 def test_tokens_with_less_text_get_a_smaller_model(dial):
     planned = dial(15)  # of bytes
-    planned.data = replace(planned.data, train_tokens=10**10)
-    assert token_worth(planned.data.vocab_size) == pytest.approx(1 / 4.5, rel=0.01)
+    planned.data_size = replace(planned.data_size, train_tokens=10**10)
+    assert token_worth(planned.data_size.vocab_size) == pytest.approx(1 / 4.5, rel=0.01)
     speed = 1e11  # FLOP/s, about that of a core
     of_bytes = choose(planned, speed).size.meta_model.num_parameters()
-    planned.data = replace(planned.data, vocab_size=50257)  # but models of bytes
+    planned.data_size = replace(planned.data_size, vocab_size=50257)  # but models of bytes
     assert token_worth(256) < token_worth(4096) < token_worth(50257) == 1.0
     assert of_bytes < choose(planned, speed).size.meta_model.num_parameters()
 
@@ -107,7 +107,7 @@ def test_rows_of_rare_tokens_do_not_decide(dial, minutes, n_layer):
     at 2.345, 2 of 128 end at 2.243 (docs/BENCHMARKS.md). By all of their parameters the first would
     be chosen, and also by the bytes per token of code, 2.06 of 4.5."""
     planned = dial(minutes)
-    planned.data = DataSize(train_tokens=15_393_051, val_tokens=planned.data.val_tokens)
+    planned.data_size = DataSize(train_tokens=15_393_051, val_tokens=planned.data_size.val_tokens)
     planned.sizes = planned.make_sizes()  # with GPT-2's vocabulary
     tokens_per_s = {1: 8130, 2: 5500, 3: 3700, 4: 2500}  # by layers
 
@@ -131,11 +131,11 @@ def test_two_sizes_compare_as_measured(dial, small_tokens, large_tokens, measure
     """The novels in GPT-2's tokens, 1 layer of 64 channels and 2 of 128 in the same time on two
     machines (docs/BENCHMARKS.md): the tokens that each read, and the difference of the losses."""
     planned = dial(15)
-    planned.data = DataSize(train_tokens=11_510_951)
+    planned.data_size = DataSize(train_tokens=11_510_951)
     small, large, *_ = planned.make_sizes()
     predicted = compared_loss(
-        small.counted_parameters, small_tokens, planned.data.train_tokens
-    ) - compared_loss(large.counted_parameters, large_tokens, planned.data.train_tokens)
+        small.counted_parameters, small_tokens, planned.data_size.train_tokens
+    ) - compared_loss(large.counted_parameters, large_tokens, planned.data_size.train_tokens)
     assert predicted == pytest.approx(measured, abs=0.2)
     assert (predicted > 0) == (measured > 0)
 
@@ -173,7 +173,7 @@ def test_the_batch_divides_into_a_given_micro_batch(dial, micro_batch_size):
 
 def test_large_micro_batches_do_not_make_a_size_look_fast(dial):
     planned = dial(2, "--micro_batch_size", 512)
-    planned.data = replace(planned.data, train_tokens=10**8)
+    planned.data_size = replace(planned.data_size, train_tokens=10**8)
     # at this speed ten such batches do not fit into the time for any size
     assert choose(planned, 1e9).size == planned.sizes[0]
 
@@ -190,7 +190,7 @@ def test_the_printed_run_is_compiled_if_the_chosen_one_is(dial):
 def test_a_small_text_stops_where_repeats_do_not_help(dial):
     planned = dial(60)
     plan = choose(planned, 1e14)
-    assert plan.num_tokens <= MOST_EPOCHS * planned.data.train_tokens
+    assert plan.num_tokens <= MOST_EPOCHS * planned.data_size.train_tokens
     text = 10**6
     gains = [
         compared_loss(1e6, n * text, text) - compared_loss(1e6, 2 * n * text, text)

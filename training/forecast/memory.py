@@ -176,7 +176,8 @@ def count_weights(model_config: GPTConfig, tensor_parallel: int) -> tuple[int, i
     model = build_without_weights(GPT, model_config)  # on "meta": shapes only
     num_weights = sum(p.numel() for p in model.parameters())
     num_matrix_weights = sum(p.numel() for p in model.transformer.h.parameters() if p.dim() >= 2)
-    # Tensor parallelism divides the matrices, and biases of c_attn and c_fc, too few to count.
+    # Tensor parallelism divides the matrices. It also divides biases of c_attn and c_fc, which are
+    # counted whole here: they are few.
     return num_matrix_weights // tensor_parallel, num_weights - num_matrix_weights
 
 
