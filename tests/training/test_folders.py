@@ -37,33 +37,32 @@ def test_a_second_run_in_the_same_folders_is_refused(shards, tmp_path):
     kill(process)
 
 
-def test_the_folders_of_another_run_are_refused(shards, trained, tmp_path):
-    script(*train_args(shards, tmp_path / "other", 2))
-    other = folders(tmp_path / "other")
-    last = trained / "checkpoints/model_last.pt"
-    new = train_args(shards, trained, 4)
-    resumed = ["train.py", "--resume", last]
-    for args, refusal in (
-        ([*new, *other[2:]], "checkpoints holds the checkpoints"),
-        ([*new, "--checkpoint_dir", tmp_path / "new"], "logs holds the log"),
-        ([*resumed, *other], "other/checkpoints holds the checkpoints"),
-        ([*resumed, *folders(trained)[:2], *other[2:]], "other/logs holds the log"),
-    ):
-        bad(args, f"{refusal} of another run", trained)
-    # a branch is another run, also where a copy of the run that it leaves lies
-    copy = shutil.copytree(trained, tmp_path / "copy")
-    bad([*resumed, *folders(copy)], "copy/checkpoints holds the checkpoints of another run", copy)
-    # of a run that has lost all but its best checkpoint, too
-    (tmp_path / "other/checkpoints/model_last.pt").unlink()
-    bad(train_args(shards, tmp_path / "other", 4), "checkpoints of another run")
-
-
 @pytest.fixture(scope="module")
 def numbered(shards, tmp_path_factory):
     """A run of 12 steps that keeps every fourth."""
     run = tmp_path_factory.mktemp("numbered")
     script(*train_args(shards, run, 12, "--save_every", 4, "--keep_last", 9))
     return run
+
+
+def test_the_folders_of_another_run_are_refused(shards, trained, numbered, tmp_path):
+    other = folders(numbered)
+    last = trained / "checkpoints/model_last.pt"
+    new = train_args(shards, trained, 4)
+    resumed = ["train.py", "--resume", last]
+    for args, refusal in (
+        ([*new, *other[2:]], "checkpoints holds the checkpoints"),
+        ([*new, "--checkpoint_dir", tmp_path / "new"], "logs holds the log"),
+        ([*resumed, *other], f"{numbered.name}/checkpoints holds the checkpoints"),
+        ([*resumed, *folders(trained)[:2], *other[2:]], f"{numbered.name}/logs holds the log"),
+    ):
+        bad(args, f"{refusal} of another run", trained)
+    # a branch is another run, also where a copy of the run that it leaves lies
+    copy = shutil.copytree(trained, tmp_path / "copy")
+    bad([*resumed, *folders(copy)], "copy/checkpoints holds the checkpoints of another run", copy)
+    # of a run that has lost all but its best checkpoint, too
+    (copy / "checkpoints/model_last.pt").unlink()
+    bad(train_args(shards, copy, 4), "checkpoints of another run")
 
 
 def test_going_back_needs_another_folder_or_overwrites_what_came_later(shards, numbered, tmp_path):
@@ -77,9 +76,20 @@ def test_going_back_needs_another_folder_or_overwrites_what_came_later(shards, n
     assert {saved["step"] for saved in checkpoints.values()} == {4, 8, 10}
     assert checkpoints["model_last.pt"]["config"]["max_lr"] == 1e-3
     assert sorted(losses(tmp_path)) == list(range(1, 11))  # the rows before step 8 stay
-    script(*train_args(shards, tmp_path, 3, "--overwrite"))  # another run
-    assert {load_checkpoint(path)["step"] for path in folder.glob("*.pt")} == {3}
-    assert sorted(losses(tmp_path)) == [1, 2, 3] and sorted(losses(tmp_path, "val")) == [0, 3]
+
+
+def test_a_damaged_checkpoint_is_named_and_overwritten_with_its_run_on_demand_alone(
+    shards, numbered, tmp_path
+):
+    run = shutil.copytree(numbered, tmp_path / "run")
+    last = run / "checkpoints/model_last.pt"
+    last.write_bytes(last.read_bytes()[:-1000])
+    args = train_args(shards, run, 3)
+    for flags in ([], ["--resume", "auto"]):
+        bad([*args, *flags], "model_last.pt is damaged or not a checkpoint", run)
+    script(*args, "--overwrite")
+    assert {load_checkpoint(path)["step"] for path in last.parent.glob("*.pt")} == {3}
+    assert sorted(losses(run)) == [1, 2, 3] and sorted(losses(run, "val")) == [0, 3]
 
 
 def test_the_log_follows_the_checkpoints():
@@ -124,24 +134,52 @@ def test_a_resumed_run_logs_where_it_did_unless_it_was_moved_or_branches_off(
     assert log_dir(folder, "--checkpoint_dir", ".") == run / "logs"  # a new run
 
 
+def check_continued(run, last_step):
+    """Check that a run of its own place went two steps on, by its checkpoints and by a log that
+    begins there. Return the run's id."""
+    assert sorted(losses(run)) == [last_step - 1, last_step]
+    assert sorted(losses(run, "val")) == [last_step]
+    logged = read_logged_config(run / "logs")
+    assert logged["config"]["max_steps"] == last_step
+    saved = [load_checkpoint(path) for path in (run / "checkpoints").glob("*.pt")]
+    (run_id,) = {content["run_id"] for content in [logged, *saved]}
+    # the best of the run that it leaves is not in the folder
+    best = load_checkpoint(run / "checkpoints/model_best.pt")
+    assert best["best_loss"] == losses(run, "val")[last_step]
+    return run_id
+
+
+def test_a_copy_goes_on_in_its_own_place(numbered, tmp_path):
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    middle = shutil.copy(numbered / "checkpoints/model_step_000008.pt", folder)
+    before = contents(numbered)
+    script("train.py", "--resume", tmp_path, "--checkpoint_dir", folder, "--max_steps", 10)
+    assert check_continued(tmp_path, 10) == load_checkpoint(middle)["run_id"]
+    assert contents(numbered) == before
+
+
 def test_a_branch_goes_on_by_the_command_that_began_it(numbered, tmp_path):
     branch = tmp_path / "branch"
     fourth, eighth = (numbered / f"checkpoints/model_step_00000{step}.pt" for step in (4, 8))
     last = branch / "checkpoints/model_last.pt"
+    before = contents(numbered)
     command = ["train.py", "--resume", fourth, "--run_dir", branch, "--max_steps"]
     script(*command, 6)
-    begun = load_checkpoint(last)
-    assert begun["parent"] == {"run_id": load_checkpoint(fourth)["run_id"], "step": 4}
+    run_id, parent = check_continued(branch, 6), load_checkpoint(last)["parent"]
+    assert parent == {"run_id": load_checkpoint(fourth)["run_id"], "step": 4}
+    assert run_id != parent["run_id"]
     assert "holds this branch of" in script(*command, 9).stdout
     assert sorted(losses(branch)) == [5, 6, 7, 8, 9]
     ended = read_logged_config(branch / "logs")
-    assert (ended["run_id"], ended["parent"]) == (begun["run_id"], begun["parent"])
+    assert (ended["run_id"], ended["parent"]) == (run_id, parent)
+    assert contents(numbered) == before
     # of another checkpoint it would be another run
     of_another = [*command[:2], eighth, *command[3:]]
     bad([*of_another, 10], "checkpoints of another run", branch)
     script(*command, 5, "--overwrite")
     assert load_checkpoint(last)["step"] == 5
-    assert load_checkpoint(last)["run_id"] != begun["run_id"]
+    assert load_checkpoint(last)["run_id"] != run_id
 
 
 def test_run_dir_is_short_for_the_folder_of_checkpoints(tmp_path):
@@ -163,35 +201,8 @@ def test_run_dir_is_short_for_the_folder_of_checkpoints(tmp_path):
         assert "run_dir" not in options.to_dict()  # nor in checkpoints
 
 
-def test_a_copy_and_a_branch_of_a_run_leave_its_log_alone(numbered, tmp_path):
-    """They go on in their own place, with a log that begins there."""
-    copy = tmp_path / "copy"
-    middle = numbered / "checkpoints/model_step_000008.pt"
-    (copy / "checkpoints").mkdir(parents=True)
-    shutil.copy(middle, copy / "checkpoints")
-    before = contents(numbered)
-    for begin, goes_on in ((copy, copy), (middle, tmp_path / "branch")):
-        flags = ["--checkpoint_dir", goes_on / "checkpoints", "--max_steps", 10]
-        script("train.py", "--resume", begin, *flags)
-        assert sorted(losses(goes_on)) == [9, 10]
-        assert sorted(losses(goes_on, "val")) == [10]
-        logged = read_logged_config(goes_on / "logs")
-        assert logged["config"]["max_steps"] == 10
-        branches = goes_on.name == "branch"
-        saved = [load_checkpoint(path) for path in (goes_on / "checkpoints").glob("*.pt")]
-        run_ids = {content["run_id"] for content in [logged, *saved]}
-        assert len(run_ids) == 1 and (run_ids != {load_checkpoint(middle)["run_id"]}) == branches
-        # the best of the parent is not in the folder of a branch
-        best = load_checkpoint(goes_on / "checkpoints/model_best.pt")
-        assert best["best_loss"] == losses(goes_on, "val")[10]
-    assert contents(numbered) == before
-    # a branch is a run of its own, also beside checkpoints of the run that it leaves
-    branch = ["train.py", "--resume", middle, "--checkpoint_dir", copy / "checkpoints"]
-    bad(branch, "checkpoints of another run", copy)
-
-
 def test_a_run_that_is_killed_in_its_first_steps_keeps_options_id_and_log(shards, tmp_path):
-    run, log, branch = tmp_path / "a run", tmp_path / "log", tmp_path / "branch"
+    run, log = tmp_path / "a run", tmp_path / "log"
     args = train_args(shards, run, 10_000, "--eval_every", 0, "--seed", 3, "--log_dir", log)
     process = start(*args)
     last = run / "checkpoints/model_last.pt"
@@ -202,8 +213,6 @@ def test_a_run_that_is_killed_in_its_first_steps_keeps_options_id_and_log(shards
     rows = (log / "metrics.jsonl").read_bytes()
     command = f"python train.py --resume '{run}/checkpoints'"
     bad(args, f"of another run; continue it by: {command}; or give another --run_dir")
-    elsewhere = [*folders(branch)[:2], "--log_dir", log]
-    bad([*args, "--resume", "auto", *elsewhere], "of another run")
     script(*shlex.split(command)[1:], "--max_steps", 2)
     again = read_logged_config(log)
     assert again["run_id"] == before["run_id"]
@@ -217,16 +226,6 @@ def run(trained, tmp_path):
     """A copy of the run of 20 steps."""
     shutil.copytree(trained, tmp_path / "run")
     return tmp_path / "run"
-
-
-def test_a_damaged_checkpoint_is_named_and_overwritten_on_demand_alone(shards, run):
-    last = run / "checkpoints/model_last.pt"
-    last.write_bytes(last.read_bytes()[:-1000])
-    args = train_args(shards, run, 22)
-    bad(args, "model_last.pt is damaged or not a checkpoint", run)
-    bad([*args, "--resume", "auto"], "model_last.pt is damaged or not a checkpoint", run)
-    script(*args, "--overwrite", "--max_steps", 3)
-    assert load_checkpoint(last)["step"] == 3
 
 
 def test_files_of_others_are_kept_in_a_folder_that_is_resumed(shards, run):

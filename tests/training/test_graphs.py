@@ -9,6 +9,7 @@ import torch._dynamo
 import torch.distributed as dist
 from conftest import slow, train_options
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from test_counts import GatedBlock
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounter
 from torch._inductor.decomposition import select_decomp_table
@@ -86,17 +87,6 @@ class Graphs:
             partition_fn=min_cut_rematerialization_partition,
             decompositions=select_decomp_table(),
         )(graph, inputs)
-
-
-class GatedBlock(Block):
-    """Block with one more linear layer, and a forward of its own."""
-
-    def __init__(self, config, layer):
-        super().__init__(config, layer)
-        self.gate = torch.nn.Linear(config.n_embd, config.n_embd)
-
-    def forward(self, x, *others):
-        return super().forward(x, *others) * torch.sigmoid(self.gate(x))
 
 
 @pytest.mark.parametrize(

@@ -11,18 +11,7 @@ from conftest import ROOT, SMALL, environment, folders, run_ranks, slow, torchru
 from model.formats.checkpoint import load_checkpoint, verify
 
 TINY = [*SMALL, "--micro_batch_size", 1, "--total_batch_size", 192, "--val_tokens", 96]
-OFTEN = [
-    "--save_every",
-    1,
-    "--eval_every",
-    2,
-    "--keep_last",
-    1,
-    "--sample_every",
-    2,
-    "--hellaswag_every",
-    4,
-]
+OFTEN = "--save_every 1 --eval_every 2 --keep_last 1 --sample_every 2 --hellaswag_every 4".split()
 
 
 @pytest.fixture(scope="module")

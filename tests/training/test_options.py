@@ -192,13 +192,13 @@ def test_a_resumed_run_derives_again_what_nobody_gave(trained, cuda, flags, expe
 
 
 def test_what_was_given_as_auto_is_derived_again_and_warmup_is_kept(shards, tmp_path):
-    args = without(train_args(shards, tmp_path, 40), "--warmup_steps")
+    args = without(train_args(shards, tmp_path, 20), "--warmup_steps")
     args += ["--micro_batch_size", "auto", "--total_batch_size", 96]
-    script(*args, "--eval_every", 0, "--save_every", 10)
+    script(*args, "--eval_every", 0)
     options, saved = resolve("--resume", tmp_path, "--max_steps", 200)
     # 16, the default, would not divide the three sequences of a step
     assert saved["config"]["micro_batch_size"] == 3 and options.micro_batch_size == "auto"
-    assert options.warmup_steps == 4  # a tenth of the first 40 steps
+    assert options.warmup_steps == 2  # a tenth of the first 20 steps
     # a new run by the same options has a warmup of its own
     again, _ = resolve("--config", tmp_path / "logs/config.json", "--max_steps", 200)
     assert (again.warmup_steps, again.micro_batch_size) == (20, "auto")

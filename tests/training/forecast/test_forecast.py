@@ -9,7 +9,7 @@ from conftest import train_args, train_options, user_error, without
 import train
 from model.config import GPTConfig
 from model.gpt import GPT
-from recipes import Recipe, parse_recipe
+from recipes import parse_recipe
 from training.forecast.advice import advise, choose_micro_batch
 from training.forecast.dry_run import describe_hours
 from training.forecast.memory import Hardware, forecast_memory
@@ -18,31 +18,42 @@ from training.optimizers import make_optimizers
 from utils.throughput import find_gpu
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
+H100 = find_gpu("NVIDIA H100")
 RECIPES = ("gpt2", "modern", "llama,n_kv_head=2,n_inner=100")
-SIZES = {"n_layer": 4, "n_head": 4, "n_embd": 256, "block_size": 256, "vocab_size": 300}
 
 
-def need(recipe="gpt2", accumulation=2, world_size=1, per_machine=None, **changes):
-    """Return the forecast of a small model on GPUs."""
-    shape = GPTConfig(**SIZES, **parse_recipe(recipe).model_fields(256))
+def plan(world_size, *, per_machine=8, gigabytes=80, **given):
+    """Return what the forecasts take for a run on so many H100s."""
+    options = train_options(**{"micro_batch_size": 1, "dtype": "bfloat16", **given})
+    recipe = parse_recipe(options.recipe)
+    shape = options.model_config(recipe, GPTConfig.vocab_size)
+    free = gigabytes * 10**9
+    hardware = Hardware(GPU, torch.bfloat16, free, world_size, per_machine, H100)
+    return options, recipe, shape, hardware
+
+
+def plan_small(accumulation=2, world_size=1, **given):
+    """Return the plan of a small model."""
+    sizes = {"n_layer": 4, "n_head": 4, "n_embd": 64, "block_size": 256, "micro_batch_size": 16}
     tokens = 16 * 256 * accumulation * world_size
-    run = {"micro_batch_size": 16, "block_size": 256, "total_batch_size": tokens, **changes}
-    hardware = Hardware(GPU, torch.bfloat16, 0, world_size, per_machine or world_size)
-    return forecast_memory(
-        train_options(recipe=recipe, **run), parse_recipe(recipe), shape, hardware
-    )
+    return plan(world_size, total_batch_size=tokens, **sizes, **given)
+
+
+def need(**given):
+    """Return the forecast of the memory of a small model."""
+    return forecast_memory(*plan_small(**given))
 
 
 @pytest.mark.parametrize("name", [*RECIPES, "gpt2,optimizer=muon", "modern,optimizer=adamw"])
 def test_weights_gradients_and_optimizer_are_the_bytes_of_their_tensors(name):
-    name += ",normuon=0"
-    recipe, forecast = parse_recipe(name), need(name)
-    model = GPT(GPTConfig(**SIZES, **recipe.model_fields(256)))
+    options, recipe, shape, hardware = plan_small(recipe=f"{name},normuon=0")
+    forecast = forecast_memory(options, recipe, shape, hardware)
+    model = GPT(shape)
     weights = list(model.parameters())
     for p in weights:
         p.grad = torch.ones_like(p)
     moments = []
-    for optimizer in make_optimizers(model, train_options(recipe=name), recipe):
+    for optimizer in make_optimizers(model, options, recipe):
         optimizer.step()
         for state in optimizer.state.values():
             moments += [value for value in state.values() if value.dim()]  # not the step count
@@ -58,8 +69,8 @@ def test_weights_gradients_and_optimizer_are_the_bytes_of_their_tensors(name):
         ({"sharding": "zero1", "world_size": 8, "accumulation": 1}, 8, 8),
         ({"sharding": "zero2", "world_size": 8}, 8, 8),
         ({"sharding": "zero3", "world_size": 8}, 8, 8),
-        ({"sharding": "zero2", "world_size": 64, "per_machine": 8}, 8, 8),  # machines are replicas
-        ({"sharding": "zero2", "world_size": 64, "per_machine": 8, "shard_across": 32}, 32, 32),
+        ({"sharding": "zero2", "world_size": 64}, 8, 8),  # machines are replicas
+        ({"sharding": "zero2", "world_size": 64, "shard_across": 32}, 32, 32),
         ({"sharding": "zero3"}, 1, 1),  # one process
         ({"world_size": 8, "accumulation": 1}, 1, 1),
         # DDP's buckets, and the gradients of micro-steps without a reduction
@@ -200,38 +211,17 @@ def test_a_dry_run_says_how_its_gpus_start(dry_run, tmp_path, device, launch):
 
 
 def test_the_largest_micro_batch_is_the_last_within_the_forecast():
-    options = train_options(total_batch_size=48 * 1024, micro_batch_size="auto")
-    shape = options.model_config(Recipe(), 50257)
-
-    def choose(gigabytes, processes=1, checkpointing="none"):
-        config = replace(options, activation_checkpointing=checkpointing)
-        hardware = Hardware(GPU, torch.bfloat16, gigabytes * 10**9, processes, processes)
-        return choose_micro_batch(config, Recipe(), shape, hardware)[0]
+    def choose(gigabytes, processes=1, **given):
+        given |= {"total_batch_size": 48 * 1024, "micro_batch_size": "auto"}
+        return choose_micro_batch(*plan(processes, gigabytes=gigabytes, **given))[0]
 
     sizes = [choose(gigabytes) for gigabytes in (4, 8, 16, 80)]
     assert sizes == sorted(set(sizes)) and sizes[-1] == 48  # all divide the 48 sequences
     assert all(48 % size == 0 for size in sizes)
-    assert choose(8, checkpointing="block") > sizes[1]
+    assert choose(8, activation_checkpointing="block") > sizes[1]
     assert choose(80, processes=4) == 12
     with user_error("one sequence needs .* GB, but a process has 1.00 GB"):
         choose(1)
-
-
-H100 = find_gpu("NVIDIA H100")
-
-
-def plan(world_size, *, per_machine=8, gigabytes=80, **given):
-    """Return what the forecasts take for a run on so many H100s."""
-    options = train_options(**{"micro_batch_size": 1, "dtype": "bfloat16", **given})
-    recipe = parse_recipe(options.recipe)
-    shape = options.model_config(recipe, GPTConfig.vocab_size)
-    free = gigabytes * 10**9
-    return (
-        options,
-        recipe,
-        shape,
-        Hardware(GPU, torch.bfloat16, free, world_size, per_machine, H100),
-    )
 
 
 def step_of(*args, **given):
@@ -278,16 +268,16 @@ def test_a_gpu_sends_what_the_formulas_of_docs_scaling_say():
 def test_replicas_add_an_all_reduce_between_machines():
     xl = {"model_type": "gpt2-xl", "total_batch_size": 64 * 1024 * 16, "micro_batch_size": 8}
     N = 1.558e9
-    for sharding, machine, network in (
-        ("none", 8 * N * 7 / 8, 8 * N / 8 * 7 / 8),
-        ("zero1", 6 * N * 7 / 8, 8 * N / 8 * 7 / 8),
-        ("zero2", 10 * N * 7 / 8, 8 * N / 8 * 7 / 8),  # 4 N a + 2 N with a = 2
-        ("zero3", 16 * N * 7 / 8, 8 * N / 8 * 7 / 8),
+    for sharding, sent in (
+        ("none", 8 * N),
+        ("zero1", 6 * N),
+        ("zero2", 10 * N),  # 4 N a + 2 N with a = 2
+        ("zero3", 16 * N),
     ):
         step = step_of(64, sharding=sharding, **xl)
         # the embedding is gathered in float32, and once
-        assert step.machine_bytes == pytest.approx(machine, rel=0.04)
-        assert step.network_bytes == pytest.approx(network, rel=0.01)
+        assert step.machine_bytes == pytest.approx(sent * 7 / 8, rel=0.04)
+        assert step.network_bytes == pytest.approx(8 * N / 8 * 7 / 8, rel=0.01)
 
 
 @pytest.mark.slow
