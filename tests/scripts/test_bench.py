@@ -197,8 +197,7 @@ def test_no_variant_begins_when_the_time_is_over(tmp_path):
 
 
 def test_without_a_gpu_a_call_for_gpus_starts_nothing(tmp_path):
-    log = tmp_path / "log"
-    env = write_commands(tmp_path, python='echo "$*" >>"$LOG"; exit 1') | {"LOG": str(log)}
-    done = subprocess.run(["bash", ROOT / "scripts/bench_gpu.sh", "small"], env=env)
-    assert done.returncode == 2 and "cuda.is_available" in log.read_text()
-    assert "bench.py" not in log.read_text()
+    env = write_commands(tmp_path, python='echo "$*" >>"$LOG"; exit 1')
+    assert bench_gpu(tmp_path, env, "small").returncode == 2
+    log = (tmp_path / "log").read_text()
+    assert "cuda.is_available" in log and "bench.py" not in log
