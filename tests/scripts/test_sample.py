@@ -67,7 +67,7 @@ def test_texts_are_shown_as_they_are_decoded_whole(monkeypatch, capsys, tokenize
             text = decoder.decode(shown, final=chat)  # a text that goes on ends before a cut
             drops_space = chat and tokenizer.chat_template is None
             expected.append(text.removeprefix(" ") if drops_space else text)
-        assert writer.write("", [], 0) == expected[0]
+        assert writer.print_answers("", [], 0) == expected[0]
         assert capsys.readouterr().out == f"{expected[0]}\n\n{'-' * 80}\n{expected[1]}\n"
 
 
