@@ -248,7 +248,7 @@ def main(options: EvalOptions) -> None:
     path_by_benchmark = check_options(options)  # {"hellaswag": Path(...)}; or raises UserError
     process = distributed.start(options.device, options.dtype)  # a Process: rank, device, dtype
 
-    # With all bits of the weights (float32) the validation loss is that which training has logged.
+    # float32: with all bits of the weights, the validation loss is the one that training logged.
     # `checkpoint` is the content of the file, {} for a model of another project; the spec of
     # GPT-2's tokenizer is "gpt2".
     model, tokenizer_spec, checkpoint = open_model(checkpoint_path or model_name, float32=True)

@@ -64,7 +64,7 @@ def tokens_with_row(
     added_tokens: list[dict[str, Any]], folder: Path, declared_vocab_size: int
 ) -> list[dict[str, Any]]:
     """Return the added tokens of a folder that have a row in the embedding of its model. Print a
-    note about others: without an id, they are read as text."""
+    note about the others: without an id, they are read as text."""
     with_row: list[dict[str, Any]] = []
     without_row: list[str] = []  # ["<pad>"]
     for entry in added_tokens:
@@ -82,7 +82,9 @@ def tokens_with_row(
 
 
 def read_end_ids(folder: Path, added_tokens_by_id: Mapping[int, object]) -> list[int]:
-    """Return the ids at which transformers' `generate` ends a text of this model."""
+    """Return the ids at which transformers' `generate` ends a text of this model: those of the
+    configs in its folder. A single one counts only if it is that of an added token.
+    `added_tokens_by_id` is {50256: AddedToken("<|endoftext|>"), ...}."""
     from transformers import AutoConfig, GenerationConfig
 
     end_ids: list[int] = []

@@ -273,8 +273,8 @@ class Mixture:
         sequence_ids = np.empty_like(places)  # (N,); each corpus fills in its part
         for i, sequences in enumerate(self.corpus_sequences):
             in_corpus = self.corpus_of_place[places] == i  # (N,) bool; corpus_of_place is (period,)
-            # A position in the order of this corpus: each earlier period has places_per_period[i],
-            # such as 3 of [3, 1], of its sequences, and this period has `turns` before the place.
+            # A position in the order of this corpus counts its earlier places: places_per_period[i]
+            # in each earlier period, such as 3 of [3, 1], and `turns` in this one.
             turns = self.turn_of_place[places[in_corpus]]  # (k,), if k places are of this corpus
             corpus_positions = earlier_periods[in_corpus] * self.places_per_period[i] + turns
             # Each corpus is shuffled separately, with ids from 0. In the mixture its ids begin at

@@ -287,13 +287,13 @@ def score_items(
     # for each item a list of Continuations, one for each choice
     continuations_of_items = [task.continuations(item, tokenizer, block_size) for item in items]
     # Each process compares alone. All must make equally many batches, as a process with fewer would
-    # leave the others waiting in Process.map below.
+    # leave the others waiting in map_across_processes below.
     share_rows = scorer.process.all_agree(is_packing_proven(scorer.model))
     packed_items = pack_items(continuations_of_items, share_rows)
     batches = batches_of_equal_length(packed_items, scorer.batch_size)
 
-    # Process.map shares the batches among the processes, returns the predictions of all processes,
-    # and raises Stopped after a signal.
+    # Each process scores some batches and gets the predictions of all. After a signal this raises
+    # Stopped.
     prediction_by_index: dict[int, Prediction] = {}  # by the index of a choice among all choices
     for batch_predictions in scorer.process.map_across_processes(
         partial(score_batch, scorer, banned_ids), batches

@@ -29,7 +29,7 @@ class Item:
 
     context: str
     choices: tuple[str, ...]
-    """Texts that are appended to the context unchanged, without a space between them."""
+    """Texts that are appended to the context unchanged: nothing is added before a choice."""
     label: int = 0
     """Index of the right choice; 0 if the item has a single choice."""
 

@@ -46,7 +46,8 @@ class Scorer:
     """A model to score, with the process and batch size to run it.
 
     All processes call each method, and the functions of scoring.py, with the same arguments and get
-    the same metrics. After a signal Process.map raises Stopped between two batches.
+    the same metrics. After a signal Process.map_across_processes raises Stopped between two
+    batches.
     """
 
     model: GPT

@@ -229,8 +229,8 @@ class DirectPreference(RewardModeling):
     @torch.no_grad()
     def __post_init__(self) -> None:
         super().__post_init__()  # reads the pairs
-        # Without the StopSignal: after a signal `map` would raise Stopped, which only the loop of
-        # finetune.py catches.
+        # Without the StopSignal: after a signal map_across_processes would raise Stopped, which
+        # only the loop of finetune.py catches.
         process = replace(self.process, stop=None)
         pairs: list[Pair] = self.examples + self.held_out
         # [(N, 2), ...] of all micro-batches, on every process: a step may give it any pair
@@ -250,7 +250,7 @@ class DirectPreference(RewardModeling):
         with self.process.autocast(keep_weights=False):  # for one forward pass only
             logprobs = token_logprobs(self.reference, batch).sum(1)  # (2 N,)
         # The view is (2, N), because all chosen sequences come first in the batch. The result moves
-        # to the CPU, because process.map pickles it to send it to all processes.
+        # to the CPU, because map_across_processes pickles it to send it to all processes.
         return logprobs.view(2, -1).T.cpu()
 
     def make_batch(self, pairs: list[Pair]) -> Batch:

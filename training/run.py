@@ -187,7 +187,7 @@ def refuse_overwriting(options: ResolvedOptions, checkpoint: Checkpoint | None) 
     # the content of each file, model_last.pt first; tensors are mapped, not read
     existing = [load_checkpoint(path) for path in existing_checkpoints(options.checkpoint_dir)]
     for existing_checkpoint in existing:
-        if existing_checkpoint["run_id"] != run_id:  # any file, for a new run
+        if existing_checkpoint["run_id"] != run_id:  # True for any file if run_id is None
             raise UserError(
                 f"{options.checkpoint_dir} holds the checkpoints of another run; {continue_or}"
             )

@@ -69,7 +69,7 @@ def open_initial(
     process.check_equal(int(checkpoint is None), DIFFERENT)
     if checkpoint is None:
         return open_init_from(options.init_from, process) if options.init_from else None
-    # `resumed_file` is that of `checkpoint`: read_options sets it whenever it returns a checkpoint.
+    # the file of `checkpoint`: read_options sets --resume to it whenever it returns a checkpoint
     assert options.resumed_file is not None
     return open_initial_checkpoint(options.resumed_file, checkpoint, process)
 
@@ -129,7 +129,7 @@ def open_initial_checkpoint(path: Path, checkpoint: Checkpoint, process: Process
     # FOLDER each machine picks its own. The CRC-32 of the checksums identifies a file.
     process.check_equal(crc32_of(checkpoint["checksums"]), DIFFERENT)
     # Rows (model/rows.py) by parameter name: reading them joins two halves in the file to float32.
-    # Checks the checksums first, each process those of a part of the rows.
+    # open_weights verifies the checksums first; for them each process reads a part of the rows.
     model_config, weights = open_weights(path, checkpoint, process)
     # checkpoint["tokenizer"]: the spec, such as "gpt2"
     return InitialModel(model_config, weights, checkpoint["tokenizer"], checkpoint)

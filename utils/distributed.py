@@ -272,7 +272,7 @@ class Process:
         if self.world_size == 1:  # there is no process group
             return number
         minimum = torch.tensor(number, device=self.device)  # NCCL needs a tensor on the GPU
-        with errors_as_disconnected():  # any error becomes Disconnected
+        with errors_as_disconnected():
             dist.all_reduce(minimum, dist.ReduceOp.MIN)  # in place
         return int(minimum)
 
@@ -293,7 +293,7 @@ class Process:
         gathered = [outputs]  # one dict for each process
         if self.world_size > 1:
             gathered = [{}] * self.world_size  # placeholders: the collective fills the list
-            with errors_as_disconnected():  # any error becomes Disconnected
+            with errors_as_disconnected():
                 dist.all_gather_object(gathered, outputs)
         merged: dict[int, Output] = {}
         for process_outputs in gathered:

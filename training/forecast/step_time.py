@@ -141,7 +141,7 @@ def bytes_of_shards(
         return 0
     # For example 124M in 2 micro-steps under zero3: 4 gathers of 85M bfloat16 matrix weights, one
     # of 39M float32 others, and 2 reductions of 124M float32 gradients. These are the numbers of
-    # weights of a process before sharding, as if it held all shards of its copy:
+    # weights of a process after tensor parallelism has divided them, before FSDP2 shards them:
     num_matrix_weights, num_other_weights = count_weights(model_config, options.tensor_parallel)
     micro_steps = hardware.count_micro_steps(options)  # passes of one process in a step
     # zero3 frees the blocks after the forward pass and gathers them again for the backward.
