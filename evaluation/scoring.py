@@ -292,9 +292,9 @@ def score_items(
     packed_items = pack_items(continuations_of_items, share_rows)
     batches = batches_of_equal_length(packed_items, scorer.batch_size)
 
-    # Each process scores some batches and gets the predictions of all. After a signal this raises
-    # Stopped.
     prediction_by_index: dict[int, Prediction] = {}  # by the index of a choice among all choices
+    # Each process scores some batches and gets the predictions of all. After a signal this call
+    # raises Stopped.
     for batch_predictions in scorer.process.map_across_processes(
         partial(score_batch, scorer, banned_ids), batches
     ):

@@ -9,6 +9,7 @@ from model.generate import positions_and_mask
 from model.proof import narrow_config
 from training.forecast.step_time import split_by_link
 from training.parallel.tensor_parallel import row_order
+from utils.cli import named_flags, to_flags
 
 
 def test_examples_in_docstrings_are_true():
@@ -25,3 +26,5 @@ def test_examples_in_docstrings_are_true():
     assert (narrow.n_embd, narrow.n_head, narrow.n_layer, narrow.vocab_size) == (32, 2, 4, 509)
     assert split_by_link(16, 16, 8) == (14, 1)
     assert row_order((4, 2, 2), 2).tolist() == [0, 1, 4, 6, 2, 3, 5, 7]
+    assert to_flags({"max_lr": 1e-3, "wandb": False}) == ["--max_lr", "0.001", "--no_wandb"]
+    assert named_flags(["--max_lr", "1e-3", "--wandb"]) == [("max_lr", "1e-3"), ("wandb", None)]

@@ -291,7 +291,8 @@ def test_a_reward_that_fails_on_one_process_saves_on_all(base, tmp_path):
 
 
 @pytest.mark.slow
-def test_other_rows_and_rewards_are_warned_of_and_weights_may_move(base, whole, tmp_path):
+def test_other_rows_are_warned_of_and_other_weights_refused(base, whole, tmp_path, refuse):
+    """Weights that were moved are no others."""
     resumed = ("--resume", whole("dpo") / "checkpoints/model_step_000002.pt")
     moved = shutil.copy(base / "checkpoints/model_best.pt", tmp_path / "moved.pt")
     of_grpo = ("--resume", whole("grpo") / "checkpoints/model_step_000002.pt")
@@ -306,6 +307,11 @@ def test_other_rows_and_rewards_are_warned_of_and_weights_may_move(base, whole, 
     ):
         done = script("finetune.py", *begun, *folders(tmp_path / f"{value}.run"), flag, value)
         assert done.stdout.count("data order changes") == num_warnings
+    for flag, value, problem in (
+        ("--init_from", base / "plain", "does not hold the weights that the run"),
+        ("--block_size", 32, "--block_size 32: .* has a context of 64"),
+    ):
+        refuse(problem, *resumed, *folders(tmp_path / problem[:9]), flag, value)
 
 
 @pytest.mark.slow

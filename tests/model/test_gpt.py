@@ -13,6 +13,11 @@ from model.layers import KVCache, attention_kernel
 from recipes import Recipe
 
 
+def tiny(*args, **changes):
+    """Return a small model to evaluate."""
+    return tiny_gpt(*args, **changes).eval()
+
+
 def named(name, **options):
     """Return the model of a --model_type, without weights."""
     config = train_options(model_type=name, **options).model_config(Recipe(), 50257)
@@ -37,7 +42,7 @@ def test_gpt3_s_sizes_have_the_paper_s_parameter_counts():
 
 
 def test_initialisation_follows_gpt2():
-    model = tiny_gpt(n_layer=8, n_embd=64)
+    model = tiny(n_layer=8, n_embd=64)
     assert model.transformer.wte.weight.std().item() == pytest.approx(0.02, rel=0.05)
     block = model.transformer.h[3]
     assert block.mlp.c_fc.weight.std().item() == pytest.approx(0.02, rel=0.05)
@@ -46,7 +51,7 @@ def test_initialisation_follows_gpt2():
 
 
 def test_padding_of_the_vocabulary_is_not_scored_and_not_learned():
-    model = tiny_gpt()
+    model = tiny()
     with torch.no_grad():
         model.transformer.wte.weight[257:] = 100.0  # would win every softmax
     x, y = torch.randint(0, 257, (2, 3, 16))
@@ -70,27 +75,34 @@ def test_shapes_that_cannot_be_are_named(name, value):
 
 def test_more_tokens_than_the_context_are_refused():
     with pytest.raises(AssertionError, match="17 tokens are too many"):
-        tiny_gpt()(torch.zeros(1, 17, dtype=torch.long))
+        tiny()(torch.zeros(1, 17, dtype=torch.long))
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_the_first_loss_is_near_ln_of_the_vocabulary(recipe):
-    model = tiny_gpt(recipe)
+    model = tiny(recipe)
     x = torch.randint(0, 257, (8, 16))
     assert abs(model(x, x.roll(-1, 1)).item() - math.log(257)) < 0.1
 
 
-def test_a_cache_takes_one_token_at_a_time_after_the_first():
-    model, cache, x = tiny_gpt(), KVCache(16), torch.zeros(3, 2, dtype=torch.long)
-    model.hidden(x, cache)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_cache_filled_token_by_token_gives_the_same_logits(recipe):
+    """So no token sees a later one, which the cache does not hold yet."""
+    model = tiny(recipe)
+    x = torch.randint(0, 257, (3, 16))
+    cache = KVCache(16)
+    parts = [model.logits(model.hidden(part, cache)) for part in x.split([12, 1, 1, 1, 1], dim=1)]
+    torch.testing.assert_close(torch.cat(parts, 1), model(x), atol=1e-5, rtol=1e-5)
+    cache = KVCache(16)
+    model.hidden(x[:, :12], cache)
     with pytest.raises(AssertionError):  # attention would not be causal
-        model.hidden(x, cache)
+        model.hidden(x[:, 12:14], cache)
 
 
 @pytest.mark.parametrize("recipe", ["gpt2", "llama"])  # tied, and with a head of its own
 def test_a_model_with_fewer_tokens_gives_the_logits_of_these(recipe):
-    model = tiny_gpt(recipe)
-    smaller = rebuild(model, replace(model.config, vocab_size=180))
+    model = tiny(recipe)
+    smaller = rebuild(model, replace(model.config, vocab_size=180)).eval()
     assert smaller.head_weight.shape == (192, 32) and smaller.head_weight.requires_grad
     x = torch.randint(0, 180, (2, 16))
     torch.testing.assert_close(smaller(x), model(x)[..., :180])

@@ -120,7 +120,10 @@ def test_under_torchrun_a_dead_process_restarts_all_and_sigterm_saves(
     saved = f"saved at step {step}: continue with {command}\n"
     for words in ("stopping soon, then saving", saved):
         assert words in log.read_text()
-    torchrun(2, *train_args(shards, whole, step, *options))  # nothing interrupts it
+
+    # with the next two steps, it is the run that nothing has interrupted
+    torchrun(2, *args, "--max_steps", step + 2)
+    torchrun(2, *train_args(shards, whole, step + 2, *options))
     assert losses(run) == losses(whole)
 
 
