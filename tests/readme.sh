@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Used by tests/test_readme.py: `bash readme.sh ROOT PYTHON LINES`. Makes a clone of ROOT in the
+# Used by tests/test_readme.py: `bash readme.sh ROOT PYTHON LINES EVERY`. Makes a clone of ROOT in the
 # working folder and runs LINES in it, by a shell that has no environment and no variables.
 # `python3 -m venv` makes an environment whose python is PYTHON, in which a run has three steps, and
-# the demo reads a tenth of the library.
+# the demo reads every EVERY-th file of the library.
 set -euo pipefail
 here=$PWD
 mkdir bin clone
@@ -21,7 +21,7 @@ cat >environment <<END
 export HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1
 case "\$*" in
   -c*sys.prefix*) echo .venv; exit ;;
-  -c*stdlib*) $2 "\$@" | awk 'NR % 10 == 1'; exit ;;
+  -c*stdlib*) $2 "\$@" | awk 'NR % $4 == 0'; exit ;;
   "-m pip"*) exit ;;
   *--dry_run*) ;;
   train.py*--minutes*) set -- "\$@" --minutes 0.2 --max_steps 3 ;;  # measures for a second

@@ -19,8 +19,9 @@ COSTS = r"    # .*(GPU|downloads|your )"
 IN_MINUTES = "|chat_demo|sweep|--dry_run|plot.py"
 
 
-@pytest.mark.parametrize("left_out", [IN_MINUTES, slow("")])
-def test_every_line_works_in_a_shell_without_an_environment(tmp_path, left_out):
+# the demo reads every tenth file of Python's library, with --slow all of them
+@pytest.mark.parametrize("left_out, every", [(IN_MINUTES, "10"), slow("", "1")])
+def test_every_line_works_in_a_shell_without_an_environment(tmp_path, left_out, every):
     lines = []
     page = read_page("README.md")
     for language, block in re.findall(r"\n```(sh|python)\n(.*?)\n```", page, re.S):
@@ -29,7 +30,7 @@ def test_every_line_works_in_a_shell_without_an_environment(tmp_path, left_out):
         else:
             lines += re.sub(r"\\\n *", "", block).splitlines()
     script = "\n".join(line for line in lines if not re.search(COSTS + left_out, line))
-    command = ["bash", ROOT / "tests/readme.sh", ROOT, sys.executable, script]
+    command = ["bash", ROOT / "tests/readme.sh", ROOT, sys.executable, script, every]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert '/.venv/bin/activate"\npython sample.py --checkpoint runs/demo' in done.stdout
